@@ -1,0 +1,54 @@
+"""What fxcore raises when a caller asked for something that cannot be had.
+
+Each error is one sentence for people (``detail``) and a few fields for programs (``extra``, JSON-able). An error that
+is not an :class:`FxError` is a defect of this library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FxError(Exception):
+    """Base of all errors that say what was wrong with a request and what would be right."""
+
+    def __init__(self, detail: str, **extra: Any) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.extra = extra
+
+
+class UnknownModel(FxError):
+    """No model of that name; ``suggestions`` holds the nearest names."""
+
+
+class UnknownWeights(FxError):
+    """The model has no weights of that name; ``available`` lists those it has."""
+
+
+class WeightsUnavailable(FxError):
+    """The weights exist but cannot be had now; ``file`` is the missing file and ``folder`` where it is looked for."""
+
+
+class UnknownNode(FxError):
+    """A node name that matches nothing, or whose value is not a tensor; ``name`` and ``suggestions``."""
+
+
+class DuplicateKey(FxError):
+    """Two outputs were asked for under one ``key``."""
+
+
+class NotTraceable(FxError):
+    """torch.fx cannot record the model; ``module`` and ``source`` say where it broke."""
+
+
+class BadImage(FxError):
+    """Bytes that do not decode to an image."""
+
+
+class ImageTooLarge(FxError):
+    """An image with more ``pixels`` than the ``limit``, judged by its header before decoding."""
+
+
+class BadTensor(FxError):
+    """An input tensor with the wrong name, shape or dtype, or images that cannot form one batch."""

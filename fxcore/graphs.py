@@ -1,0 +1,274 @@
+"""A model's graph: traced once without weights, annotated, and kept.
+
+Listing nodes, resolving names and planning an extractor all read this one object; none of them touches weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore import nodes as naming
+from fxcore.annotate import annotate, count_flops, own_parameters, values_at
+from fxcore.catalog import RANDOM, ModelEntry, get_model
+from fxcore.errors import BadTensor
+from fxcore.layout import public_name
+from fxcore.levels import Level, channels_of, find_levels, stride_of
+from fxcore.parts import trace_model
+from fxcore.tracing import PATH, names
+
+#: frames of a clip that video graphs are annotated for; MViT accepts no other number
+VIDEO_FRAMES = 16
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A model's input: its name, its layout, and its shape with None where any size is taken."""
+
+    name: str
+    layout: str
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node of a graph, as people and programs read it.
+
+    ``shape`` has None for the batch; where several rows of the first dimension belong to one image it says how many
+    by ``rows_per_image``. ``params`` counts each parameter at the first node that uses it; ``flops`` is for one image.
+    """
+
+    name: str
+    fx_name: str
+    op: str
+    target: str
+    module_type: str | None
+    args: list[str]
+    users: list[str]
+    shape: list[int | None] | None
+    dtype: str | None
+    layout: str | None
+    channels: int | None
+    stride: int | None
+    level: str | None
+    params: int
+    flops: int
+    extractable: bool
+    rows_per_image: int = 1
+
+
+class ModelGraph:
+    """A model's eval graph on meta tensors, with everything that can be known of it without weights.
+
+    Attributes:
+        entry: the model.
+        weights: the canonical weights whose structure was traced (``random``: the model as torchvision builds it).
+        graph: the eval graph as traced; copy it before changing it.
+        train_nodes, eval_nodes: names in order of execution, as ``get_graph_node_names`` gives them.
+        closed: parts of the model that could not be traced.
+        input_size: height and width that shapes and FLOPs are for.
+        levels: see :mod:`fxcore.levels`.
+        constants: tensors that tracing computed from buffers and that are not in the model, by attribute name.
+    """
+
+    def __init__(self, entry: ModelEntry, weights: str = RANDOM, input_size: tuple[int, int] | None = None) -> None:
+        self.entry = entry
+        self.weights = weights
+        self.preprocessing = entry.preprocessing(weights)
+        self.input_size = input_size or self.preprocessing.nominal_size()
+        model = entry.build_weightless(weights)
+        self.train_nodes = names(trace_model(entry, model, training=True)[0])
+        self.graph, self._root, self.closed = trace_model(entry, model)
+        self.eval_nodes = names(self.graph)
+        self.constants = {
+            str(n.target): getattr(self._root, str(n.target))
+            for n in self.graph.nodes
+            if n.op == "get_attr" and str(n.target).startswith("_tensor_constant")
+        }
+        #: modules by path as they were traced, in-place ones included
+        self.traced_modules: dict[str, nn.Module] = dict(self._root.named_modules())
+        self._device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
+        self._module = fx.GraphModule(self._root, self.graph)
+        if self._device.type == "meta":
+            self._module.to("meta")
+        self.graph = self._module.graph
+        try:
+            annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
+        except Exception as error:
+            height, width = self.input_size
+            raise BadTensor(f"{entry.name} cannot take an input of {height} x {width}: {error}") from error
+        self.levels: dict[str, Level] = find_levels(entry.name, self.graph, self._root, self.input_size)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The model's inputs, for the size that this graph is annotated for."""
+        layout = self.preprocessing.layout
+        frames = (VIDEO_FRAMES,) if "T" in layout else ()
+        shape = (None, 3, *frames, *self.input_size)
+        return tuple(TensorSpec(str(n.target), layout, shape) for n in self.graph.nodes if n.op == "placeholder")
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, fx.Node]:
+        """Nodes by torchvision's name; parameters used as they are and the output have none."""
+        return {n.meta[PATH]: n for n in self.graph.nodes if PATH in n.meta}
+
+    @functools.cached_property
+    def nodes(self) -> list[NodeInfo]:
+        """Every node but the output, in order of execution; a parameter used as it is goes by its fx name."""
+        flops = count_flops(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
+        level_of = {level.node: name for name, level in self.levels.items()}
+        seen: set[int] = set()
+        return [
+            self._info(n, level_of.get(n.meta.get(PATH, "")), flops.get(n, 0), own_parameters(self._module, n, seen))
+            for n in self.graph.nodes
+            if n.op != "output"
+        ]
+
+    @functools.cached_property
+    def totals(self) -> dict[str, int]:
+        """Parameters of the model (closed parts included), FLOPs for one image, and number of nodes."""
+        params = sum(p.numel() for p in self.entry.build_weightless(self.weights).parameters())
+        return {"params": params, "flops": sum(n.flops for n in self.nodes), "nodes": len(self.nodes)}
+
+    @functools.cached_property
+    def leaf_modules(self) -> list[str]:
+        """Classes of the modules that were kept whole, by name."""
+        called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
+        return sorted({type(self._root.get_submodule(target)).__name__ for target in called})
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the eval graph: names, operations, targets and shapes. It changes when a name changes its meaning."""
+        lines = [[n.meta.get(PATH, n.name), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
+        return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:32]
+
+    @property
+    def input_shape(self) -> list[int | None]:
+        """Shape of the first input, None for the batch."""
+        return list(self.inputs[0].shape)
+
+    def at(self, height: int, width: int) -> ModelGraph:
+        """The same graph, annotated for another input size.
+
+        Raises:
+            BadTensor: the model does not take that size.
+        """
+        if (height, width) == self.input_size:
+            return self
+        return ModelGraph(self.entry, self.weights, (height, width))
+
+    def values_at(
+        self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
+    ) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Shape and dtype of the values of ``wanted`` nodes, and of all that they need, for one image.
+
+        Cheaper than :meth:`at`: nothing is traced and nothing is kept.
+
+        Args:
+            shapes: the shape of each input without its batch dimension.
+            wanted: exact node names.
+
+        Raises:
+            BadTensor: the model does not take inputs of that shape.
+        """
+        try:
+            found = values_at(self._module, shapes, self._device, [self.by_name[name] for name in wanted])
+        except Exception as error:
+            shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise BadTensor(f"{self.entry.name} cannot take an input of {shown}: {reason}") from error
+        return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
+
+    def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+        """Key → exact node name, in the order asked.
+
+        Args:
+            return_nodes: names, which are their own keys, or name → key. A name is an exact node name, a level, or a
+                truncated path, which means the last node under that path.
+
+        Raises:
+            UnknownNode: a name matches nothing, or its value cannot be extracted.
+            DuplicateKey: two names share a key.
+        """
+        return naming.resolve(self, return_nodes)
+
+    def extractable(self, node: fx.Node) -> bool:
+        """Whether the node's value is a tensor that belongs to the images."""
+        return bool(node.meta.get("rows"))
+
+    def shape_of(self, node: fx.Node) -> list[int | None] | None:
+        """Shape of the node's value with None for a first dimension that grows with the batch."""
+        value = node.meta.get("value")
+        if not isinstance(value, Tensor):
+            return None
+        return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
+
+    def _info(self, node: fx.Node, level: str | None, flops: int, params: int) -> NodeInfo:
+        value = node.meta.get("value")
+        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return NodeInfo(
+            name=node.meta.get(PATH, node.name),
+            fx_name=node.name,
+            op=node.op,
+            target=target_name(node),
+            module_type=type_name(module) if module is not None else None,
+            args=[n.meta.get(PATH, n.name) for n in node.all_input_nodes],
+            users=[n.meta.get(PATH, "output") for n in node.users],
+            shape=self.shape_of(node),
+            dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None,
+            layout=public_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
+            channels=channels_of(node),
+            stride=stride_of(node, self.input_size),
+            level=level,
+            params=params,
+            flops=flops,
+            extractable=self.extractable(node),
+            rows_per_image=node.meta.get("rows") or 1,
+        )
+
+
+def target_name(node: fx.Node) -> str:
+    """A node's target as text: a path, a method's name, or a function's qualified name."""
+    if isinstance(node.target, str):
+        return node.target
+    function = node.target
+    return f"{getattr(function, '__module__', '') or ''}.{getattr(function, '__name__', function)}".lstrip(".")
+
+
+def type_name(module: nn.Module) -> str:
+    """A module's class with its package, as ``torch.nn.modules.conv.Conv2d``."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+_cache: dict[tuple[str, str], ModelGraph] = {}
+_locks: dict[tuple[str, str], threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
+    """The graph of a model, traced at most once per structure and kept.
+
+    Args:
+        model: a model's name or entry.
+        weights: canonical weights; they decide details of the structure (number of classes, input size).
+
+    Raises:
+        UnknownModel, NotTraceable: see there.
+    """
+    entry = get_model(model) if isinstance(model, str) else model
+    if weights not in entry.published:
+        weights = RANDOM
+    key = (entry.name, weights)
+    with _guard:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _cache:
+            _cache[key] = ModelGraph(entry, weights)
+        return _cache[key]

@@ -1,0 +1,314 @@
+"""Encoded bytes → an RGB image → the tensor that a set of weights wants.
+
+The preprocessing is the weights' own: torchvision's presets for classifiers, segmentation, video and optical flow; the
+detectors' own transform for detectors. PIL does the decoding and the resampling, as it did when the weights were made.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import torch
+from torch import Tensor
+from torchvision.transforms import functional as F
+
+from fxcore.errors import BadImage, BadTensor, ImageTooLarge
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+
+# The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
+PIL.Image.MAX_IMAGE_PIXELS = None
+
+
+def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
+    """Height and width from the header alone, as they will be once the EXIF orientation is applied.
+
+    Raises:
+        BadImage: not an image in one of :data:`FORMATS`.
+        ImageTooLarge: more than ``max_pixels``.
+    """
+    with _opened(data, max_pixels) as image:
+        width, height = image.size
+        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        return (width, height) if turned else (height, width)
+
+
+def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
+    """Decode to RGB with the EXIF orientation applied; of an animation the first frame.
+
+    Alpha is dropped, as PIL does; 16-bit grey keeps its upper eight bits instead of being clipped.
+
+    Raises:
+        BadImage: not an image, truncated or damaged.
+        ImageTooLarge: the header says more than ``max_pixels``; nothing has been decoded.
+    """
+    image = _opened(data, max_pixels)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # palettes with transparency and odd EXIF are converted all the same
+            image.load()
+            image = PIL.ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
+                image = PIL.Image.fromarray((np.asarray(image).clip(0, 0xFFFF) // 256).astype(np.uint8))
+            return image.convert("RGB")
+    except Exception as error:  # decoders fail in as many ways as there are damaged files
+        raise BadImage(
+            f"the {image.format or 'image'} data is damaged or cut short: {error or type(error).__name__}"
+        ) from error
+
+
+def _opened(data: bytes, max_pixels: int | None) -> PIL.Image.Image:
+    if not data:
+        raise BadImage("the image is empty (0 bytes)")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:
+        raise BadImage(f"these {len(data)} bytes are not an image; send one of {', '.join(FORMATS)}") from error
+    pixels = image.width * image.height
+    if max_pixels is not None and pixels > max_pixels:
+        raise ImageTooLarge(
+            f"the image has {image.width} x {image.height} = {pixels} pixels; at most {max_pixels} are taken",
+            pixels=pixels,
+            limit=max_pixels,
+        )
+    return image
+
+
+class Preprocessing:
+    """What turns an image into a model's input. One subclass for each of torchvision's kinds."""
+
+    layout = "NCHW"
+    #: whether images of different sizes can form one batch by padding, as detectors do
+    pads = False
+
+    def describe(self) -> dict[str, Any]:
+        """The parameters, in torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
+        raise NotImplementedError
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        """One RGB image → float32 ``[C, H, W]``."""
+        raise NotImplementedError
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of what :meth:`image` makes of an image of that size."""
+        raise NotImplementedError
+
+    def nominal_size(self) -> tuple[int, int]:
+        """The input size to annotate a graph for when nothing else is known."""
+        raise NotImplementedError
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether every image becomes the same size."""
+        return self.output_size(300, 900) == self.output_size(1700, 400)
+
+    def tensor(self, array: Tensor) -> Tensor:
+        """uint8 images ``[N, H, W, 3]`` → the float32 batch that the same images would give as lossless files.
+
+        Raises:
+            BadTensor: another shape or dtype.
+        """
+        if array.dtype != torch.uint8 or array.ndim != 4 or array.shape[-1] != 3 or array.shape[0] == 0:
+            raise BadTensor(f"images to be preprocessed are uint8 [N, H, W, 3]; this is {_describe(array)}")
+        return torch.stack([self.image(PIL.Image.fromarray(one.numpy())) for one in array])
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        """Images of one size → a batch ``[N, C, H, W]``.
+
+        Raises:
+            BadTensor: the sizes differ and this model cannot pad.
+        """
+        sizes = {tuple(image.shape[-2:]) for image in images}
+        if len(sizes) > 1:
+            shown = ", ".join(f"{h} x {w}" for h, w in sorted(sizes)[:4])
+            raise BadTensor(
+                f"after preprocessing the images have different sizes ({shown}) and cannot form one tensor; send them "
+                "one by one, ask for pool=avg, or make the extractor with image_size"
+            )
+        return torch.stack(list(images))
+
+
+class ImagePreprocessing(Preprocessing):
+    """Classification and segmentation: resize, perhaps a centre crop, scale to [0, 1], normalise."""
+
+    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+        self._preset = preset
+        self._square = False
+        if image_size is not None:
+            if hasattr(preset, "crop_size"):
+                # Keep the share of the image that the published preprocessing keeps.
+                preset.resize_size = [max(image_size, round(preset.resize_size[0] * image_size / preset.crop_size[0]))]
+                preset.crop_size = [image_size]
+            else:
+                preset.resize_size = [image_size, image_size]
+
+    def describe(self) -> dict[str, Any]:
+        preset = self._preset
+        return {
+            "resize_size": preset.resize_size,
+            "crop_size": getattr(preset, "crop_size", None),
+            "mean": preset.mean,
+            "std": preset.std,
+            "interpolation": preset.interpolation.value,
+            "antialias": preset.antialias,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        result: Tensor = self._preset(image)
+        return result
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        crop = getattr(self._preset, "crop_size", None)
+        if crop is not None:
+            return crop[0], crop[-1]
+        return _resized(self._preset.resize_size, height, width)
+
+    def nominal_size(self) -> tuple[int, int]:
+        size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
+        return size[0], size[-1]
+
+
+class DetectorPreprocessing(Preprocessing):
+    """A detector's own ``GeneralizedRCNNTransform``: normalise, resize, pad to a multiple of the FPN's stride."""
+
+    pads = True
+
+    def __init__(self, transform: Any, image_size: int | None = None) -> None:
+        self._transform = transform.eval()
+        if image_size is not None:
+            transform.fixed_size = (image_size, image_size)
+
+    def describe(self) -> dict[str, Any]:
+        transform = self._transform
+        fixed = transform.fixed_size
+        return {
+            "resize_size": list(reversed(fixed)) if fixed else [transform.min_size[-1]],
+            "max_size": None if fixed else transform.max_size,
+            "crop_size": None,
+            "pad_to_multiple_of": transform.size_divisible,
+            "mean": list(transform.image_mean),
+            "std": list(transform.image_std),
+            "interpolation": "bilinear",
+            "antialias": False,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
+        batch: Tensor = self._transform([pixels])[0].tensors
+        return batch[0]
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        transform = self._transform
+        if transform.fixed_size:
+            resized = (transform.fixed_size[1], transform.fixed_size[0])
+        else:
+            scale = min(transform.min_size[-1] / min(height, width), transform.max_size / max(height, width))
+            resized = (int(height * scale), int(width * scale))
+        multiple = transform.size_divisible
+        return -(-resized[0] // multiple) * multiple, -(-resized[1] // multiple) * multiple
+
+    def nominal_size(self) -> tuple[int, int]:
+        fixed = self._transform.fixed_size
+        return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        # Each is padded to the multiple already, so the largest of them is the size that the detector would pad to.
+        height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
+        batch = images[0].new_zeros(len(images), 3, height, width)
+        for row, image in zip(batch, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]] = image
+        return batch
+
+
+class FlowPreprocessing(Preprocessing):
+    """RAFT's frames: values to [-1, 1], the size untouched unless one is asked for."""
+
+    def __init__(self, image_size: int | None = None) -> None:
+        self._size = image_size
+
+    def describe(self) -> dict[str, Any]:
+        size = [self._size, self._size] if self._size else None
+        return {
+            "resize_size": size,
+            "crop_size": None,
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.5, 0.5, 0.5],
+            "interpolation": "bilinear",
+            "antialias": True,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        if self._size:
+            image = F.resize(image, [self._size, self._size])
+        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
+        frame: Tensor = F.normalize(pixels, [0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+        return frame
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return (self._size, self._size) if self._size else (height, width)
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self.output_size(520, 960)  # the size of torchvision's own RAFT example
+
+
+class VideoPreprocessing(Preprocessing):
+    """Clips: frames resized and cropped, and ``[N, T, C, H, W]`` turned to ``[N, C, T, H, W]``."""
+
+    layout = "NCTHW"
+
+    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+        self._preset = preset
+        if image_size is not None:
+            preset.resize_size = [
+                max(image_size, round(s * image_size / preset.crop_size[0])) for s in preset.resize_size
+            ]
+            preset.crop_size = [image_size, image_size]
+
+    def describe(self) -> dict[str, Any]:
+        preset = self._preset
+        return {
+            "resize_size": preset.resize_size,
+            "crop_size": preset.crop_size,
+            "mean": preset.mean,
+            "std": preset.std,
+            "interpolation": preset.interpolation.value,
+            "antialias": False,  # fixed in torchvision's preset, which keeps what the models were trained with
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        raise BadTensor(
+            "this is a video model: send clips as tensors, uint8 [N, T, H, W, 3] or float32 [N, 3, T, H, W]"
+        )
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.nominal_size()
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self._preset.crop_size[0], self._preset.crop_size[1]
+
+    def tensor(self, array: Tensor) -> Tensor:
+        if array.dtype != torch.uint8 or array.ndim != 5 or array.shape[-1] != 3 or array.shape[0] == 0:
+            raise BadTensor(f"clips to be preprocessed are uint8 [N, T, H, W, 3]; this is {_describe(array)}")
+        result: Tensor = self._preset(array.permute(0, 1, 4, 2, 3).contiguous())
+        return result
+
+
+def _resized(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
+    """The size after ``torchvision.transforms.functional.resize``: one number is the shorter side."""
+    if len(size) == 2:
+        return size[0], size[1]
+    short, long = sorted((height, width))
+    resized = int(size[0] * long / short)
+    return (size[0], resized) if height <= width else (resized, size[0])
+
+
+def _describe(array: Tensor) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"

@@ -1,0 +1,126 @@
+"""Which axis of an activation is what: NCHW, NHWC, tokens, …
+
+The axes are followed through the graph as letters: N batch, T time, C channels, H and W space, L a sequence of
+positions. An operation that permutes axes permutes the letters; one that keeps the rank keeps them; one that merges
+space into a sequence yields L. Where none of this applies (attention heads, windows) the layout is unknown and stays
+unknown until an operation that fixes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torchvision import ops
+
+TOKENS = "tokens"
+
+# Modules that only accept channels in second place.
+_CHANNELS_FIRST = (
+    nn.modules.conv._ConvNd,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    ops.Conv2dNormActivation,
+    ops.Conv3dNormActivation,
+    ops.SqueezeExcitation,
+)
+_FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
+# The longest way from where windows are cut to where they are joined again: MaxViT's attention.
+_DETOUR = 40
+_PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
+
+
+def public_name(axes: str | None) -> str | None:
+    """The name of a layout on the wire: letters, or ``tokens`` for ``[N, L, C]``."""
+    return TOKENS if axes == "NLC" else axes
+
+
+def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
+    """The axes of ``node``'s value, given those of its inputs under ``node.meta["axes"]``.
+
+    Args:
+        node: a node whose inputs have been visited.
+        value: its value (a tensor on any device, or something else).
+        module: the module that a ``call_module`` node calls.
+    """
+    inputs = [n for n in node.all_input_nodes if n.meta.get("axes")]
+    if not isinstance(value, Tensor):
+        return inputs[0].meta["axes"] if inputs else None  # a tuple hands its axes on to its elements
+    if node.op == "placeholder":
+        return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(module, _CHANNELS_FIRST) or name in _FUNCTIONS_CHANNELS_FIRST:
+        return {3: "NCL", 4: "NCHW", 5: "NCTHW"}.get(value.ndim)
+    if value.ndim == 2:
+        return "NC" if inputs else None
+    source = inputs[0] if inputs else None
+    if source is not None:
+        axes: str = source.meta["axes"]
+        before = source.meta.get("value")
+        if isinstance(module, ops.Permute):
+            return _reordered(axes, [*module.dims])
+        if name in _PERMUTE:
+            return _permuted(axes, before, value, name, node)
+        for other in inputs:
+            same = other.meta.get("value")
+            if isinstance(same, Tensor) and same.shape == value.shape:
+                return str(other.meta["axes"])
+        if len(axes) == value.ndim and name not in ("reshape", "view"):
+            return axes
+        if len(axes) == value.ndim and isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]:
+            return axes
+        if (
+            axes in ("NCHW", "NCTHW")
+            and value.ndim == 3
+            and isinstance(before, Tensor)
+            and before.shape[1] == value.shape[1]
+        ):
+            return "NCL"
+    return _restored(node, value)
+
+
+def _restored(node: fx.Node, value: Tensor) -> str | None:
+    """A reshape back to the shape that the tensor had a few steps before restores its axes: channel shuffles, windows
+    of attention."""
+    previous = node
+    for _ in range(_DETOUR):
+        tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
+        if not tensors:
+            return None
+        previous = tensors[0]
+        axes = previous.meta.get("axes")
+        if axes and previous.meta["value"].shape == value.shape:
+            return str(axes)
+    return None
+
+
+def _reordered(axes: str, dims: list[int]) -> str | None:
+    return "".join(axes[d] for d in dims) if len(dims) == len(axes) else None
+
+
+def _permuted(axes: str, before: Any, value: Tensor, name: str, node: fx.Node) -> str | None:
+    """Ask torch: permute a tensor whose sizes are all different and read the axes off the result."""
+    if not isinstance(before, Tensor) or before.ndim != len(axes):
+        return None
+    marked = torch.empty(tuple(range(2, 2 + before.ndim)), device="meta")
+    arguments = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
+    try:
+        moved = getattr(torch, name)(
+            marked, *_dims(name, arguments), **{k: v for k, v in node.kwargs.items() if k != "input"}
+        )
+    except (TypeError, RuntimeError, IndexError):
+        return None
+    return "".join(axes[size - 2] for size in moved.shape) if moved.ndim == value.ndim else None
+
+
+def _dims(name: str, arguments: list[Any]) -> list[Any]:
+    """``x.permute(0, 2, 1)`` and ``torch.permute(x, (0, 2, 1))`` say the same."""
+    if name == "permute" and arguments and isinstance(arguments[0], int):
+        return [arguments]
+    return arguments

@@ -1,0 +1,96 @@
+"""From a feature map to one vector an image.
+
+What a pooling means depends on the layout of the map: the mean of an ``NCHW`` map is over its pixels, of ``tokens``
+over its tokens. Vectors are pooled already and pass through.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor
+from fxcore.layout import TOKENS
+
+Method = Literal["avg", "max", "gem", "cls"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+GEM_POWER = 3.0
+"""Exponent of the generalised mean, as published (Radenović et al., 2018) for retrieval features."""
+
+_GEM_FLOOR = 1e-6
+
+
+def channel_dim(layout: str | None, ndim: int) -> int:
+    """Which dimension of a map holds the channels.
+
+    The layout's letters say it; ``tokens`` have them last. A layout that is not known is judged by the number of
+    dimensions: sequences ``[N, L, C]`` have channels last, everything else second.
+    """
+    if layout == TOKENS:
+        return ndim - 1
+    if layout is not None and "C" in layout and len(layout) == ndim:
+        return layout.index("C")
+    return ndim - 1 if ndim == 3 else min(1, ndim - 1)
+
+
+def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
+    """Pool ``tensor`` over everything but its first dimension and its channels.
+
+    Args:
+        tensor: floating, with images in the first dimension: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``,
+            tokens ``[N, L, C]``, …; ``[N, C]`` and ``[N]`` are returned as they are, there is nothing to pool.
+        layout: as an :class:`~fxcore.extractor.OutputInfo` says it.
+        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3 over values clamped to be positive), or
+            ``cls`` (the first token).
+
+    Returns:
+        ``[N, C]``, in the dtype of ``tensor``. Sums are taken in float32 or wider, so that half-precision maps do not
+        overflow.
+
+    Raises:
+        BadTensor: an unknown method, ``cls`` of something that is not tokens, or a tensor that is not floating.
+
+    >>> pool(torch.arange(8.0).reshape(1, 2, 2, 2), "NCHW", "avg")
+    tensor([[1.5000, 5.5000]])
+    """
+    if method not in METHODS:
+        raise BadTensor(f"there is no pooling {method!r}; there are {', '.join(METHODS)}", method=method)
+    check_poolable(layout, tensor.ndim, tensor.is_floating_point(), method)
+    if tensor.ndim <= 2:
+        return tensor
+    if method == "cls":
+        return tensor[:, 0]
+    channel = channel_dim(layout, tensor.ndim)
+    spatial = [d for d in range(1, tensor.ndim) if d != channel]
+    if method == "max":
+        return tensor.amax(dim=spatial)
+    accumulate = torch.promote_types(tensor.dtype, torch.float32)
+    if method == "avg":
+        return tensor.mean(dim=spatial, dtype=accumulate).to(tensor.dtype)
+    positive = tensor.to(accumulate).clamp(min=_GEM_FLOOR)
+    return positive.pow(GEM_POWER).mean(dim=spatial).pow(1.0 / GEM_POWER).to(tensor.dtype)
+
+
+def check_poolable(layout: str | None, ndim: int, floating: bool, method: str) -> None:
+    """Raise what :func:`pool` would, before there is a tensor.
+
+    Raises:
+        BadTensor: the method makes no sense for such tensors.
+    """
+    if not floating:
+        raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
+    if method == "cls" and (layout not in (TOKENS, None) or ndim != 3):
+        raise BadTensor(
+            f"pool=cls takes the first of the tokens and this node gives {layout or 'something else'}; use pool=avg",
+            layout=layout,
+        )
+
+
+def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]:
+    """The shape that :func:`pool` gives for a tensor of ``shape``."""
+    if len(shape) <= 2:
+        return shape
+    return [shape[0], shape[channel_dim(layout, len(shape)) if method != "cls" else 2]]

@@ -1,0 +1,198 @@
+"""A graph as text for people and as drawings.
+
+The drawings are written by hand: an SVG needs no Graphviz, a DOT or Mermaid text needs nobody but its reader. Each box
+says the node's name, what it runs, and the shape of its value; levels (of a model) and keys (of an extractor) are
+highlighted. Labels come from models that anyone may have written, so every one is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from torch import Tensor, fx
+
+from fxcore.graphs import ModelGraph, target_name
+from fxcore.svg import Box, draw, printable
+from fxcore.tracing import PATH
+
+Format = Literal["table", "code", "dot", "svg", "mermaid"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_COLUMNS = ("opcode", "name", "target", "args", "kwargs", "node")
+# Longer cells push the rest of their own line; they would push all the others otherwise (DenseNet's lists).
+_WIDEST = 60
+# torch.fx swaps the repr of a graph's nodes while it writes code: one writer at a time, or the swap stays.
+_CODE_LOCK = threading.Lock()
+
+
+def render(graph: fx.Graph | ModelGraph, format: Format) -> str:
+    """Write ``graph`` in one of :data:`FORMATS`.
+
+    Args:
+        graph: a model's graph, whose levels are highlighted, or an extractor's, whose outputs are.
+        format: ``table``: torch.fx's opcode/name/target/args/kwargs table with torchvision's names as a last column;
+            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
+
+    Raises:
+        ValueError: a format that is not one of those.
+    """
+    if format not in _WRITERS:
+        raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
+    if isinstance(graph, ModelGraph):
+        marks = {level.node: name for name, level in graph.levels.items()}
+        return _WRITERS[format](graph.graph, marks, graph.entry.name)
+    return _WRITERS[format](graph, _keys(graph), "graph")
+
+
+def _keys(graph: fx.Graph) -> dict[str, str]:
+    """Node's name → key, for a graph that returns a dictionary."""
+    marks: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "output" and isinstance(node.args[0], dict):
+            for key, value in node.args[0].items():
+                if isinstance(value, fx.Node):
+                    name = _name(value)
+                    marks[name] = f"{marks[name]}, {key}" if name in marks else str(key)
+    return marks
+
+
+def _table(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for n in graph.nodes:
+        rows.append((n.op, n.name, target_name(n), _text(n.args), _text(n.kwargs), n.meta.get(PATH, "")))
+    widths = [max(len(cell) for row in rows if len(cell := row[i]) <= _WIDEST) for i in range(len(_COLUMNS))]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _text(value: Any) -> str:
+    """An argument as torch.fx prints it, without the memory addresses that the repr of a function holds."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _code(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+    with _CODE_LOCK:
+        return graph.python_code("self").src.lstrip("\n")
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.meta.get(PATH, node.name))
+
+
+def _boxes(graph: fx.Graph, marks: dict[str, str]) -> list[Box]:
+    """One box for each node but the output, in order of execution."""
+    numbers: dict[fx.Node, int] = {}
+    boxes: list[Box] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        lines = [_name(node), _what(node, graph), _shape(node)]
+        sources = [numbers[source] for source in node.all_input_nodes]
+        numbers[node] = len(boxes)
+        boxes.append(Box([printable(line) for line in lines if line], node.op, marks.get(_name(node)), sources))
+    return boxes
+
+
+def _what(node: fx.Node, graph: fx.Graph) -> str:
+    """What a node runs. A module's path is added where the node's name is another: ViT's ``ln`` is ``ln_1``."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"get {node.target}"
+    if node.op == "call_method":
+        return f".{node.target}()"
+    if node.op == "call_function":
+        return f"{target_name(node)}()"
+    target = str(node.target)
+    try:
+        kind = type(graph.owning_module.get_submodule(target)).__name__ if graph.owning_module is not None else ""
+    except AttributeError:
+        kind = ""
+    return " ".join(part for part in (kind, target if target != _name(node) or not kind else "") if part)
+
+
+def _shape(node: fx.Node) -> str:
+    value = node.meta.get("value")
+    if not isinstance(value, Tensor):
+        return ""
+    rows = node.meta.get("rows")
+    first = {0: str(value.shape[0]) if value.ndim else "", 1: "N"}.get(rows or 0, f"{rows}N")
+    return "[" + ", ".join([first, *map(str, value.shape[1:])]) + "]"
+
+
+def _svg(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+    return draw(_boxes(graph, marks), title)
+
+
+_FILL = {
+    "placeholder": "#d6f5d6",
+    "call_module": "#dce9f9",
+    "call_function": "#f4f4f4",
+    "call_method": "#f4f4f4",
+    "get_attr": "#f3e6f7",
+}
+_MARKED = "#ffd166"
+
+
+def _dot(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+    lines = [
+        f'digraph "{_dot_text([title])}" {{',
+        '  node [shape=box, style="rounded,filled", fontname="monospace", fontsize=10];',
+    ]
+    boxes = _boxes(graph, marks)
+    for i, box in enumerate(boxes):
+        look = f'fillcolor="{_MARKED}", penwidth=2' if box.mark else f'fillcolor="{_FILL[box.kind]}"'
+        lines.append(f'  n{i} [label="{_dot_text(_labels(box))}", {look}];')
+    lines += [f"  n{source} -> n{i};" for i, source in _edges(boxes)]
+    return "\n".join([*lines, "}", ""])
+
+
+def _dot_text(lines: Iterable[str]) -> str:
+    """Inside a quoted string a backslash begins an escape and an ampersand an HTML entity."""
+    return "\\n".join(line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+
+
+def _mermaid(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+    lines = ["flowchart TD"]
+    boxes = _boxes(graph, marks)
+    lines += [f'  n{i}["{_mermaid_text(_labels(box))}"]' for i, box in enumerate(boxes)]
+    lines += [f"  n{source} --> n{i}" for i, source in _edges(boxes)]
+    if marked := ",".join(f"n{i}" for i, box in enumerate(boxes) if box.mark):
+        lines += [f"  classDef marked fill:{_MARKED},stroke:#333,stroke-width:2px", f"  class {marked} marked"]
+    return "\n".join([*lines, ""])
+
+
+def _mermaid_text(lines: Iterable[str]) -> str:
+    """Mermaid writes special characters as ``#code;``; all but plain ones are, Markdown's and HTML's among them."""
+    return "<br/>".join(re.sub(r"[^\w .,:()\[\]-]", lambda m: f"#{ord(m[0])};", line) for line in lines)
+
+
+def _labels(box: Box) -> list[str]:
+    return [f"{printable(box.mark)}: {box.lines[0]}", *box.lines[1:]] if box.mark else box.lines
+
+
+def _edges(boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    return [(i, source) for i, box in enumerate(boxes) for source in box.sources]
+
+
+_WRITERS: dict[Format, Callable[[fx.Graph, dict[str, str], str], str]] = {
+    "table": _table,
+    "code": _code,
+    "dot": _dot,
+    "svg": _svg,
+    "mermaid": _mermaid,
+}

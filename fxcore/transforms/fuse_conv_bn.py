@@ -1,0 +1,332 @@
+"""Batch norms folded into the convolutions before them.
+
+In eval mode a batch norm is a scale and a shift per channel, which a convolution can do by itself.
+
+``torch.fx.experimental.optimization.fuse`` is not used: it knows module pairs of three classes only, takes modules that
+are called from several places for ones called once, loses node names, copies every parameter, and of torchvision's own
+extractors makes modules in train mode. ``torch.nn.utils.fusion`` is not either: it scales grouped transposed
+convolutions along the wrong axis, and rounds in the model's own precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision import ops
+
+from fxcore.transforms.base import add, bare_copy, constant, erase_dead, transform
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, ops.FrozenBatchNorm2d)
+_FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {
+    F.conv_transpose1d: True,
+    F.conv_transpose2d: True,
+    F.conv_transpose3d: True,
+}
+_NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Affine:
+    """What a batch norm does in eval mode: ``x * scale + shift``, one of each per channel, in float64."""
+
+    scale: Tensor
+    shift: Tensor
+
+
+@transform
+def fuse_conv_bn(module: fx.GraphModule) -> int:
+    """Fold every batch norm into the convolution before it.
+
+    Covers convolutions of one to three dimensions, transposed ones too, as modules or as functions; batch norms as
+    modules (also frozen ones) or as ``F.batch_norm``; batch norms that follow through dropout, identity, or a view that
+    keeps batch and channels apart; and pairs inside sequential leaf modules such as ``Conv2dNormActivation``. A
+    convolution whose value something else reads, the output included, is left as it is. The fused node takes the batch
+    norm's name.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval())
+    >>> fused = fuse_conv_bn(model)
+    >>> [type(m).__name__ for m in fused.children()]
+    ['Conv2d', 'ReLU']
+    """
+    made: dict[tuple[Any, ...], str] = {}
+    count = _fuse_inside_leaves(module)
+    for node in list(module.graph.nodes):
+        affine = affine_of(module, node)
+        if affine is None:
+            continue
+        between = _way_to_convolution(module, node, affine.scale.numel())
+        if between is None:
+            continue
+        convolution = between[-1]
+        key = (*_identity(convolution), *_identity(node))
+        if not _scale_convolution(module, convolution, affine, made, key):
+            continue
+        _take_place(module, node, between)
+        count += 1
+    return count
+
+
+def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
+    """What ``node`` does, if it is a batch norm with fixed statistics."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
+    if node.op == "call_function" and node.target is F.batch_norm:
+        given = dict(zip(_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        try:
+            mean, var, weight, bias = (constant(module, given.get(k)) for k in _NORM_ARGUMENTS[1:5])
+        except LookupError:
+            return None
+        if given.get("training", False) is not False or mean is None or var is None:
+            return None
+        return _affine(mean, var, weight, bias, float(given.get("eps", 1e-5)))
+    return None
+
+
+def affine_of_module(module: nn.Module) -> Affine | None:
+    """What ``module`` does, if it is a batch norm with fixed statistics."""
+    if type(module) not in NORMS or _hooked(module):
+        return None
+    # Without running statistics a batch norm uses the batch's own, in eval mode too.
+    if module.training and not isinstance(module, ops.FrozenBatchNorm2d):
+        return None
+    mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
+    if not isinstance(mean, Tensor) or not isinstance(var, Tensor):
+        return None
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    return _affine(mean, var, weight, bias, float(module.eps))  # type: ignore[arg-type]
+
+
+def _affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Affine:
+    scale = torch.rsqrt(var.double() + eps)
+    if weight is not None:
+        scale = scale * weight.double()
+    shift = -mean.double() * scale
+    return Affine(scale, shift if bias is None else shift + bias.double())
+
+
+def scaled(weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias of a convolution that does ``affine`` too, in the weight's own precision."""
+    if transposed:  # [in, out / groups, ...], where each group of inputs makes its own outputs
+        grouped = weight.double().unflatten(0, (groups, -1))
+        per_output = affine.scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
+        new_weight = (grouped * per_output).flatten(0, 1)
+    else:
+        new_weight = weight.double() * affine.scale.view(-1, *[1] * (weight.ndim - 1))
+    new_bias = affine.shift if bias is None else bias.double() * affine.scale + affine.shift
+    # Casting may change the memory format; it is kept, so that channels_last models stay so.
+    new_weight = torch.empty_like(weight).copy_(new_weight)
+    return nn.Parameter(new_weight, requires_grad=False), nn.Parameter(new_bias.to(weight.dtype), requires_grad=False)
+
+
+def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
+    """A convolution that does ``affine`` too; everything else as in ``convolution``."""
+    assert isinstance(convolution, nn.modules.conv._ConvNd)
+    made = bare_copy(convolution)
+    made.weight, made.bias = scaled(  # type: ignore[assignment]
+        convolution.weight, convolution.bias, affine, convolution.transposed, convolution.groups
+    )
+    return made
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """A convolution of torch's own, and nothing that changes its weight on the way (a subclass, a parametrisation)."""
+    return type(module) in (*CONVOLUTIONS, *TRANSPOSED) and not _hooked(module)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _fuse_inside_leaves(module: fx.GraphModule) -> int:
+    """Fuse pairs inside sequential modules that the graph calls as a whole."""
+    count = 0
+    targets: dict[int, str] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_module":
+            continue
+        leaf = module.get_submodule(str(node.target))
+        made, pairs = _fused_sequence(leaf)
+        if pairs:
+            if id(leaf) not in targets:
+                targets[id(leaf)] = add(module, str(node.target), made)
+                count += pairs
+            node.target = targets[id(leaf)]
+    return count
+
+
+def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
+    """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there were."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or isinstance(module, fx.GraphModule):
+        return module, 0
+    children: dict[str, nn.Module] = {}
+    count = 0
+    last = ""
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        affine = affine_of_module(child)
+        before = children.get(last)
+        if affine is not None and before is not None and is_convolution(before) and _channels(before) == affine.scale.numel():
+            children[last] = fused_module(before, affine)
+            count += 1
+            continue
+        children[name], inner = _fused_sequence(child)
+        count += inner
+        if not isinstance(child, (nn.Identity, nn.Dropout)):
+            last = name
+    if not count:
+        return module, 0
+    made = bare_copy(module)
+    made.__dict__["_modules"] = children
+    return made, count
+
+
+def _channels(convolution: nn.Module) -> int:
+    return int(convolution.out_channels)  # type: ignore[arg-type]
+
+
+def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
+    """Nodes from the one before ``norm`` back to a convolution that only ``norm`` gets to read, the convolution last."""
+    way: list[fx.Node] = []
+    node = norm.args[0] if norm.args else norm.kwargs.get("input")
+    while isinstance(node, fx.Node):
+        way.append(node)
+        readers = [user for user in node.users if not _reads_shape(user)]
+        if len(readers) != 1:
+            return None  # a branch, or tapped
+        if _out_channels(module, node) is not None:
+            return way if _out_channels(module, node) == channels and _views_keep_channels(module, way, channels) else None
+        if not _is_view(module, node):
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def _reads_shape(node: fx.Node) -> bool:
+    """Sizes are the same before and after a batch norm, so whoever reads only those does not mind."""
+    return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
+        node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
+    )
+
+
+def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
+    """Channels that ``node`` makes, if it is a convolution with fixed weights."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return _channels(called) if is_convolution(called) else None
+    if node.op == "call_function" and node.target in _FUNCTIONS:
+        given = _convolution_arguments(node)
+        try:
+            weight = constant(module, given["weight"])
+            constant(module, given.get("bias"))
+        except (KeyError, LookupError):
+            return None
+        if not isinstance(weight, Tensor) or not isinstance(given.get("groups", 1), int):
+            return None
+        return weight.shape[1] * given.get("groups", 1) if _FUNCTIONS[node.target] else weight.shape[0]
+    return None
+
+
+def _convolution_arguments(node: fx.Node) -> dict[str, Any]:
+    names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS  # type: ignore[index]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _is_view(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten))
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
+
+
+def _views_keep_channels(module: fx.GraphModule, way: list[fx.Node], channels: int) -> bool:
+    """Whether the views between a convolution and a batch norm leave dimensions 0 and 1 as they are."""
+    convolution = way[-1]
+    return all(_keeps_channels(module, node, convolution, channels) for node in way[:-1])
+
+
+def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        if isinstance(called, nn.Flatten):
+            return called.start_dim >= 2
+        return not isinstance(called, nn.Unflatten) or (isinstance(called.dim, int) and called.dim >= 2)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    rest = list(node.args[1:])
+    if name == "contiguous":
+        return True
+    if name in ("squeeze", "unsqueeze", "flatten"):
+        first = rest[0] if rest else node.kwargs.get("dim", node.kwargs.get("start_dim"))
+        return isinstance(first, int) and (first >= 2 or (name == "unsqueeze" and first == -1))
+    sizes = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
+    if len(sizes) < 2:
+        return False
+    return _is_size(sizes[0], 0, convolution) and (sizes[1] == channels or _is_size(sizes[1], 1, convolution))
+
+
+def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
+    """Whether ``size`` is the convolution's size in that dimension (or, for the batch, its input's)."""
+    if not isinstance(size, fx.Node):
+        return False
+    sources = {convolution, *convolution.all_input_nodes[:1]} if dim == 0 else {convolution}
+    if size.op == "call_method" and size.target == "size":
+        return size.args[0] in sources and list(size.args[1:]) == [dim]
+    if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
+        whole, index = size.args
+        if not isinstance(whole, fx.Node) or index != dim or not _reads_shape(whole):
+            return False
+        return whole.args[0] in sources and (whole.target == "size" or whole.args[1] == "shape")
+    return False
+
+
+def _identity(node: fx.Node) -> tuple[Any, ...]:
+    """Equal for nodes that do the same with fixed values, whatever their input."""
+    return (node.op, str(node.target), tuple(str(n.target) for n in node.all_input_nodes[1:]))
+
+
+def _scale_convolution(
+    module: fx.GraphModule, node: fx.Node, affine: Affine, made: dict[tuple[Any, ...], str], key: tuple[Any, ...]
+) -> bool:
+    """Let ``node`` do ``affine`` too. A pair that is called several times is made once."""
+    if node.op == "call_module":
+        if key not in made:
+            convolution = module.get_submodule(str(node.target))
+            made[key] = add(module, str(node.target), fused_module(convolution, affine))
+        node.target = made[key]
+        return True
+    given = _convolution_arguments(node)
+    old_weight, old_bias = constant(module, given["weight"]), constant(module, given.get("bias"))
+    weight, bias = scaled(old_weight, old_bias, affine, _FUNCTIONS[node.target], given.get("groups", 1))  # type: ignore[index]
+    home = str(given["weight"].target)
+    if key not in made:
+        made[key] = add(module, home, weight)
+        made[(*key, "bias")] = add(module, home.rsplit("weight", 1)[0] + "bias", bias)
+    previous = node.all_input_nodes[1:]
+    with module.graph.inserting_before(node):
+        given["weight"] = module.graph.get_attr(made[key])
+        given["bias"] = module.graph.get_attr(made[(*key, "bias")])
+    node.args = (given.pop("input"),)
+    node.kwargs = given
+    erase_dead(module.graph, *[n for n in previous if n.op == "get_attr"])
+    return True
+
+
+def _take_place(module: fx.GraphModule, norm: fx.Node, way: list[fx.Node]) -> None:
+    """Take ``norm`` out; what it made is now the value of the node before it, which takes its name."""
+    before, statistics = way[0], norm.all_input_nodes[1:]
+    norm.replace_all_uses_with(before, propagate_meta=False)
+    if len(way) == 1:
+        before.meta = dict(norm.meta)
+    module.graph.erase_node(norm)
+    erase_dead(module.graph, *statistics)

@@ -1,0 +1,59 @@
+"""Operations that do nothing in eval mode, taken out."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import fx, nn
+from torchvision import ops
+
+from fxcore.transforms.base import erase_dead, transform
+
+_DROPOUT_MODULES = (nn.modules.dropout._DropoutNd, ops.StochasticDepth, ops.DropBlock2d, ops.DropBlock3d)
+_DROPOUT_FUNCTIONS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    ops.stochastic_depth,
+    ops.drop_block2d,
+    ops.drop_block3d,
+}
+# Where each function takes its ``training``, which is True where it is not given, so that it is random in eval mode too.
+_TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 5}
+
+
+@transform
+def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = True) -> int:
+    """Take out dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
+
+    A dropout function that is told to be random in eval mode stays. Who asked for the value of a node that is taken out
+    gets its input, which is the same.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Dropout()).eval())
+    >>> [n.name for n in remove(model).graph.nodes]
+    ['input_1', '_1', 'output']
+    """
+    count = 0
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("x"))
+        if not isinstance(source, fx.Node) or not _does_nothing(module, node, dropout, identity):
+            continue
+        node.replace_all_uses_with(source, propagate_meta=False)
+        erase_dead(module.graph, node)
+        count += 1
+    return count
+
+
+def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity: bool) -> bool:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        # nn.Identity may have been subclassed by something that is none.
+        return (dropout and isinstance(called, _DROPOUT_MODULES)) or (identity and type(called) is nn.Identity)
+    if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:
+        at = _TRAINING_AT.get(node.target, 2)  # type: ignore[call-overload]
+        training = node.args[at] if len(node.args) > at else node.kwargs.get("training", True)
+        return training is False
+    return False

@@ -1,0 +1,190 @@
+"""How far a transformed module is from the original: errors of each output, a verdict, and the speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import FxError
+
+
+class Incomparable(FxError):
+    """The two modules return different things: other keys, shapes or types; ``output`` names the first."""
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """How far one output is from the original.
+
+    Attributes:
+        max_abs: the largest difference of two elements.
+        relative: norm of the difference over norm of the original.
+        cosine: of the two as flat vectors; 1 for equal ones, also where both are zero.
+        allclose: whether every element is within ``atol * (largest magnitude) + rtol * |original|``.
+    """
+
+    max_abs: float
+    relative: float
+    cosine: float
+    allclose: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The errors of each output by key (``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested ones), and how fast.
+
+    Attributes:
+        allclose: whether every output is.
+        speedup: median time of the original over that of the transformed module, or None where it was not measured.
+    """
+
+    outputs: dict[str, OutputErrors]
+    allclose: bool
+    speedup: float | None
+
+    @property
+    def max_abs(self) -> float:
+        """The largest of all outputs."""
+        return max((o.max_abs for o in self.outputs.values()), default=0.0)
+
+    @property
+    def relative(self) -> float:
+        """The largest of all outputs."""
+        return max((o.relative for o in self.outputs.values()), default=0.0)
+
+    @property
+    def cosine(self) -> float:
+        """The smallest of all outputs."""
+        return min((o.cosine for o in self.outputs.values()), default=1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; numbers that JSON has not are None."""
+        outputs = {key: {k: _finite(v) for k, v in asdict(errors).items()} for key, errors in self.outputs.items()}
+        return {"allclose": self.allclose, "speedup": self.speedup, "outputs": outputs}
+
+
+def verify(
+    original: Callable[..., Any],
+    transformed: Callable[..., Any],
+    inputs: Sequence[Any] | Tensor,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-4,
+    runs: int = 0,
+) -> Verification:
+    """Run both on the same input and compare what they return.
+
+    Args:
+        original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
+        inputs: positional arguments, or the only one.
+        rtol: tolerance in units of each element of the original.
+        atol: tolerance in units of the largest magnitude of the whole output, since activations of 0.001 and of 1,000
+            are both usual.
+        runs: how often each is timed, the two in turns; 0 to measure no speed.
+
+    Raises:
+        Incomparable: they do not return the same keys and shapes.
+
+    >>> from torch import nn
+    >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
+    >>> found.allclose, found.max_abs, found.cosine
+    (True, 0.0, 1.0)
+    """
+    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    with torch.no_grad():
+        # Each gets inputs of its own: one that works in place would change what the other sees.
+        expected = flat(original(*_copies(arguments)))
+        values = flat(transformed(*_copies(arguments)))
+        speedup = _speedup(original, transformed, arguments, runs) if runs else None
+    if list(expected) != list(values):
+        missing = next((k for k in [*expected, *values] if (k in expected) != (k in values)), None)
+        raise Incomparable(
+            f"the original returns {', '.join(expected) or 'nothing'} and the other {', '.join(values) or 'nothing'}; "
+            "they must return the same outputs in the same order",
+            output=missing,
+        )
+    outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
+    return Verification(outputs, all(o.allclose for o in outputs.values()), speedup)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Tensors and numbers of a nested structure by dotted key."""
+    if isinstance(value, Mapping):
+        items = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix or "0": value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= flat(item, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> OutputErrors:
+    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+        if isinstance(expected, Tensor) or isinstance(value, Tensor):
+            raise Incomparable(f"{key} is a tensor on one side only", output=key)
+        same = bool(expected == value)
+        return OutputErrors(0.0 if same else math.inf, 0.0 if same else math.inf, 1.0 if same else 0.0, same)
+    if expected.shape != value.shape:
+        raise Incomparable(
+            f"{key} has shape {list(expected.shape)} in the original and {list(value.shape)} in the other", output=key
+        )
+    if expected.numel() == 0:
+        return OutputErrors(0.0, 0.0, 1.0, True)
+    a = expected.dequantize() if expected.is_quantized else expected
+    b = value.dequantize() if value.is_quantized else value
+    x, y = a.detach().double().flatten(), b.detach().to(a.device).double().flatten()
+    # Where both are NaN, or both the same infinity, they agree; such elements take no part in the norms.
+    agree = (x == y) | (x.isnan() & y.isnan())
+    special = agree & ~x.isfinite()
+    x, y = x.masked_fill(special, 0), y.masked_fill(special, 0)
+    difference = (x - y).abs()
+    scale = x.abs().max()
+    norms = float(x.norm()), float(y.norm())
+    if 0.0 in norms:
+        cosine = 1.0 if norms[0] == norms[1] else 0.0
+    else:
+        cosine = min(1.0, float((x / norms[0]) @ (y / norms[1])))
+    return OutputErrors(
+        max_abs=float(difference.max()),
+        relative=float(difference.norm()) / norms[0] if norms[0] else (0.0 if norms[1] == 0 else math.inf),
+        cosine=cosine,
+        allclose=bool((difference <= atol * scale + rtol * x.abs()).all()),
+    )
+
+
+def _speedup(original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int) -> float:
+    times: tuple[list[float], list[float]] = ([], [])
+    # In turns, so that whatever else the machine does slows both.
+    for _ in range(runs):
+        for function, taken in zip((original, transformed), times, strict=True):
+            arguments = _copies(inputs)
+            _wait(arguments)
+            start = time.perf_counter()
+            function(*arguments)
+            _wait(arguments)
+            taken.append(time.perf_counter() - start)
+    return statistics.median(times[0]) / statistics.median(times[1])
+
+
+def _wait(inputs: tuple[Any, ...]) -> None:
+    """A GPU works on while Python goes on."""
+    if any(isinstance(x, Tensor) and x.is_cuda for x in inputs):
+        torch.cuda.synchronize()
+
+
+def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,187 @@
+"""State dicts: where they come from and how they get into a model.
+
+Published weights go through torch.hub's cache and its download with the hash check; files come from one folder and
+are read without unpickling code; ``random`` is torchvision's initialisation under seed 0.
+"""
+
+from __future__ import annotations
+
+import http.client
+import pickle
+import re
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fxcore.catalog import FILE_PREFIX, RANDOM, ModelEntry, WeightsInfo
+from fxcore.errors import UnknownWeights, WeightsUnavailable
+
+StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
+
+# How long to wait for the first word of the server that holds the weights, in seconds. Without a network this is
+# answered at once; the download itself may take as long as it needs.
+_REACH_TIMEOUT = 5.0
+
+# DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
+_OLD_DENSENET_KEY = re.compile(
+    r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
+)
+
+
+def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None) -> nn.Module:
+    """A private float32 model on the CPU, in eval mode, with ``weights`` loaded and every module out-of-place.
+
+    Args:
+        entry: the model.
+        weights: a canonical name (:meth:`ModelEntry.canonical_weights`).
+        weights_dir: the only folder that ``file:NAME`` looks into.
+
+    Raises:
+        WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit the model.
+        UnknownWeights: ``file:NAME`` names nothing in ``weights_dir``.
+    """
+    if weights == RANDOM:
+        model = entry.build()
+    elif weights.startswith(FILE_PREFIX):
+        name = weights.removeprefix(FILE_PREFIX)
+        model = _filled(entry, RANDOM, read_file(name, weights_dir), str(weights_dir), name)
+    else:
+        info = entry.published[weights]
+        state = published_state_dict(info)
+        if entry.is_quantized(weights):
+            model = entry.build_int8(weights)
+        else:
+            model = _filled(entry, weights, state, str(info.file.parent), info.file.name)
+        if weights == "COCO_V1" and entry.name in _ZERO_EPS:
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eps = 0.0
+    model.eval().requires_grad_(False)
+    for module in model.modules():
+        # An in-place ReLU would overwrite the very tensor that a client asked for.
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return model
+
+
+# Detectors whose published weights were trained with frozen batch norms of eps 0; torchvision's builders set it after
+# loading (`overwrite_eps`). Here those batch norms are ordinary ones in eval mode, which compute the same.
+_ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
+
+
+def published_state_dict(info: WeightsInfo) -> StateDict:
+    """The state dict of published weights, from torch.hub's cache or downloaded into it with its hash checked.
+
+    Raises:
+        WeightsUnavailable: no cached file and no way to download one, or a damaged file.
+    """
+    file = info.file
+    if not file.is_file():
+        _download(info)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, Mapping):
+            raise TypeError("it does not hold a state dict")
+    except Exception as error:
+        raise WeightsUnavailable(
+            f"{file.name} in {file.parent} is damaged ({_first_line(error)}); delete it so that it is fetched again, "
+            "or ask for weights=random to try without",
+            file=file.name,
+            folder=str(file.parent),
+        ) from error
+    return state
+
+
+def _download(info: WeightsInfo) -> None:
+    file = info.file
+    try:
+        with urllib.request.urlopen(urllib.request.Request(info.url, method="HEAD"), timeout=_REACH_TIMEOUT):
+            pass
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # torch.hub puts the first digits of the SHA-256 into the file name: name-<digits>.pth.
+        digits = re.search(r"-([a-f0-9]*)\.", file.name)
+        torch.hub.download_url_to_file(info.url, str(file), digits.group(1) if digits else None, progress=False)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:  # URLError is an OSError
+        raise WeightsUnavailable(
+            f"{file.name} is not in {file.parent} and could not be downloaded ({_first_line(error)}); put the file "
+            "there, or ask for weights=random to try without",
+            file=file.name,
+            folder=str(file.parent),
+        ) from error
+
+
+def read_file(name: str, folder: Path | None) -> StateDict:
+    """A state dict from a file in ``folder``: safetensors, or a torch file that holds tensors only.
+
+    ``name`` is looked up in a listing of the folder, so it cannot lead out of it.
+
+    Raises:
+        UnknownWeights: there is no such file.
+        WeightsUnavailable: the file cannot be read, or would run code.
+    """
+    names = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder is not None and folder.is_dir() else []
+    if name not in names or folder is None:
+        where = (
+            "no weights folder is set"
+            if folder is None
+            else f"the weights folder holds {', '.join(names) or 'nothing'}"
+        )
+        raise UnknownWeights(f"there is no weights file {name!r}: {where}", available=[FILE_PREFIX + n for n in names])
+    path = folder / name
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsUnavailable(
+            f"{name} is a pickle that holds more than tensors and is not opened; save model.state_dict(), or convert "
+            "it to safetensors",
+            file=name,
+            folder=str(folder),
+        ) from error
+    except Exception as error:
+        raise WeightsUnavailable(
+            f"{name} cannot be read ({_first_line(error)})", file=name, folder=str(folder)
+        ) from error
+    if isinstance(loaded, Mapping) and isinstance(loaded.get("model", loaded.get("state_dict")), Mapping):
+        loaded = loaded.get(
+            "model", loaded.get("state_dict")
+        )  # a training checkpoint, as torchvision's scripts save it
+    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
+        raise WeightsUnavailable(f"{name} does not hold a state dict", file=name, folder=str(folder))
+    return loaded
+
+
+def _filled(entry: ModelEntry, structure: str, state: StateDict, folder: str, file: str) -> nn.Module:
+    """A model that holds ``state``, which becomes its memory: nothing is initialised first."""
+    model = entry.build_weightless(structure)
+    versions = getattr(state, "_metadata", None)
+    if entry.name.startswith("densenet"):
+        state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
+    expected = model.state_dict()
+    # Auxiliary heads that inference never runs may be in the file and not in the model. Batch counters only matter in
+    # training, and files of frozen batch norms lack them.
+    fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
+    for key, value in expected.items():
+        if key.endswith("num_batches_tracked") and key not in fitting:
+            fitting[key] = torch.zeros_like(value, device="cpu")
+    # Modules read old key names by version. A file without versions (safetensors) may hold either, and modules take
+    # it so; only MNASNet as a whole insists on a version.
+    fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(fitting, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise WeightsUnavailable(f"{file} does not fit {entry.name}: {reason}", file=file, folder=folder) from error
+    # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
+    return model.float()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,58 @@
+"""Photographs and reference values for every test."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import PIL.Image
+import pytest
+import skimage.data
+import torch
+import torchvision
+from torchvision.models.feature_extraction import create_feature_extractor
+
+
+@pytest.fixture(scope="session")
+def photos() -> dict[str, bytes]:
+    """Real photographs as JPEG files, by name."""
+    encoded = {}
+    for name in ("chelsea", "coffee", "rocket"):
+        buffer = io.BytesIO()
+        PIL.Image.fromarray(getattr(skimage.data, name)()).save(buffer, "JPEG", quality=92)
+        encoded[name] = buffer.getvalue()
+    return encoded
+
+
+Reference = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """What torchvision itself gives: ``reference(model, node, [photo, …])``.
+
+    Its extractor is asked for one node at a time (HAZARDS 1), of a model made under seed 0 or loaded from ``state``,
+    over images preprocessed by the default weights' own transform. ``node`` is an exact node name.
+    """
+    models: dict[str, torch.nn.Module] = {}
+
+    def compute(
+        name: str, node: str, images: list[bytes], state: dict[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        if state is not None or name not in models:
+            torch.manual_seed(0)
+            model = torchvision.models.get_model(name, weights=None).eval()
+            if state is not None:
+                model.load_state_dict(state)
+            else:
+                models[name] = model
+        else:
+            model = models[name]
+        transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+        batch = torch.stack([transform(PIL.Image.open(io.BytesIO(data)).convert("RGB")) for data in images])
+        extractor = create_feature_extractor(model, [node]).eval()
+        with torch.inference_mode():
+            value: torch.Tensor = extractor(batch)[node]
+        return value.clone()
+
+    return compute

@@ -1,0 +1,192 @@
+"""Every model that torchvision lists: names, totals, levels and values against independent references."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.feature_extraction import get_graph_node_names
+
+from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, list_models, model_graph
+from fxcore.parts import DetectorParts, FlowParts
+
+ALL = [entry.name for entry in list_models()]
+CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
+TRACEABLE = [name for name in ALL if name not in CLOSED]
+
+# Values are compared at these sizes where the model takes any, so that the largest models take seconds.
+SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 64}
+FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
+
+
+def filled(name: str) -> nn.Module:
+    """The model with some weights. Both sides of a comparison run these, so drawing them fast is all that matters."""
+    model = get_model(name).build_weightless()
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                value = torch.empty(parameter.shape).uniform_(-0.05, 0.05, generator=generator)
+                module._parameters[key] = nn.Parameter(value, requires_grad=False)
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            module.running_mean = torch.zeros(module.num_features)
+            module.running_var = torch.ones(module.num_features)
+    return model.eval()
+
+
+def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
+    """What of the model can be traced, under a module that calls it as the model's own forward does."""
+    if entry.task == "detection":
+        return DetectorParts(model, "rpn.head" if hasattr(model, "rpn") else "head").eval()
+    return FlowParts(model).eval() if entry.task == "optical_flow" else model
+
+
+def test_there_are_at_least_the_models_of_torchvision_0_26() -> None:
+    assert len(ALL) >= 121
+    assert set(ALL) == set(torchvision.models.list_models())
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_node_names_are_torchvisions(name: str) -> None:
+    graph = model_graph(name)
+    model = get_model(name).build_weightless()
+    train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
+    assert graph.train_nodes == train
+    assert graph.eval_nodes == evaluation
+    assert graph.closed == []
+
+
+@pytest.mark.parametrize("name", [n for n in CLOSED if get_model(n).task == "detection"])
+def test_detectors_open_their_backbone_under_its_true_path(name: str) -> None:
+    graph = model_graph(name)
+    backbone = get_model(name).build_weightless().backbone
+    inner = get_graph_node_names(backbone, suppress_diff_warning=True)[1]
+    # torchvision keeps a feature pyramid whole, so of it there is one name; here its inside is open.
+    # A parameter's name repeats its path from the traced root (SSD's scale_weight); no image decides its value.
+    expected = [f"backbone.{n}" for n in inner[1:] if n not in ("fpn", "scale_weight")]
+    present = set(graph.eval_nodes)
+    assert [n for n in expected if n not in present] == []
+    if "fpn" in inner:
+        assert any(n.startswith("backbone.fpn.layer_blocks") for n in present)
+    assert {part.path for part in graph.closed} >= {"transform"}
+    assert all(part.reason for part in graph.closed)
+
+
+@pytest.mark.parametrize("name", ["raft_large", "raft_small"])
+def test_raft_opens_both_encoders(name: str) -> None:
+    graph = model_graph(name)
+    model = get_model(name).build_weightless()
+    for part in ("feature_encoder", "context_encoder"):
+        inner = get_graph_node_names(getattr(model, part), suppress_diff_warning=True)[1]
+        assert [f"{part}.{n}" for n in inner[1:] if f"{part}.{n}" not in graph.by_name] == []
+    assert {part.path for part in graph.closed} >= {"corr_block", "update_block"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_totals_agree_with_torch(name: str) -> None:
+    entry, graph = get_model(name), model_graph(name)
+    model = entry.build_weightless()
+    assert graph.totals["params"] == sum(p.numel() for p in model.parameters())
+    if entry.task not in ("detection", "optical_flow"):
+        assert sum(n.params for n in graph.nodes) <= graph.totals["params"]
+    runnable = opened(entry, model).to("meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        runnable(torch.zeros(1, *graph.input_shape[1:], device="meta"))
+    assert graph.totals["flops"] == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_model_gives_features(name: str) -> None:
+    """There are nodes to ask for, and every level is one of them, with its channels and stride."""
+    graph = model_graph(name)
+    assert sum(n.extractable for n in graph.nodes) > 10
+    info = {n.name: n for n in graph.nodes}
+    for level_name, level in graph.levels.items():
+        node = info[level.node]
+        assert node.extractable
+        assert node.level is not None
+        assert node.channels == level.channels
+        assert level.stride == 2 ** int(level_name[1:])
+
+
+def _spread(graph: ModelGraph, name: str) -> list[str]:
+    names = [n.name for n in graph.nodes if n.extractable]
+    if name == "vit_h_14":  # two teraflops; its blocks are all alike
+        names = names[: len(names) // 8]
+    levels = [level.node for level in graph.levels.values()]
+    dozen = random.Random(name).sample(names, min(12, len(names)))
+    return list(dict.fromkeys([names[0], *levels, *dozen, names[-1]]))
+
+
+class _AllSeen(Exception):
+    """Ends a forward pass from which everything that was wanted has come."""
+
+
+def _hooked(module: nn.Module, graph: ModelGraph, wanted: list[str], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What forward hooks see at the wanted nodes that are calls of leaf modules.
+
+    A hook has no idea of the graph: it copies what a module returns at its n-th call.
+    """
+    nodes = [n for n in graph.graph.nodes if n.op == "call_module"]
+    calls: dict[str, list[str]] = {}
+    for node in nodes:
+        calls.setdefault(str(node.target), []).append(node.meta["path"])
+    seen: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    named = {path for paths in calls.values() for path in paths}
+    handles = []
+    for target, paths in calls.items():
+        if not set(paths) & set(wanted):
+            continue
+
+        def hook(_m: nn.Module, _i: object, output: object, target: str = target, paths: list[str] = paths) -> None:
+            index = counts.get(target, 0)
+            counts[target] = index + 1
+            if isinstance(output, torch.Tensor):
+                seen[paths[index]] = output.clone()
+            if set(wanted) & named <= set(seen):
+                raise _AllSeen
+
+        handles.append(module.get_submodule(target).register_forward_hook(hook))
+    with torch.no_grad(), contextlib.suppress(_AllSeen):
+        module(x)
+    for handle in handles:
+        handle.remove()
+    return {name: seen[name] for name in wanted if name in seen}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values_are_those_of_forward_hooks(name: str) -> None:
+    entry, graph = get_model(name), model_graph(name)
+    reference = opened(entry, filled(name))
+    shape = list(graph.input_shape[1:])
+    if entry.task in SMALL and not name.startswith(FIXED_SIZE):
+        shape[-2:] = [SMALL[entry.task]] * 2
+    elif entry.task in ("detection", "optical_flow"):
+        shape[-2:] = [300, 320] if name.startswith("ssd") else [160, 192]
+    torch.manual_seed(1)
+    x = torch.randn(1, *shape)
+    wanted = _spread(graph, name)
+    modules = [n for n in wanted if graph.by_name[n].op == "call_module"]
+    if len(modules) < 8:
+        leaves = [n.meta["path"] for n in graph.graph.nodes if n.op == "call_module" and n.meta.get("rows")]
+        leaves = leaves[: len(leaves) // 8] if name == "vit_h_14" else leaves
+        modules = list(dict.fromkeys([*modules, *random.Random(name).sample(leaves, min(8, len(leaves)))]))
+    expected = _hooked(reference, graph, modules, x)
+    assert len(expected) >= min(4, len(modules))
+    for module in reference.modules():
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False
+    extractor = build_extractor(graph, reference, graph.resolve(list(dict.fromkeys([*wanted, *modules]))))
+    with torch.no_grad():
+        values = extractor.module(x)
+        alone = build_extractor(graph, reference, graph.resolve(wanted[len(wanted) // 2 :][:1])).module(x)
+    for node, value in expected.items():
+        assert torch.equal(values[node], value), node
+    for node, value in alone.items():
+        assert torch.equal(values[node], value), node

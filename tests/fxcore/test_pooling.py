@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from fxcore.errors import BadTensor
+from fxcore.pooling import METHODS, channel_dim, pool, pooled_shape
+
+SHAPES = {
+    "NCHW": (2, 5, 3, 4),
+    "NHWC": (2, 3, 4, 5),
+    "NCTHW": (2, 5, 2, 3, 4),
+    "NTHWC": (2, 2, 3, 4, 5),
+    "NCL": (2, 5, 12),
+    "tokens": (2, 12, 5),
+    "NWLC": (2, 3, 4, 5),
+}
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "cls"])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_pools_everything_but_channels(layout: str, method: str) -> None:
+    values = torch.rand(SHAPES[layout], generator=torch.Generator().manual_seed(0)) + 0.1
+    channels = channel_dim(layout, values.ndim)
+    rows = values.movedim(channels, 1).flatten(2)
+    expected = {
+        "avg": rows.mean(2),
+        "max": rows.max(2).values,
+        "gem": rows.pow(3).mean(2).pow(1 / 3),
+    }[method]
+    pooled = pool(values, layout, method)
+    assert pooled.shape == (2, 5) == tuple(pooled_shape(list(values.shape), layout, method))
+    assert_close(pooled, expected)
+
+
+def test_cls_is_the_first_token() -> None:
+    tokens = torch.rand(2, 12, 5)
+    assert torch.equal(pool(tokens, "tokens", "cls"), tokens[:, 0])
+    assert pooled_shape([2, 12, 5], "tokens", "cls") == [2, 5]
+    with pytest.raises(BadTensor, match="use pool=avg"):
+        pool(torch.rand(2, 5, 3, 4), "NCHW", "cls")
+    with pytest.raises(BadTensor):
+        pool(torch.rand(2, 5), "NC", "cls")
+
+
+@pytest.mark.parametrize(("shape", "pooled"), [((2, 5, 3, 4), (2, 5)), ((2, 12, 5), (2, 5)), ((2, 5), (2, 5)), ((2,), (2,))])
+def test_layouts_that_are_not_known(shape: tuple[int, ...], pooled: tuple[int, ...]) -> None:
+    assert pool(torch.rand(shape), None, "avg").shape == pooled == tuple(pooled_shape(list(shape), None, "avg"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["avg", "gem"])
+def test_half_precision_does_not_overflow(dtype: torch.dtype, method: str) -> None:
+    values = torch.full((1, 1, 64, 64), 30_000.0, dtype=dtype)
+    pooled = pool(values, "NCHW", method)
+    assert pooled.dtype == dtype
+    assert_close(pooled.float(), torch.full((1, 1), 30_000.0), rtol=1e-2, atol=0)
+
+
+def test_gem_of_negative_values_is_finite() -> None:
+    assert torch.isfinite(pool(-torch.rand(1, 2, 3, 3), "NCHW", "gem")).all()
+
+
+def test_each_row_depends_on_itself_alone() -> None:
+    values = torch.rand(4, 5, 3, 4)
+    for method in ("avg", "max", "gem"):
+        whole = pool(values, "NCHW", method)
+        assert torch.equal(whole[2:3], pool(values[2:3], "NCHW", method))
+
+
+def test_refusals() -> None:
+    with pytest.raises(BadTensor, match="there are avg, max, gem, cls"):
+        pool(torch.rand(1, 2, 3, 3), "NCHW", "sum")
+    with pytest.raises(BadTensor, match="floating"):
+        pool(torch.ones(1, 2, 3, 3, dtype=torch.int64), "NCHW", "avg")
