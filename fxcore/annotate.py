@@ -49,16 +49,17 @@ class _Recorder(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         # torch.fx stores lists as immutable ones, which some operators do not take as lists (swin3d).
-        return _mutable(args), _mutable(kwargs)
+        return mutable(args), mutable(kwargs)
 
 
-def _mutable(value: Any) -> Any:
+def mutable(value: Any) -> Any:
+    """``value`` with plain lists and dicts for torch.fx's immutable ones."""
     if isinstance(value, tuple):
-        return tuple(_mutable(v) for v in value) if type(value) is tuple else value
+        return tuple(mutable(v) for v in value) if type(value) is tuple else value
     if isinstance(value, list):
-        return [_mutable(v) for v in value]
+        return [mutable(v) for v in value]
     if isinstance(value, dict):
-        return {k: _mutable(v) for k, v in value.items()}
+        return {k: mutable(v) for k, v in value.items()}
     return value
 
 
@@ -72,8 +73,8 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
 
     Sets ``meta["value"]`` (the value for one image: a tensor on ``device`` or whatever the node makes),
     ``meta["rows"]`` (how many rows of the first dimension belong to one image; 0 where the value does not grow with the
-    batch or does so
-    in another dimension; absent for values that are not tensors), ``meta["axes"]`` (see :mod:`fxcore.layout`),
+    batch or does so in another dimension; absent for values that are not tensors), ``meta["axes"]`` (see
+    :mod:`fxcore.layout`),
     ``meta["carries"]`` (whether the value holds any tensor at all) and ``meta["mutates"]`` (which of the node's
     ``all_input_nodes`` it overwrites, by index; functions that fx does not look into may, as MViT's do).
 

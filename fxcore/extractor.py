@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fxcore.graphs import ModelGraph, TensorSpec
 from fxcore.layout import public_name
 from fxcore.levels import stride_of
-from fxcore.tracing import PATH
+from fxcore.tracing import PATH, trace
 from fxcore.transforms.out_of_place import purify
 
 
@@ -87,9 +87,11 @@ def build_extractor(
     pruned = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     whole = fx.Graph()
-    whole.graph_copy(graph.graph, copies)
+    source = _with_scales_of(model, graph) if graph.entry.is_quantized(graph.weights) else graph.graph
+    whole.graph_copy(source, copies)
+    by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
     purify(whole, dict(graph.traced_modules))
-    wanted = {key: copies[graph.by_name[name]] for key, name in return_nodes.items()}
+    wanted = {key: by_name[name] for key, name in return_nodes.items()}
     needed = _ancestors(list(wanted.values()))
     kept: dict[fx.Node, fx.Node] = {}
     for node in whole.nodes:
@@ -105,6 +107,15 @@ def build_extractor(
     module = fx.GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
     outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
     return Extractor(module, graph, outputs, dtype)
+
+
+def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
+    """The same graph for an int8 model with weights. torch.fx keeps the scales of int8 additions as plain numbers, and
+    those of a model without weights mean nothing."""
+    traced = trace(model)
+    for node, annotated in zip(traced.nodes, graph.graph.nodes, strict=True):
+        node.meta = annotated.meta
+    return traced
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

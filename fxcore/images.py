@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import PIL.ImageOps
 import torch
@@ -33,10 +34,9 @@ def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
         BadImage: not an image in one of :data:`FORMATS`.
         ImageTooLarge: more than ``max_pixels``.
     """
-    with _opened(data, max_pixels) as image:
+    with opened(data, max_pixels) as image:
         width, height = image.size
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        return (width, height) if turned else (height, width)
+        return (width, height) if orientation(image) >= 5 else (height, width)
 
 
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
@@ -48,7 +48,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
         BadImage: not an image, truncated or damaged.
         ImageTooLarge: the header says more than ``max_pixels``; nothing has been decoded.
     """
-    image = _opened(data, max_pixels)
+    image = opened(data, max_pixels)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # palettes with transparency and odd EXIF are converted all the same
@@ -63,7 +63,27 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
         ) from error
 
 
-def _opened(data: bytes, max_pixels: int | None) -> PIL.Image.Image:
+def orientation(image: PIL.Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; from 5 on height and width change places.
+
+    Raises:
+        BadImage: the EXIF data is damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
+    except Exception as error:  # the parser fails in as many ways as there are damaged files
+        raise BadImage(f"the EXIF data is damaged: {error or type(error).__name__}") from error
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def opened(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
+    """The header of an image: its format, mode and size. Nothing is decoded.
+
+    Raises:
+        BadImage, ImageTooLarge: see :func:`image_size`.
+    """
     if not data:
         raise BadImage("the image is empty (0 bytes)")
     try:
@@ -104,6 +124,13 @@ class Preprocessing:
     def nominal_size(self) -> tuple[int, int]:
         """The input size to annotate a graph for when nothing else is known."""
         raise NotImplementedError
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the largest image that :meth:`image` makes on its way, of an image of that size.
+
+        A long thin image grows without bounds where its shorter side is resized and the rest is cropped away later.
+        """
+        return self.output_size(height, width)
 
     @property
     def fixed_size(self) -> bool:
@@ -150,6 +177,11 @@ class ImagePreprocessing(Preprocessing):
             else:
                 preset.resize_size = [image_size, image_size]
 
+    @property
+    def preset(self) -> Any:
+        """The transform that :meth:`image` applies."""
+        return self._preset
+
     def describe(self) -> dict[str, Any]:
         preset = self._preset
         return {
@@ -169,7 +201,10 @@ class ImagePreprocessing(Preprocessing):
         crop = getattr(self._preset, "crop_size", None)
         if crop is not None:
             return crop[0], crop[-1]
-        return _resized(self._preset.resize_size, height, width)
+        return self.largest_size(height, width)
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        return resized_size(self._preset.resize_size, height, width)
 
     def nominal_size(self) -> tuple[int, int]:
         size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
@@ -291,6 +326,9 @@ class VideoPreprocessing(Preprocessing):
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         return self.nominal_size()
 
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        return resized_size(self._preset.resize_size, height, width)
+
     def nominal_size(self) -> tuple[int, int]:
         return self._preset.crop_size[0], self._preset.crop_size[1]
 
@@ -301,7 +339,7 @@ class VideoPreprocessing(Preprocessing):
         return result
 
 
-def _resized(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
+def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
     """The size after ``torchvision.transforms.functional.resize``: one number is the shorter side."""
     if len(size) == 2:
         return size[0], size[1]

@@ -1,31 +1,46 @@
 """Model → torch.fx graph whose nodes carry torchvision's node names.
 
 The tracer is torchvision's own, so that names agree with ``get_graph_node_names`` to the letter. What is added here:
-tracing disturbs no other thread, and a model that cannot be traced says where and why.
+tracing disturbs no other thread, any module or function can be kept whole, and a model that cannot be traced says where
+and why, or is traced around what cannot be.
 """
 
 from __future__ import annotations
 
-import linecache
+import contextlib
+import difflib
+import fnmatch
+import inspect
 import math
 import threading
-import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torchvision
 from torch import fx, nn
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.errors import NotTraceable
+from fxcore.errors import FxError, NotTraceable
+from fxcore.explain import explain
+from fxcore.leaves import kept_whole
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
 #: key in ``node.meta`` of the path of the module that was running
 MODULE = "module"
+#: key in ``node.meta`` of a module call that was kept whole because its inside cannot be traced: the reason
+CLOSED = "closed"
+#: in ``leaf_modules``: close what cannot be traced
+AUTO = "auto"
 
 # torch.fx patches nn.Module for the whole process while it traces (pytorch#187589): one trace at a time.
-_TRACE_LOCK = threading.Lock()
+_TRACE_LOCK = threading.RLock()
+
+LeafModule = type[nn.Module] | str
+
+
+class UnknownArgument(FxError):
+    """An argument of :func:`trace` names what the model does not have; ``name`` and ``suggestions``."""
 
 
 def default_leaf_modules() -> tuple[type[nn.Module], ...]:
@@ -34,7 +49,7 @@ def default_leaf_modules() -> tuple[type[nn.Module], ...]:
     return tuple(m for m in members if isinstance(m, type) and issubclass(m, nn.Module))
 
 
-class Tracer(NodePathTracer):
+class Tracer(NodePathTracer):  # type: ignore[misc]
     """torchvision's tracer, deaf to every thread but the one that made it.
 
     While a trace runs, torch.fx routes ``nn.Module.__call__`` and ``__getattr__`` of the whole process through the
@@ -42,16 +57,40 @@ class Tracer(NodePathTracer):
 
     Args:
         leaf_modules: classes to keep whole, besides torch.nn's own.
+        patterns: paths of modules to keep whole, or shell patterns of such.
+        closed: paths of modules to keep whole, each with the reason.
+
+    Attributes:
+        broke: the error that ended the trace and the path of the innermost module that it came out of.
     """
 
-    def __init__(self, leaf_modules: tuple[type[nn.Module], ...]) -> None:
+    def __init__(
+        self,
+        leaf_modules: tuple[type[nn.Module], ...],
+        patterns: Sequence[str] = (),
+        closed: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
+        self.patterns = patterns
+        self.closed = closed or {}
+        self.broke: tuple[BaseException, str] | None = None
         self._thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
+        if module_qualname in self.closed or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
+            return True
+        return bool(super().is_leaf_module(m, module_qualname))
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            # The innermost module comes first; those around it see the same error pass by.
+            if self.broke is None or self.broke[0] is not error:
+                self.broke = error, self.path_of_module(m)
+            raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
@@ -62,30 +101,86 @@ class Tracer(NodePathTracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
         proxy.node.meta[MODULE] = self.current_module_qualname
-        return proxy
+        if kind == "call_module" and target in self.closed:
+            proxy.node.meta[CLOSED] = self.closed[target]
+        return cast(fx.Proxy, proxy)
 
 
 def trace(
-    model: nn.Module, *, training: bool = False, leaf_modules: tuple[type[nn.Module], ...] | None = None
+    model: nn.Module,
+    *,
+    training: bool = False,
+    leaf_modules: Sequence[LeafModule] | str | None = None,
+    leaf_functions: Sequence[Callable[..., Any]] = (),
+    concrete_args: Mapping[str, Any] | None = None,
 ) -> fx.Graph:
     """Record the graph of ``model``, whose parameters may be on the meta device.
 
     ``model`` is left in the mode that was asked for; give a private copy.
 
+    Args:
+        model: any module.
+        training: whether to record what it does in training.
+        leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
+            (:func:`default_leaf_modules`); paths such as ``layer4.0``, and patterns such as ``layer4.*``, which add to
+            them; and ``"auto"``, which keeps whole the innermost module where tracing breaks and goes on, as often as
+            needed (:func:`closed_modules` tells which).
+        leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
+            defined, as ``torch.fx.wrap`` wants.
+        concrete_args: arguments of ``forward`` that have this one value in the graph.
+
     Returns:
         The graph; each node but ``output`` has its name under ``node.meta["path"]``.
 
     Raises:
-        NotTraceable: naming the module and the line of source at which tracing broke.
+        NotTraceable: naming the module and the line of source at which tracing broke, and what to do.
+        UnknownArgument: a path, pattern or argument name that the model does not have.
+
+    >>> from torch import nn
+    >>> class Gate(nn.Module):
+    ...     def forward(self, x):
+    ...         return x if x.sum() > 0 else -x
+    >>> model = nn.Sequential(nn.Linear(4, 4), Gate())
+    >>> graph = trace(model, leaf_modules="auto")
+    >>> [n.name for n in graph.nodes], list(closed_modules(graph))
+    (['input_1', '_0', '_1', 'output'], ['1'])
     """
-    leaves = default_leaf_modules() if leaf_modules is None else leaf_modules
+    given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
+    classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
+    patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
+    _check_patterns(model, patterns)
+    _check_arguments(model, concrete_args or {})
     model.train(training)
+    closed: dict[str, str] = {}
+    while True:
+        with _TRACE_LOCK, kept_whole(leaf_functions, model):
+            tracer = Tracer(classes, patterns, closed)
+            try:
+                return cast(fx.Graph, tracer.trace(model, dict(concrete_args) if concrete_args else None))
+            except Exception as error:
+                path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
+                explained = explain(error, model, path)
+                if AUTO not in given or not path or path in closed:
+                    raise explained from error
+                closed[path] = explained.detail.split("; ")[0]
+
+
+def trace_function(function: Callable[..., Any]) -> fx.Graph:
+    """The graph of a plain function of tensors, as torch.fx itself records it.
+
+    Raises:
+        NotTraceable: see :func:`trace`.
+    """
     with _TRACE_LOCK:
-        tracer = Tracer(leaves)
         try:
-            return tracer.trace(model)
+            return fx.Tracer().trace(function)
         except Exception as error:
-            raise _explained(error, tracer, model) from error
+            raise explain(error, function, "") from error
+
+
+def closed_modules(graph: fx.Graph) -> dict[str, str]:
+    """Path → reason of each module that ``leaf_modules="auto"`` kept whole."""
+    return {str(n.target): n.meta[CLOSED] for n in graph.nodes if CLOSED in n.meta}
 
 
 def names(graph: fx.Graph) -> list[str]:
@@ -96,33 +191,24 @@ def names(graph: fx.Graph) -> list[str]:
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
 
-def _explained(error: Exception, tracer: Tracer, model: nn.Module) -> NotTraceable:
-    frame = _user_frame(error)
-    source = (
-        f"{frame.filename}:{frame.lineno}: {(frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()}"
-        if frame
-        else ""
-    )
-    reason = str(error).split(". ")[0].splitlines()[0] if str(error) else type(error).__name__
-    where = frame and _short(source)
-    return NotTraceable(
-        f"{type(model).__name__} cannot be traced: {reason}"
-        + (f" (at {where})" if where else "")
-        + "; ask for nodes of its parts that can be traced, or make the module that holds this line a leaf",
-        module=tracer.current_module_qualname or type(model).__name__,
-        source=_short(source),
-    )
+def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
+    paths = [path for path, _ in model.named_modules()] if patterns else []
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            near = difflib.get_close_matches(pattern, paths, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UnknownArgument(
+                f"{type(model).__name__} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
+            )
 
 
-def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame that belongs neither to torch.fx nor to this file: the line of the model that broke."""
-    own = __file__
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "/torch/" not in frame.filename and frame.filename != own and "feature_extraction" not in frame.filename:
-            return frame
-    return None
-
-
-def _short(source: str) -> str:
-    """Paths from the package on: where things are installed is nobody's business."""
-    return source.split("site-packages/")[-1]
+def _check_arguments(model: nn.Module, concrete: Mapping[str, Any]) -> None:
+    with contextlib.suppress(TypeError, ValueError):
+        known = list(inspect.signature(model.forward).parameters)
+        for name in concrete:
+            if name not in known:
+                raise UnknownArgument(
+                    f"forward of {type(model).__name__} takes {', '.join(known)}, and no {name!r}",
+                    name=name,
+                    suggestions=known,
+                )

@@ -162,7 +162,9 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
     )
 
 
-def _speedup(original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int) -> float:
+def _speedup(
+    original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int
+) -> float:
     times: tuple[list[float], list[float]] = ([], [])
     # In turns, so that whatever else the machine does slows both.
     for _ in range(runs):

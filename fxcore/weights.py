@@ -55,7 +55,10 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         info = entry.published[weights]
         state = published_state_dict(info)
         if entry.is_quantized(weights):
-            model = entry.build_int8(weights)
+            try:
+                model = entry.build_int8(weights)
+            except (RuntimeError, KeyError) as error:
+                raise _misfit(entry, info.file.name, str(info.file.parent), error) from error
         else:
             model = _filled(entry, weights, state, str(info.file.parent), info.file.name)
         if weights == "COCO_V1" and entry.name in _ZERO_EPS:
@@ -177,10 +180,14 @@ def _filled(entry: ModelEntry, structure: str, state: StateDict, folder: str, fi
     try:
         model.load_state_dict(fitting, assign=True)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise WeightsUnavailable(f"{file} does not fit {entry.name}: {reason}", file=file, folder=folder) from error
+        raise _misfit(entry, file, folder, error) from error
     # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
     return model.float()
+
+
+def _misfit(entry: ModelEntry, file: str, folder: str, error: Exception) -> WeightsUnavailable:
+    reason = " ".join(str(error).split())[:300]
+    return WeightsUnavailable(f"{file} does not fit {entry.name}: {reason}", file=file, folder=folder)
 
 
 def _first_line(error: BaseException) -> str:

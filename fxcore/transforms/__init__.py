@@ -1,0 +1,66 @@
+"""Passes over graphs: each takes a ``torch.fx.GraphModule`` and returns another, one pass a file.
+
+What a pass was given stays as it was; parameters are shared and only changed ones are new. Values that the graph returns
+stay what they were unless the pass says otherwise, and a pass that cannot keep one raises. :func:`applied` tells what was
+done to a module; :func:`list_transforms` and :func:`apply_transforms` serve passes by name.
+"""
+
+from fxcore.transforms.attention import attention_maps
+from fxcore.transforms.base import (
+    Applied,
+    BadParameter,
+    CannotKeep,
+    CannotTransform,
+    Transform,
+    UnknownTransform,
+    applied,
+    transform,
+)
+from fxcore.transforms.decompose import decompose
+from fxcore.transforms.fold_constants import fold_constants
+from fxcore.transforms.fold_normalization import fold_normalization
+from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
+from fxcore.transforms.fuse_linear_bn import fuse_linear_bn
+from fxcore.transforms.insert import insert_after, wrap
+from fxcore.transforms.invert import NotInvertible, invert
+from fxcore.transforms.out_of_place import out_of_place
+from fxcore.transforms.pattern import BadPattern, op, replace_pattern
+from fxcore.transforms.registry import apply_transforms, described, get_transform, list_transforms
+from fxcore.transforms.remove import remove
+from fxcore.transforms.replace import replace_activation, replace_module, replace_op
+from fxcore.transforms.split import Halves, split_at
+
+__all__ = [
+    "Applied",
+    "BadParameter",
+    "BadPattern",
+    "CannotKeep",
+    "CannotTransform",
+    "Halves",
+    "NotInvertible",
+    "Transform",
+    "UnknownTransform",
+    "applied",
+    "apply_transforms",
+    "attention_maps",
+    "decompose",
+    "described",
+    "fold_constants",
+    "fold_normalization",
+    "fuse_conv_bn",
+    "fuse_linear_bn",
+    "get_transform",
+    "insert_after",
+    "invert",
+    "list_transforms",
+    "op",
+    "out_of_place",
+    "remove",
+    "replace_activation",
+    "replace_module",
+    "replace_op",
+    "replace_pattern",
+    "split_at",
+    "transform",
+    "wrap",
+]

@@ -24,9 +24,10 @@ APPLIED = "transforms"
 #: key in ``node.meta`` of the node's public name; the same as ``fxcore.tracing.PATH``
 PATH = "path"
 
+# What a pass in progress added, and beside what.
+_ADDED = "added"
+
 P = ParamSpec("P")
-Edit = Callable[Concatenate[fx.GraphModule, P], int]
-Pass = Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]
 
 
 class CannotTransform(FxError):
@@ -77,7 +78,9 @@ class Transform:
     adds_nodes: bool = False
 
 
-def transform(edit: Callable[Concatenate[fx.GraphModule, P], int]) -> Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]:
+def transform(
+    edit: Callable[Concatenate[fx.GraphModule, P], int],
+) -> Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]:
     """Make a pass of a function that edits a module in place and returns the number of changes."""
 
     @functools.wraps(edit)
@@ -126,8 +129,13 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
 def finish(module: fx.GraphModule) -> fx.GraphModule:
     """Lint, drop what no node uses any more, recompile, and see to it that the result is in eval mode."""
     module.graph.lint()
+    _take_names_back(module)
     made = fork(module)
+    made.meta.pop(_ADDED, None)
     made.training = False
+    for part in made.modules():
+        if type(part) is nn.Module:  # a container made by GraphModule; others are shared, and in eval mode already
+            part.training = False
     made.recompile()
     return made
 
@@ -139,12 +147,15 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
     """
     if not isinstance(module, fx.GraphModule):
         raise CannotTransform(
-            f"{name} works on a torch.fx.GraphModule, not on a {type(module).__name__}; trace the model first", transform=name
+            f"{name} works on a torch.fx.GraphModule, not on a {type(module).__name__}; trace the model first",
+            transform=name,
         )
     # The flag of the GraphModule itself is not asked: what runs are the modules that its graph calls.
     for target in called_modules(module):
         if any(m.training for m in module.get_submodule(target).modules() if next(m.children(), None) is None):
-            raise CannotTransform(f"{name} needs a module in eval mode and {target} is in train mode; call .eval() first", transform=name)
+            raise CannotTransform(
+                f"{name} needs a module in eval mode and {target} is in train mode; call .eval() first", transform=name
+            )
 
 
 def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
@@ -192,13 +203,37 @@ def add(module: fx.GraphModule, near: str, value: nn.Module | Tensor) -> str:
     while hasattr(parent, name):
         number += 1
         name = f"{leaf}_{number}"
+    _register(parent, name, value)
+    path = ".".join([*prefix, name])
+    if prefix or "." not in near:
+        module.meta[_ADDED] = (*module.meta.get(_ADDED, ()), (path, near))
+    return path
+
+
+def _register(parent: nn.Module, name: str, value: nn.Module | Tensor) -> None:
     if isinstance(value, nn.Module):
         parent.add_module(name, value)
     elif isinstance(value, nn.Parameter):
         parent.register_parameter(name, value)
     else:
         parent.register_buffer(name, value, persistent=True)
-    return ".".join([*prefix, name])
+
+
+def _take_names_back(module: fx.GraphModule) -> None:
+    """Where what was added has replaced what it was added beside, give it that name: state dicts keep their keys."""
+    for path, near in module.meta.get(_ADDED, ()):
+        used = {str(n.target) for n in module.graph.nodes if n.op in ("call_module", "get_attr")}
+        if path == near or path not in used or any(u == near or u.startswith((near + ".", path + ".")) for u in used):
+            continue
+        *prefix, name = near.split(".")
+        parent = module.get_submodule(".".join(prefix))
+        value = attribute(module, path)
+        delattr(parent, path.split(".")[-1])
+        delattr(parent, name)
+        _register(parent, name, value)
+        for node in module.graph.nodes:
+            if node.op in ("call_module", "get_attr") and node.target == path:
+                node.target = near
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
@@ -236,13 +271,16 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
     Raises:
         CannotTransform: there is none.
     """
+    node: fx.Node
     for node in module.graph.nodes:
         if node.meta.get(PATH) == name:
             return node
     for node in module.graph.nodes:
         if node.name == name and node.op != "output":
             return node
-    raise CannotTransform(f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name)
+    raise CannotTransform(
+        f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name
+    )
 
 
 def public_name(node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.annotate import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.out_of_place import mutated_argument
 
@@ -62,7 +63,9 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
             value = attribute(module, str(node.target))
             if isinstance(value, Tensor):
                 values[node] = value
-        elif node.op.startswith("call_") and all(n in values for n in node.all_input_nodes) and _repeatable(module, node):
+        elif (
+            node.op.startswith("call_") and all(n in values for n in node.all_input_nodes) and _repeatable(module, node)
+        ):
             try:
                 values[node] = _run(module, node, values)
             except Exception:
@@ -97,22 +100,13 @@ def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = (_mutable(fx.node.map_arg(a, lambda n: values[n])) for a in (node.args, node.kwargs))
+    args, kwargs = (mutable(fx.node.map_arg(a, lambda n: values[n])) for a in (node.args, node.kwargs))
     if node.op == "call_module":
         return module.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def _mutable(value: Any) -> Any:
-    """torch.fx keeps lists as immutable ones, which some operators do not take as lists."""
-    if isinstance(value, dict):
-        return {k: _mutable(v) for k, v in value.items()}
-    if type(value) is tuple:
-        return tuple(_mutable(v) for v in value)
-    return [_mutable(v) for v in value] if isinstance(value, list) else value
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:

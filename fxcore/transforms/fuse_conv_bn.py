@@ -82,7 +82,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
         called = module.get_submodule(str(node.target))
         return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
     if node.op == "call_function" and node.target is F.batch_norm:
-        given = dict(zip(_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        given: dict[str, Any] = dict(zip(_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
         try:
             mean, var, weight, bias = (constant(module, given.get(k)) for k in _NORM_ARGUMENTS[1:5])
         except LookupError:
@@ -115,10 +115,12 @@ def _affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | Non
     return Affine(scale, shift if bias is None else shift + bias.double())
 
 
-def scaled(weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int) -> tuple[nn.Parameter, nn.Parameter]:
+def scaled(
+    weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int
+) -> tuple[nn.Parameter, nn.Parameter]:
     """Weight and bias of a convolution that does ``affine`` too, in the weight's own precision."""
     if transposed:  # [in, out / groups, ...], where each group of inputs makes its own outputs
-        grouped = weight.double().unflatten(0, (groups, -1))
+        grouped = weight.double().view(groups, -1, *weight.shape[1:])
         per_output = affine.scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
         new_weight = (grouped * per_output).flatten(0, 1)
     else:
@@ -133,7 +135,7 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
     """A convolution that does ``affine`` too; everything else as in ``convolution``."""
     assert isinstance(convolution, nn.modules.conv._ConvNd)
     made = bare_copy(convolution)
-    made.weight, made.bias = scaled(  # type: ignore[assignment]
+    made.weight, made.bias = scaled(
         convolution.weight, convolution.bias, affine, convolution.transposed, convolution.groups
     )
     return made
@@ -167,7 +169,11 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
 
 def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
     """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there were."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward or isinstance(module, fx.GraphModule):
+    if (
+        not isinstance(module, nn.Sequential)
+        or type(module).forward is not nn.Sequential.forward
+        or isinstance(module, fx.GraphModule)
+    ):
         return module, 0
     children: dict[str, nn.Module] = {}
     count = 0
@@ -177,7 +183,12 @@ def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
             continue
         affine = affine_of_module(child)
         before = children.get(last)
-        if affine is not None and before is not None and is_convolution(before) and _channels(before) == affine.scale.numel():
+        if (
+            affine is not None
+            and before is not None
+            and is_convolution(before)
+            and _channels(before) == affine.scale.numel()
+        ):
             children[last] = fused_module(before, affine)
             count += 1
             continue
@@ -202,18 +213,20 @@ def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) ->
     node = norm.args[0] if norm.args else norm.kwargs.get("input")
     while isinstance(node, fx.Node):
         way.append(node)
-        readers = [user for user in node.users if not _reads_shape(user)]
+        readers = [user for user in node.users if not reads_shape(user)]
         if len(readers) != 1:
             return None  # a branch, or tapped
         if _out_channels(module, node) is not None:
-            return way if _out_channels(module, node) == channels and _views_keep_channels(module, way, channels) else None
+            return (
+                way if _out_channels(module, node) == channels and _views_keep_channels(module, way, channels) else None
+            )
         if not _is_view(module, node):
             return None
         node = node.args[0] if node.args else None
     return None
 
 
-def _reads_shape(node: fx.Node) -> bool:
+def reads_shape(node: fx.Node) -> bool:
     """Sizes are the same before and after a batch norm, so whoever reads only those does not mind."""
     return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
         node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
@@ -272,7 +285,7 @@ def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node,
     sizes = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
     if len(sizes) < 2:
         return False
-    return _is_size(sizes[0], 0, convolution) and (sizes[1] == channels or _is_size(sizes[1], 1, convolution))
+    return _is_size(sizes[0], 0, convolution) and bool(sizes[1] == channels or _is_size(sizes[1], 1, convolution))
 
 
 def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
@@ -281,12 +294,12 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
         return False
     sources = {convolution, *convolution.all_input_nodes[:1]} if dim == 0 else {convolution}
     if size.op == "call_method" and size.target == "size":
-        return size.args[0] in sources and list(size.args[1:]) == [dim]
+        return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
     if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
         whole, index = size.args
-        if not isinstance(whole, fx.Node) or index != dim or not _reads_shape(whole):
+        if not isinstance(whole, fx.Node) or index != dim or not reads_shape(whole):
             return False
-        return whole.args[0] in sources and (whole.target == "size" or whole.args[1] == "shape")
+        return whole.args[0] in sources and (whole.target == "size" or str(whole.args[1]) == "shape")
     return False
 
 

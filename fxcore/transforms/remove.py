@@ -53,7 +53,7 @@ def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity
         # nn.Identity may have been subclassed by something that is none.
         return (dropout and isinstance(called, _DROPOUT_MODULES)) or (identity and type(called) is nn.Identity)
     if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:
-        at = _TRAINING_AT.get(node.target, 2)  # type: ignore[call-overload]
+        at = _TRAINING_AT.get(node.target, 2)
         training = node.args[at] if len(node.args) > at else node.kwargs.get("training", True)
         return training is False
     return False

@@ -12,31 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.feature_extraction import get_graph_node_names
 
-from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, list_models, model_graph
+from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
 from fxcore.parts import DetectorParts, FlowParts
-
-ALL = [entry.name for entry in list_models()]
-CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
-TRACEABLE = [name for name in ALL if name not in CLOSED]
-
-# Values are compared at these sizes where the model takes any, so that the largest models take seconds.
-SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 64}
-FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
-
-
-def filled(name: str) -> nn.Module:
-    """The model with some weights. Both sides of a comparison run these, so drawing them fast is all that matters."""
-    model = get_model(name).build_weightless()
-    generator = torch.Generator().manual_seed(0)
-    for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                value = torch.empty(parameter.shape).uniform_(-0.05, 0.05, generator=generator)
-                module._parameters[key] = nn.Parameter(value, requires_grad=False)
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-            module.running_mean = torch.zeros(module.num_features)
-            module.running_var = torch.ones(module.num_features)
-    return model.eval()
+from tests.fxcore.models import ALL, CLOSED, FIXED_SIZE, LARGE, SMALL, TRACEABLE, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
@@ -116,8 +94,8 @@ def test_every_model_gives_features(name: str) -> None:
 
 def _spread(graph: ModelGraph, name: str) -> list[str]:
     names = [n.name for n in graph.nodes if n.extractable]
-    if name == "vit_h_14":  # two teraflops; its blocks are all alike
-        names = names[: len(names) // 8]
+    if name.startswith(LARGE):
+        return [names[0], *random.Random(name).sample(names[: len(names) // 8], 8)]
     levels = [level.node for level in graph.levels.values()]
     dozen = random.Random(name).sample(names, min(12, len(names)))
     return list(dict.fromkeys([names[0], *levels, *dozen, names[-1]]))
@@ -175,7 +153,7 @@ def test_values_are_those_of_forward_hooks(name: str) -> None:
     modules = [n for n in wanted if graph.by_name[n].op == "call_module"]
     if len(modules) < 8:
         leaves = [n.meta["path"] for n in graph.graph.nodes if n.op == "call_module" and n.meta.get("rows")]
-        leaves = leaves[: len(leaves) // 8] if name == "vit_h_14" else leaves
+        leaves = leaves[: len(leaves) // 8] if name.startswith(LARGE) else leaves
         modules = list(dict.fromkeys([*modules, *random.Random(name).sample(leaves, min(8, len(leaves)))]))
     expected = _hooked(reference, graph, modules, x)
     assert len(expected) >= min(4, len(modules))

@@ -42,7 +42,9 @@ def test_cls_is_the_first_token() -> None:
         pool(torch.rand(2, 5), "NC", "cls")
 
 
-@pytest.mark.parametrize(("shape", "pooled"), [((2, 5, 3, 4), (2, 5)), ((2, 12, 5), (2, 5)), ((2, 5), (2, 5)), ((2,), (2,))])
+@pytest.mark.parametrize(
+    ("shape", "pooled"), [((2, 5, 3, 4), (2, 5)), ((2, 12, 5), (2, 5)), ((2, 5), (2, 5)), ((2,), (2,))]
+)
 def test_layouts_that_are_not_known(shape: tuple[int, ...], pooled: tuple[int, ...]) -> None:
     assert pool(torch.rand(shape), None, "avg").shape == pooled == tuple(pooled_shape(list(shape), None, "avg"))
 

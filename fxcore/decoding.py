@@ -1,0 +1,181 @@
+"""Encoded bytes → a model's input, several times faster than :mod:`fxcore.images` and within a grey level of it.
+
+Of a 500 x 375 photograph, on one thread: 0.8 ms where PIL and torchvision's transform take 1.8.
+
+- JPEG files are decoded by libjpeg-turbo (simplejpeg), bit for bit as PIL does, without the interpreter's lock. What it
+  does not take, or finds the slightest fault with, PIL decodes or refuses.
+- Bilinear resizing is torch's, on bytes, with antialiasing: 0.23 ms instead of 0.9. It rounds between its two passes as
+  PIL does, so no pixel differs by more than one grey level. Resampling nothing but the crop was tried: PIL's ``box``
+  takes 0.5 ms, and torch's gains 0.03 where only one side can be left out. Bicubic stays with PIL, whose order of the
+  passes shows where values are clipped.
+- The crop is turned to floats and normalised in the memory of the batch, channels last: 0.02 ms; planes take 0.13.
+- A JPEG of over four times the size that is needed is decoded at a half or a quarter, which leaves twice the pixels
+  that are needed in each direction. Pixels are then off by 0.2 levels in the mean and by up to 10 at hard edges, and
+  the cosine of features is over 0.9998. It saves a sixth of the time and most of the memory.
+"""
+
+from __future__ import annotations
+
+import PIL.Image
+import simplejpeg
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
+from torchvision.transforms.functional import pil_to_tensor
+
+from fxcore.errors import BadTensor
+from fxcore.images import ImagePreprocessing, Preprocessing, open_image, opened, orientation, resized_size
+
+# An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
+_DENOMINATORS = (4, 2)
+_OVERSAMPLING = 2
+
+
+def decode(data: bytes, max_pixels: int | None = None) -> Tensor:
+    """The pixels that :func:`fxcore.images.open_image` gives, as uint8 ``[H, W, 3]``.
+
+    Raises:
+        BadImage, ImageTooLarge: see there.
+    """
+    image = opened(data, max_pixels)
+    pixels = _jpeg(image, data)
+    return _by_pil(data, max_pixels) if pixels is None else _turned(pixels, orientation(image)).contiguous()
+
+
+class Decoder:
+    """Does what ``preprocessing`` does, from encoded bytes or from pixels.
+
+    It is safe to call from several threads; set torch to one thread in each of them.
+    """
+
+    def __init__(self, preprocessing: Preprocessing) -> None:
+        self._preprocessing = preprocessing
+        self._fast = isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset)
+        if self._fast:
+            parameters = preprocessing.describe()
+            self._resize: list[int] = parameters["resize_size"]
+            self._crop: list[int] | None = parameters["crop_size"]
+            mean, std = torch.tensor(parameters["mean"]), torch.tensor(parameters["std"])
+            self._scale, self._bias = 1.0 / (255.0 * std), -mean / std
+
+    def image(self, data: bytes, max_pixels: int | None = None, out: Tensor | None = None) -> Tensor:
+        """One encoded image → float32 ``[3, H, W]``, channels last.
+
+        Args:
+            data: the file.
+            max_pixels: see :func:`fxcore.images.open_image`.
+            out: where to write the result: float32 of its shape, channels last. Without it, memory is allocated.
+
+        Raises:
+            BadImage, ImageTooLarge: see :func:`fxcore.images.open_image`.
+        """
+        if not self._fast:
+            return self.pixels(decode(data, max_pixels), out)
+        image = opened(data, max_pixels)
+        turn = orientation(image)
+        size = resized_size(self._resize, *(image.size if turn >= 5 else reversed(image.size)))
+        stored = (image.height, image.width)
+        target = (size[1], size[0]) if turn >= 5 else size
+        denominator = _denominator(stored, target)
+        pixels = _jpeg(image, data, denominator)
+        if pixels is None:
+            return self.pixels(_by_pil(data, max_pixels), out)
+        # Turned last: it is less to turn, and what a scaled decoder pads stays at the lower right.
+        return self._finished(_turned(_resized(pixels, target, stored, denominator), turn), out)
+
+    def pixels(self, pixels: Tensor, out: Tensor | None = None) -> Tensor:
+        """One image, uint8 ``[H, W, 3]`` → float32 ``[3, H, W]``, channels last; ``out`` as for :meth:`image`.
+
+        Raises:
+            BadTensor: another shape or dtype.
+        """
+        if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.numel() == 0:
+            raise BadTensor(f"an image is uint8 [H, W, 3]; this is {pixels.dtype} {list(pixels.shape)}")
+        if not self._fast:
+            image = self._preprocessing.image(PIL.Image.fromarray(pixels.numpy()))
+            return image if out is None else out.copy_(image)
+        size = (pixels.shape[0], pixels.shape[1])
+        return self._finished(_resized(pixels, resized_size(self._resize, *size), size), out)
+
+    def _finished(self, pixels: Tensor, out: Tensor | None) -> Tensor:
+        if self._crop is not None:
+            height, width = self._crop[0], self._crop[-1]
+            top, left = (round((have - keep) / 2.0) for have, keep in zip(pixels.shape, (height, width), strict=False))
+            pixels = pixels[top : top + height, left : left + width]
+        height, width, _ = pixels.shape
+        floats = torch.empty(height, width, 3) if out is None else out.permute(1, 2, 0)
+        floats.copy_(pixels)
+        rows = floats.view(height, width * 3)
+        torch.addcmul(self._bias.repeat(width), rows, self._scale.repeat(width), out=rows)
+        return floats.permute(2, 0, 1)
+
+
+def _is_plain(preset: object) -> bool:
+    """Whether ``preset`` resizes, crops and normalises, and in a way that torch does as PIL does."""
+    if type(preset) not in (ImageClassification, SemanticSegmentation):
+        return False
+    assert isinstance(preset, (ImageClassification, SemanticSegmentation))
+    crop = getattr(preset, "crop_size", None)
+    fills = crop is None or min(preset.resize_size) >= max(crop)  # a smaller image is padded to the crop
+    return fills and preset.interpolation == InterpolationMode.BILINEAR and bool(preset.antialias)
+
+
+def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
+    for denominator in _DENOMINATORS:
+        if all(have >= denominator * _OVERSAMPLING * want for have, want in zip(stored, target, strict=True)):
+            return denominator
+    return 1
+
+
+def _jpeg(image: PIL.Image.Image, data: bytes, denominator: int = 1) -> Tensor | None:
+    """The pixels as they are stored, ``[ceil(H / denominator), ceil(W / denominator), 3]``; None if PIL has to look."""
+    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
+        return None
+    height, width = -(-image.height // denominator), -(-image.width // denominator)
+    try:
+        array = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
+    except ValueError:
+        return None
+    return torch.from_numpy(array) if array.shape == (height, width, 3) else None
+
+
+def _by_pil(data: bytes, max_pixels: int | None) -> Tensor:
+    pixels: Tensor = pil_to_tensor(open_image(data, max_pixels)).permute(1, 2, 0)
+    return pixels.contiguous()
+
+
+def _resized(pixels: Tensor, target: tuple[int, int], stored: tuple[int, int], denominator: int = 1) -> Tensor:
+    """``[h, w, 3]`` bytes → ``[*target, 3]`` bytes."""
+    batch = pixels.permute(2, 0, 1)[None]
+    if denominator > 1:
+        # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
+        # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.
+        factors = [want * denominator / have * (1 + 1e-12) for want, have in zip(target, stored, strict=True)]
+        batch = interpolate(batch, scale_factor=factors, recompute_scale_factor=False, mode="bilinear", antialias=True)[
+            ..., : target[0], : target[1]
+        ]
+    elif tuple(pixels.shape[:2]) != target:
+        batch = interpolate(batch, target, mode="bilinear", antialias=True)
+    return batch[0].permute(1, 2, 0)
+
+
+def _turned(pixels: Tensor, turn: int) -> Tensor:
+    """``[H, W, 3]`` with an EXIF orientation applied."""
+    match turn:
+        case 2:
+            return pixels.flip(1)
+        case 3:
+            return pixels.flip(0, 1)
+        case 4:
+            return pixels.flip(0)
+        case 5:
+            return pixels.transpose(0, 1)
+        case 6:
+            return pixels.flip(0).transpose(0, 1)
+        case 7:
+            return pixels.flip(0, 1).transpose(0, 1)
+        case 8:
+            return pixels.transpose(0, 1).flip(0)
+    return pixels

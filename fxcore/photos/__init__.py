@@ -1,0 +1,65 @@
+"""Four photographs that lowered models are checked on and int8 is calibrated on.
+
+All are in the public domain, as scikit-image ships them: ``astronaut`` and ``rocket`` by NASA and SpaceX, ``chelsea``
+(a cat) by Stéfan van der Walt, ``coffee`` by Rachel Michetti.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor
+
+from fxcore.graphs import TensorSpec
+from fxcore.images import Preprocessing, open_image
+
+
+def photos(folder: Path | None = None) -> list[PIL.Image.Image]:
+    """The photographs that are shipped, or those in ``folder``, by name."""
+    files = sorted((folder or Path(__file__).parent).iterdir())
+    return [open_image(file.read_bytes()) for file in files if file.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
+
+
+def check_rows(
+    preprocessing: Preprocessing, inputs: Sequence[TensorSpec], images: Sequence[PIL.Image.Image], size: tuple[int, int]
+) -> list[tuple[Tensor, ...]]:
+    """Each image as a model's inputs with one row, preprocessed as a request's would be, all of one shape.
+
+    Args:
+        size: height and width of what comes out, where the preprocessing leaves that to the image.
+    """
+    height, width = size
+    rows = []
+    for image in images:
+        row = []
+        for spec in inputs:
+            if "T" in spec.layout:
+                frames = spec.shape[spec.layout.index("T")] or 16
+                pixels = torch.from_numpy(np.array(image))
+                # A clip as a slow pan over the photograph.
+                clip = torch.stack([pixels.roll(-2 * t, dims=1) for t in range(frames)])
+                row.append(preprocessing.tensor(clip[None]))
+            else:
+                fitted = image if preprocessing.fixed_size else image.resize((width, height))
+                row.append(preprocessing.image(fitted)[None])
+        rows.append(tuple(row))
+    return rows
+
+
+def augmented(images: Sequence[PIL.Image.Image], count: int) -> list[PIL.Image.Image]:
+    """At least ``count`` images: the given ones, then mirrored and cropped ones of them, always the same."""
+    made = list(images)
+    for share in (1.0, 0.75, 0.5, 0.6, 0.9):
+        for corner in (0, 1):
+            for image in images:
+                width, height = round(image.width * share), round(image.height * share)
+                left, top = (image.width - width) * corner, (image.height - height) * corner
+                cropped = image.crop((left, top, left + width, top + height))
+                made.append(cropped if corner else cropped.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT))
+                if len(made) >= count:
+                    return made
+    return made

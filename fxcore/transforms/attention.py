@@ -1,0 +1,134 @@
+"""Attention weights as nodes that can be asked for.
+
+The weights of ViT's and Swin's attention live and die inside one call. A pass adds, beside each such call, a node that
+makes the same call for its weights; the call itself stays as it was, so every other node keeps its value to the bit, and
+who asks for no weights does not pay for them (an extractor prunes what it does not need).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torchvision.models.swin_transformer import shifted_window_attention
+from torchvision.models.video.swin_transformer import shifted_window_attention_3d
+
+from fxcore.transforms.base import PATH, transform
+
+_MODULE = "module"
+_SOFTMAX = {F.softmax, torch.softmax, "softmax"}
+_MIXES = {"matmul", "einsum", "bmm"}
+
+
+class _Softmax(TorchFunctionMode):
+    """Keeps what the softmax of a function made: its attention weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = function(*args, **(kwargs or {}))
+        if function is F.softmax:
+            self.weights = value
+        return value
+
+
+def window_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Swin's attention weights ``[N, windows, heads, L, L]`` for the arguments of ``shifted_window_attention``.
+
+    torchvision's own function computes them. Windows are those of the padded and rolled map, row by row; positions that
+    the roll brought together from opposite borders are masked out.
+    """
+    return _captured(shifted_window_attention, *args, **kwargs)
+
+
+def window_attention_3d(*args: Any, **kwargs: Any) -> Tensor:
+    """Video Swin's attention weights, as :func:`window_attention`."""
+    return _captured(shifted_window_attention_3d, *args, **kwargs)
+
+
+def attention_weights(weights: Tensor) -> Tensor:
+    """``weights`` itself, under a name of its own."""
+    return weights
+
+
+def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    with _Softmax() as softmax:
+        function(images, *args, **kwargs)
+    assert softmax.weights is not None
+    weights = softmax.weights
+    return weights.view(images.shape[0], -1, *weights.shape[1:])
+
+
+@transform
+def attention_maps(module: fx.GraphModule) -> int:
+    """Add a node ``<module>.attention`` for the weights of every attention, one row per image, per head.
+
+    ============================  ============================================================
+    ``nn.MultiheadAttention``     ``[N, heads, L, L]`` (ViT)
+    Swin, Swin v2, video Swin     ``[N, windows, heads, L, L]``
+    MaxViT                        ``[N, windows, heads, L, L]``
+    MViT                          ``[N, heads, L queries, L keys]``
+    ============================  ============================================================
+
+    Each row of the last dimension sums to one. The new nodes must be asked for; the outputs stay what they are.
+
+    >>> import torch
+    >>> from fxcore import trace
+    >>> from torchvision.models import VisionTransformer
+    >>> vit = VisionTransformer(32, 16, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8).eval()
+    >>> opened = attention_maps(torch.fx.GraphModule(vit, trace(vit)))
+    >>> [n.meta["path"] for n in opened.graph.nodes if n.meta.get("path", "").endswith(".attention")]
+    ['encoder.layers.encoder_layer_0.self_attention.attention']
+    """
+    taken = {n.meta.get(PATH) for n in module.graph.nodes}
+    count = 0
+    for node in list(module.graph.nodes):
+        made = _weights_of(module, node)
+        if made is None:
+            continue
+        home = str(node.target) if node.op == "call_module" else str(node.meta.get(_MODULE, ""))
+        path = f"{home}.attention".lstrip(".")
+        number = 0
+        while path in taken:
+            number += 1
+            path = f"{home}.attention_{number}".lstrip(".")
+        taken.add(path)
+        made.meta = {PATH: path, _MODULE: home}
+        count += 1
+    return count
+
+
+def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """A new node for the attention weights that ``node`` computes, if it does."""
+    graph = module.graph
+    if node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.MultiheadAttention):
+        with graph.inserting_after(node):
+            both = graph.call_module(
+                str(node.target), node.args, {**node.kwargs, "need_weights": True, "average_attn_weights": False}
+            )
+        both.meta = {_MODULE: str(node.target)}
+        with graph.inserting_after(both):
+            return graph.call_function(_second, (both,))
+    windows = {shifted_window_attention: window_attention, shifted_window_attention_3d: window_attention_3d}
+    if node.op == "call_function" and node.target in windows:
+        with graph.inserting_after(node):
+            return graph.call_function(windows[node.target], node.args, dict(node.kwargs))
+    # Attention that the graph spells out: MaxViT's and MViT's weights are nodes already, under other names.
+    if node.op in ("call_function", "call_method") and node.target in _SOFTMAX and _mixes(node):
+        with graph.inserting_after(node):
+            return graph.call_function(attention_weights, (node,))
+    return None
+
+
+def _second(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return pair[1]
+
+
+def _mixes(softmax: fx.Node) -> bool:
+    names = (str(u.target) if u.op == "call_method" else getattr(u.target, "__name__", "") for u in softmax.users)
+    return any(name in _MIXES for name in names)

@@ -1,0 +1,96 @@
+"""Operations rewritten in terms of simpler ones, by rules that are retraced with proxies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxcore.transforms.base import BadParameter, transform
+from fxcore.transforms.insert import rewrite
+from fxcore.transforms.replace import ACTIVATIONS, is_activation
+
+Rule = Callable[..., Any]
+
+#: how to write an operation by others, by name; each takes the one tensor that the operation is applied to
+RULES: dict[str, Rule] = {
+    "relu": lambda x: (x > 0) * x,
+    "relu6": lambda x: torch.clamp(x, 0, 6),
+    "hardsigmoid": lambda x: torch.clamp(x + 3, 0, 6) / 6,
+    "hardswish": lambda x: x * torch.clamp(x + 3, 0, 6) / 6,
+    "silu": lambda x: x * torch.sigmoid(x),
+    "mish": lambda x: x * torch.tanh(torch.clamp(x, min=0) + torch.log1p(torch.exp(-torch.abs(x)))),
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x * 0.5**0.5)),
+    "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
+}
+# Written with other settings an operation is another one.
+_DEFAULTS = {"gelu": ("approximate", "none")}
+
+
+@transform
+def decompose(
+    module: fx.GraphModule,
+    operations: Iterable[str] = tuple(RULES),
+    *,
+    rules: Mapping[Callable[..., Any] | str, Rule] | None = None,
+) -> int:
+    """Rewrite operations by rules; ReLU becomes ``(x > 0) * x``.
+
+    Args:
+        operations: names among :data:`RULES`, which are found be they functions, methods or modules.
+        rules: more rules, for functions, or for tensor methods by name: called with proxies of the arguments, a rule
+            returns what stands in their place.
+
+    Raises:
+        BadParameter: no rule of that name.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.ReLU().eval())
+    >>> [n.name for n in decompose(model, ["relu"]).graph.nodes]
+    ['input_1', 'gt', 'mul', 'output']
+    """
+    wanted = list(operations)
+    unknown = [name for name in wanted if name not in RULES]
+    if unknown:
+        raise BadParameter(
+            f"there is no rule for {unknown[0]!r}; there are rules for {', '.join(RULES)}",
+            transform="decompose",
+            parameter="operations",
+        )
+    count = 0
+    for node in list(module.graph.nodes):
+        rule = _given_rule(node, rules or {})
+        if rule is None:
+            name = next(
+                (
+                    n
+                    for n in wanted
+                    if n in ACTIVATIONS and is_activation(module, node, n) and _by_default(module, node, n)
+                ),
+                None,
+            )
+            if name is None:
+                continue
+            built_in = RULES[name]
+            rewrite(module.graph, node, lambda call, args, kwargs, r=built_in: r(args[0] if args else kwargs["input"]))  # type: ignore[misc]
+        else:
+            rewrite(module.graph, node, lambda call, args, kwargs, r=rule: r(*args, **kwargs))  # type: ignore[misc]
+        count += 1
+    return count
+
+
+def _given_rule(node: fx.Node, rules: Mapping[Callable[..., Any] | str, Rule]) -> Rule | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    return rules.get(node.target)
+
+
+def _by_default(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    if name not in _DEFAULTS:
+        return True
+    key, value = _DEFAULTS[name]
+    if node.op == "call_module":
+        return bool(getattr(module.get_submodule(str(node.target)), key) == value)
+    return bool(node.kwargs.get(key, value) == value) and len(node.args) < 2

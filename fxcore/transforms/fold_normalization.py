@@ -1,0 +1,170 @@
+"""The preprocessing's ``(x - mean) / std`` moved into the model's first convolution.
+
+Without padding, a convolution of normalised images is one of raw images with other weights: nothing is left to do. With
+zero padding it is not: a zero beside normalised images means the mean colour beside raw ones. There the raw images are
+padded with the mean first, which costs one copy instead of the two passes of a normalisation. Where the first
+operation is no convolution, or something else reads the images too, they are normalised by two operations in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, transform
+from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
+
+#: key in ``GraphModule.meta`` of the mean and standard deviation that a module takes off by itself
+NORMALIZED = "normalization"
+
+
+def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """``(images - mean) / std`` per channel, channels in dimension 1."""
+    shape = (1, -1, *[1] * (images.ndim - 2))
+    return (images - mean.view(shape)) / std.view(shape)
+
+
+def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:
+    """``images`` with ``mean`` around them; ``sides`` has the padding before and after each spatial dimension."""
+    spatial = images.shape[2:]
+    size = [s + sides[2 * i] + sides[2 * i + 1] for i, s in enumerate(spatial)]
+    made = mean.to(images.dtype).view(1, -1, *[1] * len(spatial)).expand(images.shape[0], -1, *size).contiguous()
+    inner = (slice(None), slice(None), *(slice(sides[2 * i], sides[2 * i] + s) for i, s in enumerate(spatial)))
+    made[inner] = images
+    return made
+
+
+@transform
+def fold_normalization(
+    module: fx.GraphModule,
+    *,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+) -> int:
+    """Let the module take images in [0, 1] that it used to take normalised with ``mean`` and ``std``.
+
+    Exact in every case; free where the first convolution does not pad. A convolution that pads is given images padded
+    with ``mean``. Where the images go elsewhere as well, or are returned, they are normalised in the graph, so that
+    whatever was read or returned stays what it was.
+
+    Args:
+        mean, std: per channel of the input; ImageNet's where none are given.
+
+    Raises:
+        BadParameter: ``mean`` and ``std`` do not fit each other, or a ``std`` is not positive.
+
+    >>> import torch
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 2, stride=2)).eval())
+    >>> image = torch.rand(1, 3, 4, 4)
+    >>> folded = fold_normalization(model, mean=[0.5, 0.5, 0.5], std=[0.2, 0.2, 0.2])
+    >>> torch.allclose(folded(image), model((image - 0.5) / 0.2), atol=1e-5)
+    True
+    """
+    if (
+        len(mean) != len(std)
+        or not mean
+        or not all(s > 0 and math.isfinite(s) for s in std)
+        or not all(map(math.isfinite, mean))
+    ):
+        raise BadParameter(
+            "mean and std must have a finite number for each channel, and each std must be positive",
+            transform="fold_normalization",
+            parameter="std",
+        )
+    if NORMALIZED in module.meta:
+        raise CannotTransform("the normalisation of this module is folded in already", transform="fold_normalization")
+    images = next((n for n in module.graph.nodes if n.op == "placeholder"), None)
+    if images is None:
+        raise CannotTransform("the graph has no input", transform="fold_normalization")
+    readers = [n for n in images.users if not reads_shape(n)]
+    ways = [_first_convolution(module, reader) for reader in readers]
+    mean_at, std_at = (torch.tensor(v, device=_device(module)) for v in (mean, std))
+    if readers and all(way is not None and _channels(way[-1]) == len(mean) for way in ways):
+        for reader, way in zip(readers, ways, strict=True):
+            assert way is not None
+            _fold(module, images, reader, way, mean_at, std_at)
+    else:
+        _normalize_in_graph(module, images, readers, mean_at, std_at)
+    module.meta[NORMALIZED] = {"mean": list(mean), "std": list(std)}
+    return len(readers)
+
+
+def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Module] | None:
+    """The modules from the one that ``reader`` calls down to the convolution in it that sees the images first."""
+    if reader.op != "call_module" or len(reader.all_input_nodes) != 1:
+        return None
+    found = [module.get_submodule(str(reader.target))]
+    while isinstance(found[-1], nn.Sequential) and type(found[-1]).forward is nn.Sequential.forward and len(found[-1]):
+        found.append(found[-1][0])
+    last = found[-1]
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in found)
+    plain = (
+        type(last) in CONVOLUTIONS and not hooked and last.padding_mode in ("zeros", "circular", "reflect", "replicate")
+    )
+    return found if plain else None
+
+
+def _channels(module: nn.Module) -> int:
+    return int(module.in_channels)  # type: ignore[arg-type]
+
+
+def _fold(
+    module: fx.GraphModule, images: fx.Node, reader: fx.Node, way: list[nn.Module], mean: Tensor, std: Tensor
+) -> None:
+    convolution = way[-1]
+    assert isinstance(convolution, nn.modules.conv._ConvNd)
+    made = bare_copy(convolution)
+    assert isinstance(made, nn.modules.conv._ConvNd)
+    weight = convolution.weight.double()
+    groups, per_group = convolution.groups, weight.shape[1]
+    # Output channel o sees the input channels of its own group.
+    group = torch.arange(weight.shape[0], device=weight.device) // (weight.shape[0] // groups)
+    seen = group[:, None] * per_group + torch.arange(per_group, device=weight.device)
+    shape = (*seen.shape, *[1] * (weight.ndim - 2))
+    new_weight = weight / std.double()[seen].view(shape)
+    shift = -(new_weight * mean.double()[seen].view(shape)).flatten(1).sum(1)
+    bias = shift if convolution.bias is None else convolution.bias.double() + shift
+    made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(new_weight), requires_grad=False)
+    made.bias = nn.Parameter(bias.to(convolution.weight.dtype), requires_grad=False)
+    # Padding by repeating the images' own values commutes with normalising them; padding by zeros does not.
+    sides = _sides(convolution) if convolution.padding_mode == "zeros" else [0]
+    if any(sides):
+        made.padding = (0,) * len(convolution.kernel_size)
+        made._reversed_padding_repeated_twice = [0] * len(made._reversed_padding_repeated_twice)
+        with module.graph.inserting_before(reader):
+            around = module.graph.get_attr(add(module, "input_mean", mean))
+            wider = module.graph.call_function(padded, (images, around, sides))
+        reader.replace_input_with(images, wider)
+    inner: nn.Module = made
+    for container in reversed(way[:-1]):
+        copy = bare_copy(container)
+        copy.__dict__["_modules"][next(iter(copy._modules))] = inner
+        inner = copy
+    reader.target = add(module, str(reader.target), inner)
+
+
+def _sides(convolution: nn.modules.conv._ConvNd) -> list[int]:
+    """Padding before and after each spatial dimension, as the convolution itself adds it."""
+    reversed_sides = list(convolution._reversed_padding_repeated_twice)  # last dimension first, as F.pad wants it
+    return [p for i in range(len(reversed_sides) - 2, -1, -2) for p in reversed_sides[i : i + 2]]
+
+
+def _normalize_in_graph(
+    module: fx.GraphModule, images: fx.Node, readers: list[fx.Node], mean: Tensor, std: Tensor
+) -> None:
+    with module.graph.inserting_after(images):
+        means = module.graph.get_attr(add(module, "input_mean", mean))
+    with module.graph.inserting_after(means):
+        deviations = module.graph.get_attr(add(module, "input_std", std))
+    with module.graph.inserting_after(deviations):
+        made = module.graph.call_function(normalized, (images, means, deviations))
+    for reader in readers:
+        reader.replace_input_with(images, made)
+
+
+def _device(module: fx.GraphModule) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

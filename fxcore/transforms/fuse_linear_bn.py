@@ -1,0 +1,108 @@
+"""Batch norms folded into the linear layers before them.
+
+``torch.nn.utils.fusion.fuse_linear_bn_eval`` is right for ``[N, C]`` only, and does not look: a batch norm works along
+dimension 1, a linear layer along the last, so for ``[N, L, C]`` with L equal to C it gives wrong numbers silently.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from fxcore.transforms.base import add, bare_copy, erase_dead, transform
+from fxcore.transforms.fuse_conv_bn import Affine, affine_of
+
+# Modules that make of [N, C] again [N, C].
+_KEEP_RANK = (
+    nn.Linear,
+    nn.BatchNorm1d,
+    nn.Dropout,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+)
+
+
+@transform
+def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
+    """Fold every batch norm into the linear layer before it, where that layer's output is ``[N, C]``.
+
+    The number of dimensions is known where the graph is annotated, or flattened before; else a pair is left as it is.
+
+    Args:
+        assume_2d: fuse also where the number of dimensions cannot be seen.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.BatchNorm1d(4)).eval())
+    >>> [type(m).__name__ for m in fuse_linear_bn(model).children()]
+    ['Flatten', 'Linear']
+    """
+    made: dict[tuple[str, str], str] = {}
+    count = 0
+    for node in list(module.graph.nodes):
+        affine = affine_of(module, node)
+        linear = node.args[0] if node.args else node.kwargs.get("input")
+        if affine is None or not isinstance(linear, fx.Node) or linear.op != "call_module" or len(linear.users) != 1:
+            continue
+        called = module.get_submodule(str(linear.target))
+        if type(called) is not nn.Linear or called._forward_hooks or called._forward_pre_hooks:
+            continue
+        if called.out_features != affine.scale.numel() or not (assume_2d or _is_2d(module, linear)):
+            continue
+        key = (str(linear.target), f"{node.target} {[n.target for n in node.all_input_nodes[1:]]}")
+        if key not in made:
+            made[key] = add(module, str(linear.target), _fused(called, affine))
+        linear.target = made[key]
+        statistics = node.all_input_nodes[1:]
+        node.replace_all_uses_with(linear, propagate_meta=False)
+        linear.meta = dict(node.meta)
+        module.graph.erase_node(node)
+        erase_dead(module.graph, *statistics)
+        count += 1
+    return count
+
+
+def _fused(linear: nn.Linear, affine: Affine) -> nn.Linear:
+    weight, bias = linear.weight, linear.bias
+    made = bare_copy(linear)
+    assert isinstance(made, nn.Linear)
+    made.weight = nn.Parameter((weight.double() * affine.scale[:, None]).to(weight.dtype), requires_grad=False)
+    shift = affine.shift if bias is None else bias.double() * affine.scale + affine.shift
+    made.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
+    return made
+
+
+def _is_2d(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the node's value is certainly ``[N, C]``."""
+    while True:
+        value = node.meta.get("value", node.meta.get("tensor_meta"))
+        shape = getattr(value, "shape", None)
+        if shape is not None:
+            return len(shape) == 2
+        if _flattens(module, node):
+            return True
+        keeps = node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), _KEEP_RANK)
+        if not keeps or not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+
+
+def _flattens(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return isinstance(called, nn.Flatten) and called.start_dim == 1 and called.end_dim == -1
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name == "flatten":
+        start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
+        end = node.args[2] if len(node.args) > 2 else node.kwargs.get("end_dim", -1)
+        return bool(start == 1 and end == -1)
+    if name in ("view", "reshape"):
+        sizes = node.args[1:]
+        if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
+            sizes = tuple(sizes[0])
+        # One argument that is a node may be a whole shape.
+        return len(sizes) == 2
+    return False

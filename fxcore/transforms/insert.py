@@ -1,0 +1,115 @@
+"""New operations after or around a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from fxcore.transforms.base import PATH, CannotTransform, add, erase_dead, find_node, public_name, transform
+from fxcore.transforms.replace import named_function
+
+
+@transform
+def insert_after(
+    module: fx.GraphModule,
+    node: str,
+    function: str | Callable[..., Any] | nn.Module,
+    *,
+    outputs: bool = False,
+    name: str | None = None,
+) -> int:
+    """Apply ``function`` to a node's value before the nodes after it read it.
+
+    Args:
+        node: public or fx name.
+        function: a function of one argument, a module, or the name of an activation function.
+        outputs: whether the graph's own outputs read the new value too. If not, a node that is returned keeps its value.
+        name: the new node's name beside ``node``; the function's own where none is given.
+
+    Raises:
+        CannotTransform: no such node, or nothing would read the new value.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> model = fx.symbolic_trace(lambda x: torch.neg(x) + 1).eval()
+    >>> float(insert_after(model, "neg", torch.exp)(torch.tensor(0.0)))
+    2.0
+    """
+    found = find_node(module, node, "insert_after")
+    readers = [user for user in found.users if outputs or user.op != "output"]
+    if not readers:
+        raise CannotTransform(
+            f"only the output reads {node!r}, and it keeps the value that it returns; set outputs to change it",
+            transform="insert_after",
+        )
+    with module.graph.inserting_after(found):
+        if isinstance(function, nn.Module):
+            function.eval()
+            made = module.graph.call_module(
+                add(module, f"{found.name}_{name or type(function).__name__.lower()}", function), (found,)
+            )
+        else:
+            made = module.graph.call_function(named_function(function), (found,))
+    made.meta = {PATH: f"{public_name(found)}.{name or made.name}"}
+    for reader in readers:
+        reader.replace_input_with(found, made)
+    return 1
+
+
+@transform
+def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
+    """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
+
+    ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never. The
+    node's name goes to what it returns, and so do the outputs that return it.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> model = fx.symbolic_trace(lambda x: torch.exp(x)).eval()
+    >>> round(float(wrap(model, "exp", lambda f, x: f(x) - f(-x))(torch.tensor(1.0))), 4)
+    2.3504
+    """
+    found = find_node(module, node, "wrap")
+    if found.op in ("placeholder", "get_attr"):
+        raise CannotTransform(f"{node!r} calls nothing that could be wrapped", transform="wrap", node=node)
+    rewrite(module.graph, found, lambda call, args, kwargs: wrapper(call, *args, **kwargs))
+    return 1
+
+
+Call = Callable[..., fx.Proxy]
+
+
+def rewrite(
+    graph: fx.Graph, node: fx.Node, with_what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+) -> fx.Node:
+    """Retrace ``node``: run ``with_what(call, args, kwargs)`` on proxies of its arguments and let the result stand in.
+
+    ``call`` makes the node's own call, with whatever arguments. The result has the node's name; what else comes into
+    being has names below it.
+    """
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    before = set(graph.nodes)
+
+    def proxies(arguments: Any) -> Any:
+        return fx.node.map_arg(arguments, lambda n: fx.Proxy(n, tracer))  # type: ignore[arg-type,return-value]
+
+    def call(*args: Any, **kwargs: Any) -> fx.Proxy:
+        return tracer.create_proxy(node.op, node.target, args, kwargs)
+
+    with graph.inserting_before(node):
+        result = with_what(call, tuple(proxies(node.args)), dict(proxies(node.kwargs)))
+    path = public_name(node)
+    if not isinstance(result, fx.Proxy):
+        raise CannotTransform(
+            f"the rewriting of {path!r} must return what it computes from its arguments", transform="rewrite", node=path
+        )
+    fresh = [n for n in graph.nodes if n not in before]
+    for made in fresh:
+        made.meta.setdefault(PATH, f"{path}.{made.name}")
+    if result.node in fresh:
+        result.node.meta = dict(node.meta)
+    node.replace_all_uses_with(result.node, propagate_meta=False)
+    erase_dead(graph, node)
+    return result.node

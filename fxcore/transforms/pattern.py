@@ -1,0 +1,170 @@
+"""Subgraphs found by example and replaced by others.
+
+``torch.fx.subgraph_rewriter`` is not used: it finds a module by its path only, never by its class, wants literals spelled
+as the model spells them, and gives the new nodes no names, so that nodes that could be asked for are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from fxcore.errors import FxError
+from fxcore.tracing import trace_function
+from fxcore.transforms.base import transform
+from fxcore.transforms.insert import rewrite
+
+
+class BadPattern(FxError):
+    """A pattern that cannot be looked for."""
+
+
+class AnyOf:
+    """One operation of a pattern that may be any of several; made by :func:`op`."""
+
+    def __init__(self, alternatives: tuple[Any, ...], name: str | None) -> None:
+        self.alternatives = alternatives
+        self.name = name
+        self.__name__ = name or "op"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
+        if proxy is None:
+            raise BadPattern("an operation of a pattern must be applied to something that the pattern is given")
+        return proxy.tracer.create_proxy("call_function", self, args, kwargs)
+
+    def fits(self, module: fx.GraphModule, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            return any(isinstance(a, type) and isinstance(called, a) for a in self.alternatives)
+        return node.op in ("call_function", "call_method") and (
+            not self.alternatives or node.target in self.alternatives
+        )
+
+
+def op(*alternatives: Callable[..., Any] | type[nn.Module] | str, name: str | None = None) -> AnyOf:
+    """One operation in a pattern: any of some functions, classes of modules, or tensor methods by name.
+
+    Literal arguments that the pattern does not spell may be anything.
+
+    Args:
+        alternatives: none at all means any function or method.
+        name: by which the replacement is given this very operation, to call it again.
+    """
+    return AnyOf(alternatives, name)
+
+
+@dataclass
+class _Match:
+    bound: dict[fx.Node, Any] = field(default_factory=dict)
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of the pattern → of the graph
+
+
+@transform
+def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]) -> int:
+    """Replace every subgraph that looks like ``pattern`` by what ``replacement`` makes.
+
+    Both are functions of the same arguments, which are wildcards: they stand for any value or literal. Operations of the
+    pattern are written as the model writes them, or as ``op(nn.Conv2d, name="conv")(x)``. A replacement gets the named
+    ones as keyword arguments that make the matched call with other arguments. Matches whose inner values something
+    else reads, the output included, stay as they are. The result has the last matched node's name. How many were
+    replaced is said by ``applied(module)[-1].changes``.
+
+    Raises:
+        BadPattern: the pattern does not return the result of one operation.
+
+    >>> import torch
+    >>> from torch import fx, nn
+    >>> from fxcore.transforms import applied
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval())
+    >>> def conv_relu(x): return op(nn.ReLU, torch.relu)(op(nn.Conv2d, name="conv")(x))
+    >>> def conv_gelu(x, conv): return torch.nn.functional.gelu(conv(x))
+    >>> changed = replace_pattern(model, conv_relu, conv_gelu)
+    >>> applied(changed)[-1].changes, [n.name for n in changed.graph.nodes]
+    (1, ['input_1', '_0_1', 'gelu', 'output'])
+    """
+    graph = trace_function(pattern)
+    wildcards = [n for n in graph.nodes if n.op == "placeholder"]
+    last = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    if not isinstance(last, fx.Node) or not last.op.startswith("call_"):
+        raise BadPattern("a pattern must return the result of one operation")
+    count = 0
+    for anchor in list(module.graph.nodes):
+        # Where it was part of an earlier match it may be gone.
+        if anchor._erased or anchor.op == "output":
+            continue
+        match = _Match()
+        if not _fits(module, last, anchor, match) or not _closed(match, anchor):
+            continue
+        _replace(module, anchor, match, wildcards, replacement)
+        count += 1
+    return count
+
+
+def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> bool:
+    """Whether a value of the graph looks like one of the pattern; both are nodes, containers or literals."""
+    if not isinstance(wanted, fx.Node):
+        if isinstance(wanted, (list, tuple)):
+            same = isinstance(found, (list, tuple)) and len(wanted) == len(found)
+            return same and all(_fits(module, w, f, match) for w, f in zip(wanted, found, strict=True))
+        return not isinstance(found, fx.Node) and type(wanted) is type(found) and bool(wanted == found)
+    if wanted.op == "placeholder":
+        if wanted in match.bound:
+            return match.bound[wanted] is found or (
+                not isinstance(found, fx.Node) and bool(match.bound[wanted] == found)
+            )
+        match.bound[wanted] = found
+        return True
+    if not isinstance(found, fx.Node):
+        return False
+    if wanted in match.nodes:
+        return match.nodes[wanted] is found
+    if isinstance(wanted.target, AnyOf):
+        if not wanted.target.fits(module, found) or len(found.args) < len(wanted.args):
+            return False
+        unspelled = [*found.args[len(wanted.args) :], *(v for k, v in found.kwargs.items() if k not in wanted.kwargs)]
+        if any(isinstance(v, fx.Node) for v in unspelled) or not set(wanted.kwargs) <= set(found.kwargs):
+            return False
+    elif (
+        wanted.op != found.op
+        or wanted.target != found.target
+        or len(wanted.args) != len(found.args)
+        or set(wanted.kwargs) != set(found.kwargs)
+    ):
+        return False
+    match.nodes[wanted] = found
+    return all(_fits(module, w, f, match) for w, f in zip(wanted.args, found.args, strict=False)) and all(
+        _fits(module, w, found.kwargs[k], match) for k, w in wanted.kwargs.items()
+    )
+
+
+def _closed(match: _Match, anchor: fx.Node) -> bool:
+    """Whether nothing outside reads what is computed inside."""
+    inside = set(match.nodes.values())
+    return all(user in inside for n in inside if n is not anchor for user in n.users)
+
+
+def _replace(
+    module: fx.GraphModule, anchor: fx.Node, match: _Match, wildcards: list[fx.Node], replacement: Callable[..., Any]
+) -> None:
+    named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
+    tracer = fx.proxy.GraphAppendingTracer(module.graph)
+
+    def again(node: fx.Node) -> Callable[..., fx.Proxy]:
+        def call(*args: Any, **kwargs: Any) -> fx.Proxy:
+            # Literals that the caller does not give are those of the matched call.
+            rest = [a for a in node.args[len(args) :] if not isinstance(a, fx.Node)]
+            kept = {k: v for k, v in node.kwargs.items() if not isinstance(v, fx.Node)}
+            return tracer.create_proxy(node.op, node.target, (*args, *rest), {**kept, **kwargs})
+
+        return call
+
+    def make(call: Any, args: Any, kwargs: Any) -> Any:
+        values = [match.bound.get(w) for w in wildcards]
+        proxies = [fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for v in values]
+        return replacement(*proxies, **{name: again(node) for name, node in named.items()})
+
+    rewrite(module.graph, anchor, make)

@@ -1,0 +1,198 @@
+"""The passes that can be asked for by name, with parameters that JSON can carry.
+
+Only names of operations, modules and nodes, and numbers: no parameter brings code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fxcore.transforms.attention import attention_maps
+from fxcore.transforms.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
+from fxcore.transforms.decompose import RULES, decompose
+from fxcore.transforms.fold_constants import fold_constants
+from fxcore.transforms.fold_normalization import fold_normalization
+from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
+from fxcore.transforms.fuse_linear_bn import fuse_linear_bn
+from fxcore.transforms.insert import insert_after
+from fxcore.transforms.out_of_place import out_of_place
+from fxcore.transforms.remove import remove
+from fxcore.transforms.replace import ACTIVATIONS, replace_activation
+
+_FUNCTION = {"type": "string", "enum": sorted(ACTIVATIONS)}
+_PER_CHANNEL = {"type": "array", "items": {"type": "number"}}
+
+_TRANSFORMS = (
+    Transform("fuse_conv_bn", "Fold batch norms into the convolutions before them.", {}, fuse_conv_bn),
+    Transform(
+        "fuse_linear_bn",
+        "Fold batch norms into the linear layers before them.",
+        {
+            "assume_2d": {
+                "type": "boolean",
+                "default": False,
+                "description": "Linear layers give [N, C] where that cannot be seen.",
+            }
+        },
+        fuse_linear_bn,
+    ),
+    Transform("fold_constants", "Compute once what depends on parameters and buffers alone.", {}, fold_constants),
+    Transform("out_of_place", "Make in-place operations leave their input as it is.", {}, out_of_place),
+    Transform(
+        "remove",
+        "Take out operations that do nothing in eval mode.",
+        {"dropout": {"type": "boolean", "default": True}, "identity": {"type": "boolean", "default": True}},
+        remove,
+    ),
+    Transform(
+        "decompose",
+        "Rewrite operations in terms of simpler ones, as ReLU into (x > 0) * x.",
+        {"operations": {"type": "array", "items": {"type": "string", "enum": sorted(RULES)}, "default": sorted(RULES)}},
+        decompose,
+    ),
+    Transform(
+        "replace_activation",
+        "Replace one activation function by another, wherever it occurs.",
+        {"old": _FUNCTION, "new": _FUNCTION},
+        replace_activation,
+        exact=False,
+    ),
+    Transform(
+        "insert_after",
+        "Apply a function to a node's value before the nodes after it read it.",
+        {"node": {"type": "string"}, "function": _FUNCTION, "outputs": {"type": "boolean", "default": False}},
+        insert_after,
+        exact=False,
+    ),
+    Transform(
+        "fold_normalization",
+        "Take images in [0, 1] and normalise them inside the first convolution.",
+        {"mean": _PER_CHANNEL, "std": _PER_CHANNEL},
+        fold_normalization,
+        changes_input=True,
+    ),
+    Transform(
+        "attention_maps",
+        "Add a node `<module>.attention` for the attention weights, per head, of ViT, Swin and MaxViT.",
+        {},
+        attention_maps,
+        adds_nodes=True,
+    ),
+)
+_BY_NAME = {t.name: t for t in _TRANSFORMS}
+
+
+def list_transforms() -> list[Transform]:
+    """Every pass that can be asked for by name.
+
+    >>> "fuse_conv_bn" in [t.name for t in list_transforms()]
+    True
+    """
+    return list(_TRANSFORMS)
+
+
+def get_transform(name: str) -> Transform:
+    """
+    Raises:
+        UnknownTransform: no pass of that name.
+    """
+    if name not in _BY_NAME:
+        near = difflib.get_close_matches(name[:64], _BY_NAME, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(_BY_NAME)}"
+        raise UnknownTransform(f"there is no transform {name[:64]!r}; {hint}", name=name[:64], suggestions=near)
+    return _BY_NAME[name]
+
+
+def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
+    """A name, or ``{"name": …, parameter: value, …}``, as a pass and its checked parameters.
+
+    Raises:
+        UnknownTransform, BadParameter: see there.
+
+    >>> transform, parameters = parse({"name": "remove", "identity": False})
+    >>> transform.name, parameters
+    ('remove', {'dropout': True, 'identity': False})
+    """
+    given: dict[str, Any] = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = given.pop("name", None)
+    if not isinstance(name, str):
+        raise UnknownTransform(
+            "a transform is a name, or an object with a `name` and parameters", name=None, suggestions=[]
+        )
+    found = get_transform(name)
+    parameters = {}
+    for key in given:
+        if key not in found.parameters:
+            known = ", ".join(found.parameters) or "none"
+            raise BadParameter(
+                f"{name} has no parameter {str(key)[:64]!r}; it has {known}", transform=name, parameter=str(key)[:64]
+            )
+    for key, schema in found.parameters.items():
+        if key not in given and "default" not in schema:
+            raise BadParameter(f"{name} needs the parameter {key!r}", transform=name, parameter=key)
+        value = given.get(key, schema.get("default"))
+        problem = _problem(value, schema)
+        if problem:
+            raise BadParameter(f"the parameter {key!r} of {name} must be {problem}", transform=name, parameter=key)
+        parameters[key] = value
+    return found, parameters
+
+
+def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str, Any]]) -> fx.GraphModule:
+    """Run passes by name, one after the other; ``module`` stays as it is.
+
+    Args:
+        wanted: names, or ``{"name": …, parameter: value, …}``.
+
+    Returns:
+        The new module; :func:`fxcore.transforms.applied` tells what each pass changed.
+
+    Raises:
+        UnknownTransform, BadParameter: before any pass has run.
+        CannotTransform: a pass does not apply.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout()).eval())
+    >>> [(a.name, a.changes) for a in applied(apply_transforms(model, ["fuse_conv_bn", "remove"]))]
+    [('fuse_conv_bn', 1), ('remove', 1)]
+    """
+    steps = [parse(one) for one in wanted]
+    for found, parameters in steps:
+        module = found.run(module, **parameters)
+        *before, last = applied(module)
+        module.meta[APPLIED] = (*before, Applied(last.name, last.changes, parameters))
+    return module
+
+
+def described(transform: Transform) -> dict[str, Any]:
+    """A pass for JSON."""
+    fields = replace(transform, parameters={k: dict(v) for k, v in transform.parameters.items()})
+    return {
+        "name": fields.name,
+        "description": fields.description,
+        "parameters": fields.parameters,
+        "exact": fields.exact,
+        "changes_input": fields.changes_input,
+        "adds_nodes": fields.adds_nodes,
+    }
+
+
+def _problem(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """What a value would have to be, or None if it is."""
+    kind = schema["type"]
+    if kind == "array":
+        if not isinstance(value, (list, tuple)):
+            return "a list"
+        return next((f"a list of which each is {p}" for p in (_problem(v, schema["items"]) for v in value) if p), None)
+    if kind == "boolean":
+        return None if isinstance(value, bool) else "true or false"
+    if kind == "number":
+        return None if isinstance(value, (int, float)) and not isinstance(value, bool) else "a number"
+    if not isinstance(value, str):
+        return "a string"
+    return None if value in schema.get("enum", [value]) else "one of " + ", ".join(schema["enum"])

@@ -1,0 +1,172 @@
+"""Operations and modules replaced by others."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxcore.transforms.base import BadParameter, add, erase_dead, transform
+
+
+def identity(x: Tensor) -> Tensor:
+    """``x`` itself."""
+    return x
+
+
+#: activation functions by name; those that requests may name
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "identity": identity,
+    "leaky_relu": F.leaky_relu,
+    "mish": F.mish,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "selu": F.selu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "tanh": torch.tanh,
+}
+_MODULES: dict[str, type[nn.Module]] = {
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardswish": nn.Hardswish,
+    "identity": nn.Identity,
+    "leaky_relu": nn.LeakyReLU,
+    "mish": nn.Mish,
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "selu": nn.SELU,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+}
+
+
+def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """A function, or the activation function of that name.
+
+    Raises:
+        BadParameter: no activation function of that name.
+    """
+    if not isinstance(function, str):
+        return function
+    if function not in ACTIVATIONS:
+        raise BadParameter(
+            f"there is no function {function[:64]!r}; there are {', '.join(ACTIVATIONS)}",
+            transform="replace",
+            parameter="function",
+        )
+    return ACTIVATIONS[function]
+
+
+@transform
+def replace_op(module: fx.GraphModule, old: Callable[..., Any] | str, new: Callable[..., Any]) -> int:
+    """Call ``new`` with the same arguments wherever the graph calls ``old``.
+
+    Args:
+        old: a function, or the name of a tensor method.
+        new: a function that takes what ``old`` takes.
+
+    >>> import torch
+    >>> from torch import fx
+    >>> model = fx.symbolic_trace(lambda x: torch.add(x, x)).eval()
+    >>> int(replace_op(model, torch.add, torch.mul)(torch.tensor(5)))
+    25
+    """
+    count = 0
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is old:
+            node.target = new
+        elif node.op == "call_method" and node.target == old:
+            node.op, node.target = "call_function", new
+        else:
+            continue
+        count += 1
+    return count
+
+
+@transform
+def replace_module(module: fx.GraphModule, which: type[nn.Module] | str, make: Callable[[nn.Module], nn.Module]) -> int:
+    """Call another module wherever the graph calls one of a class or path.
+
+    Args:
+        which: a class, whose subclasses count too, or a path, which may be a pattern such as ``layer4.*.relu``.
+        make: the old module → the new one; it may share parameters with the old one and must not change it. Called once
+            for a module that the graph calls several times.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
+    >>> [type(m).__name__ for m in replace_module(model, nn.ReLU, lambda old: nn.GELU()).children()]
+    ['Linear', 'GELU']
+    """
+    made: dict[int, str] = {}
+    count = 0
+    for node in module.graph.nodes:
+        if node.op != "call_module":
+            continue
+        called = module.get_submodule(str(node.target))
+        fits = fnmatch.fnmatchcase(str(node.target), which) if isinstance(which, str) else isinstance(called, which)
+        if not fits:
+            continue
+        if id(called) not in made:
+            made[id(called)] = add(module, str(node.target), make(called).eval())
+        node.target = made[id(called)]
+        count += 1
+    return count
+
+
+@transform
+def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
+    """Replace one activation function by another, be it called as a function, a method or a module.
+
+    Args:
+        old, new: names among :data:`ACTIVATIONS`. Parameters such as a slope are those that torch takes by default.
+
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
+    >>> "gelu" in replace_activation(model, old="relu", new="gelu").code
+    True
+    """
+    function = named_function(new)
+    count = 0
+    for node in list(module.graph.nodes):
+        if not is_activation(module, node, old):
+            continue
+        with module.graph.inserting_before(node):
+            made = module.graph.call_function(function, (source_of(node),))
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made, propagate_meta=False)
+        erase_dead(module.graph, node)
+        count += 1
+    return count
+
+
+def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    """Whether ``node`` applies the activation function of that name, in whatever way, to one tensor."""
+    named_function(name)
+    if not isinstance(source_of(node), fx.Node):
+        return False
+    if node.op == "call_module":
+        return type(module.get_submodule(str(node.target))) is _MODULES[name]
+    if node.op == "call_method":
+        return str(node.target).removesuffix("_") == name
+    if node.op == "call_function":
+        functions = (getattr(home, spelled, None) for home in (F, torch) for spelled in (name, name + "_"))
+        return node.target is ACTIVATIONS[name] or any(node.target is f for f in functions if f is not None)
+    return False
+
+
+def source_of(node: fx.Node) -> Any:
+    """A node's first argument."""
+    return node.args[0] if node.args else node.kwargs.get("input")

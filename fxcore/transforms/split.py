@@ -1,0 +1,88 @@
+"""A module cut in two after a node."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from fxcore.transforms.base import CannotTransform, finish, find_node, public_name, require_eval
+
+
+class Halves(NamedTuple):
+    """``back(*front(*inputs))`` is what the whole module gives for ``inputs``.
+
+    Attributes:
+        front: inputs → a tuple of the values that cross the cut.
+        back: those values → what the whole module returns.
+        crossing: the public names of the nodes whose values cross, in order.
+    """
+
+    front: fx.GraphModule
+    back: fx.GraphModule
+    crossing: tuple[str, ...]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.back(*self.front(*inputs))
+
+
+def split_at(module: fx.GraphModule, node: str) -> Halves:
+    """Cut ``module`` in two right after ``node``, in order of execution.
+
+    Everything up to ``node`` runs in the front, everything after it in the back; values that the back needs cross, be
+    they tensors or sizes. Both share the module's parameters.
+
+    ``torch.fx.passes.split_module`` is not used: it needs a partition of every node, hands parameters across as
+    arguments, renames modules, and loses node names.
+
+    Raises:
+        CannotTransform: no such node, or the module is in train mode.
+
+    >>> import torch
+    >>> from torch import fx, nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval())
+    >>> halves = split_at(model, "_1")
+    >>> halves.crossing, [type(m).__name__ for m in halves.back.children()]
+    (('_1',), ['Linear'])
+    >>> x = torch.ones(1, 4)
+    >>> torch.equal(halves(x), model(x))
+    True
+    """
+    require_eval(module, "split_at")
+    cut = find_node(module, node, "split_at")
+    order = {n: i for i, n in enumerate(module.graph.nodes)}
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    if cut.op == "get_attr":
+        raise CannotTransform(
+            f"{node!r} is a parameter; cut after a node that computes something", transform="split_at", node=node
+        )
+    # Inputs may be used on both sides, and all of them belong to the front.
+    last = max(order[cut], *(order[n] for n in inputs))
+    behind = [n for n in module.graph.nodes if order[n] > last]
+    crossing = [
+        n
+        for n in module.graph.nodes
+        if order[n] <= last and n.op != "get_attr" and any(order[user] > last for user in n.users)
+    ]
+    front = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for n in module.graph.nodes:
+        if order[n] <= last and (n.op != "get_attr" or any(order[user] <= last for user in n.users)):
+            copies[n] = front.node_copy(n, lambda m: copies[m])
+    front.output(tuple(copies[n] for n in crossing))
+    back = fx.Graph()
+    moved: dict[fx.Node, fx.Node] = {}
+    for n in crossing:
+        moved[n] = back.placeholder(n.name)
+        moved[n].meta = dict(n.meta)
+    for n in module.graph.nodes:
+        if n.op == "get_attr" and order[n] <= last and any(order[user] > last for user in n.users):
+            moved[n] = back.node_copy(n)
+    for n in behind:
+        if n.op == "output":
+            back.output(fx.node.map_arg(n.args[0], lambda m: moved[m]))
+        else:
+            moved[n] = back.node_copy(n, lambda m: moved[m])
+    name = type(module).__name__
+    halves = (fx.GraphModule(module, front, f"{name}_front"), fx.GraphModule(module, back, f"{name}_back"))
+    return Halves(finish(halves[0]), finish(halves[1]), tuple(public_name(n) for n in crossing))

@@ -1,0 +1,210 @@
+"""Extractors: making, listing, showing and deleting them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+
+from fxcore.extractor import Extractor
+from service.api import graphs
+from service.api.state import Shared, State
+from service.codecs.negotiation import media_type
+from service.engine import ExtractorRecord
+from service.engine.errors import NotReady
+from service.problems import Refusal, documented, problem
+from service.schemas import ExtractorDetail, ExtractorList, ExtractorSpec, GraphFormat
+
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"])
+
+DEFAULT_WAIT = 30.0
+MAX_WAIT = 600.0
+
+IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
+
+# What making an extractor may end in; features of a model in one step may end in the same.
+BUILD_PROBLEMS = (
+    "unknown-model",
+    "unknown-weights",
+    "unknown-node",
+    "duplicate-key",
+    "not-traceable",
+    "bad-tensor",
+    "unsupported",
+    "invalid-request",
+    "name-taken",
+    "draining",
+    "not-ready",
+    "out-of-memory",
+    "weights-unavailable",
+)
+
+
+# Of what computes on eager in float32: it is what others are measured against.
+_IS_THE_REFERENCE = {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
+
+
+def described(record: ExtractorRecord) -> dict[str, Any]:
+    """A record as :class:`service.schemas.ExtractorDetail` says it."""
+    checks = record.checks
+    if checks is None and record.state == "ready" and record.spec.precision == "float32" and record.backend == "eager":
+        checks = _IS_THE_REFERENCE
+    return {
+        "id": record.id,
+        "name": record.name,
+        "state": record.state,
+        "model": record.spec.model,
+        "weights": record.weights,
+        "device": record.device,
+        "backend": record.backend,
+        "precision": record.spec.precision,
+        "outputs": [asdict(output) for output in record.outputs],
+        "preprocessing": record.preprocessing.describe(),
+        "fingerprint": record.graph.fingerprint,
+        "checks": checks,
+        "problem": problem(record.problem) if record.problem is not None else None,
+    }
+
+
+async def require_json(request: Request) -> None:
+    """415 for a body that does not say it is JSON; a browser's form cannot make an extractor."""
+    kind, _ = media_type(request.headers.get("content-type"))
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise Refusal(
+            "unsupported-media-type",
+            f"a body of type {kind[:100] or '(none given)'!r} is not taken; send application/json",
+            available=["application/json"],
+        )
+
+
+async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extractor:
+    """What ``record`` runs, once it is built and in memory.
+
+    Raises:
+        NotReady: that takes longer than ``wait`` seconds.
+        FxError: its build failed.
+    """
+    try:
+        async with asyncio.timeout(wait):
+            await state.engine.load(record)
+    except TimeoutError:
+        raise NotReady(f"extractor {record.id} is still being built") from None
+    assert record.extractor is not None
+    return record.extractor
+
+
+@router.post(
+    "",
+    response_model=ExtractorDetail,
+    status_code=201,
+    dependencies=[Depends(require_json)],
+    responses={
+        200: {"model": ExtractorDetail, "description": "The same extractor was made before."},
+        201: {
+            "description": "Made.",
+            "headers": {"Location": {"description": "Where the extractor is.", "schema": {"type": "string"}}},
+        },
+        202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
+        **documented("body-too-large", "unsupported-media-type", "extractor-failed", *BUILD_PROBLEMS),
+    },
+)
+async def make_extractor(
+    state: Shared,
+    spec: ExtractorSpec,
+    wait: Annotated[
+        float, Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for it to be ready.")
+    ] = DEFAULT_WAIT,
+) -> Response:
+    """Make an extractor: a model, cut down to what the chosen nodes need."""
+    record, created = await state.engine.extractor(spec, wait)
+    if record.problem is not None:
+        raise record.problem
+    status = 202 if record.state == "building" else 201 if created else 200
+    return Response(
+        orjson.dumps(described(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"
+    )
+
+
+@router.get("", response_model=ExtractorList)
+async def list_extractors(state: Shared) -> Response:
+    """All extractors, in whatever state."""
+    answer = orjson.dumps({"extractors": [described(record) for record in state.engine.list()]})
+    return Response(answer, media_type="application/json")
+
+
+@router.get(
+    "/{extractor}", response_model=ExtractorDetail, responses=documented("unknown-extractor", "invalid-request")
+)
+async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
+    """One extractor."""
+    return Response(orjson.dumps(described(state.engine.find(extractor))), media_type="application/json")
+
+
+@router.delete(
+    "/{extractor}",
+    status_code=204,
+    response_class=Response,
+    responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "invalid-request")},
+)
+async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
+    """Forget an extractor; requests that it is working on are still answered."""
+    await state.engine.delete(extractor)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/{extractor}/graph",
+    responses={
+        200: graphs.RESPONSE,
+        **documented(
+            "unknown-extractor",
+            "not-acceptable",
+            "not-ready",
+            "weights-unavailable",
+            "extractor-failed",
+            "invalid-request",
+        ),
+    },
+)
+async def show_graph(
+    state: Shared,
+    extractor: IdOrName,
+    format: Annotated[
+        GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
+    ] = None,
+    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
+) -> Response:
+    """The graph that an extractor runs: the model's, without what its nodes do not need."""
+    wanted = graphs.chosen_format(format, accept)
+    answer = await _drawn(state, state.engine.find(extractor), wanted)
+    return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
+
+
+@router.get(
+    "/{extractor}/code",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Python.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
+        },
+        **documented("unknown-extractor", "not-ready", "weights-unavailable", "extractor-failed", "invalid-request"),
+    },
+)
+async def show_code(state: Shared, extractor: IdOrName) -> Response:
+    """The Python that torch.fx generated for an extractor's forward."""
+    return Response(await _drawn(state, state.engine.find(extractor), "code"), media_type="text/plain")
+
+
+async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat) -> bytes:
+    key = ("extractor", record.id, format)
+    answer = state.graphs.get(key)
+    if answer is None:
+        with record.in_use():
+            built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
+            answer = await state.in_thread(lambda: graphs.write_part(record.graph, built, format))
+        state.graphs.put(key, answer)
+    return answer

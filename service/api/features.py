@@ -1,0 +1,316 @@
+"""Features: images in, tensors out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from starlette.requests import ClientDisconnect
+from torch import Tensor
+
+from service.api.extractors import BUILD_PROBLEMS, IdOrName
+from service.api.models import Model
+from service.api.state import Shared, State
+from service.codecs import answers, bodies, heatmap, npy, safetensors
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.errors import DeadlineExceeded
+from service.problems import Refusal, documented
+from service.schemas import (
+    MAX_NODES,
+    Backend,
+    Encoding,
+    ExtractorSpec,
+    FeatureDocument,
+    FeatureDtype,
+    Normalize,
+    Pool,
+    Precision,
+    Preprocess,
+)
+
+router = APIRouter(prefix="/v1", tags=["features"])
+
+Result = TypeVar("Result")
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_PROBLEMS = (
+    "unknown-extractor",
+    "not-acceptable",
+    "body-too-large",
+    "image-too-large",
+    "request-too-large",
+    "response-too-large",
+    "unsupported-media-type",
+    "bad-image",
+    "no-heat-map",
+    "admission-full",
+    "compute-failed",
+    "extractor-failed",
+    "deadline-exceeded",
+)
+
+
+def _documentation(*problems: str) -> dict[str, Any]:
+    return {
+        "response_model": None,
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "image/*": _BINARY,
+                    "multipart/form-data": {
+                        "schema": {
+                            "type": "object",
+                            "additionalProperties": {"type": "string", "format": "binary"},
+                            "minProperties": 1,
+                        }
+                    },
+                    "application/json": {
+                        "schema": {"$ref": "#/components/schemas/ImagesBody"},
+                        "example": {"images": ["/9j/4AAQSkZJRg…"]},
+                    },
+                    npy.MEDIA_TYPE: _BINARY,
+                    safetensors.MEDIA_TYPE: _BINARY,
+                },
+            }
+        },
+        "responses": {
+            200: {
+                "model": FeatureDocument,
+                "description": "The features, in the media type that Accept prefers.",
+                "content": {kind: _BINARY for kind in answers.OFFERED[1:]},
+                "headers": {
+                    "Server-Timing": {
+                        "description": "Milliseconds of each stage.",
+                        "schema": {"type": "string"},
+                        "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
+                    },
+                    "X-Fxserve-Weights": {
+                        "description": "The weights that the values come from.",
+                        "schema": {"type": "string"},
+                        "example": "IMAGENET1K_V2",
+                    },
+                },
+            },
+            **documented(*problems),
+        },
+    }
+
+
+@dataclass(frozen=True)
+class FeatureQuery:
+    """The query parameters and headers that both routes take."""
+
+    options: FeatureOptions
+    encoding: Encoding
+    accept: str | None
+    timeout: float | None
+
+
+async def feature_query(
+    pool: Annotated[Pool, Query(description="Make one vector an image of each map.")] = "none",
+    dtype: Annotated[
+        FeatureDtype | None, Query(description="Of floating outputs in the answer; as computed without it.")
+    ] = None,
+    normalize: Annotated[Normalize | None, Query(description="`l2`: unit length over the channels.")] = None,
+    preprocess: Annotated[
+        Preprocess,
+        Query(
+            description="`default` is the weights' own transform, within a grey level of PIL where the image is not "
+            "over four times as large as needed; `exact` is PIL itself, slower; `none` only scales pixels to [0, 1]."
+        ),
+    ] = "default",
+    encoding: Annotated[Encoding, Query(description="Of the data in a JSON answer.")] = "json",
+    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
+    x_request_timeout: Annotated[
+        float | None,
+        Header(gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use."),
+    ] = None,
+) -> FeatureQuery:
+    options = FeatureOptions(pool=pool, dtype=dtype, normalize=normalize, preprocess=preprocess)
+    return FeatureQuery(options, encoding, accept, x_request_timeout)
+
+
+Asked = Annotated[FeatureQuery, Depends(feature_query)]
+
+
+@router.post(
+    "/extractors/{extractor}/features",
+    **_documentation(*_PROBLEMS, "invalid-request", "bad-tensor", "draining", "not-ready"),
+)
+async def extract(request: Request, state: Shared, extractor: IdOrName, asked: Asked) -> Response:
+    """Features of one or more images from an extractor that was made before."""
+
+    async def find() -> ExtractorRecord:
+        return state.engine.find(extractor)
+
+    return await _answer(request, state, find, asked)
+
+
+@router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *BUILD_PROBLEMS))
+async def extract_in_one_step(
+    request: Request,
+    state: Shared,
+    model: Model,
+    asked: Asked,
+    nodes: Annotated[
+        str,
+        Query(
+            min_length=1,
+            max_length=65536,
+            description="`node` or `node:key`, separated by commas.",
+            examples=["layer3:C4,layer4:C5"],
+        ),
+    ],
+    weights: Annotated[str, Query(min_length=1, max_length=256, examples=["random"])] = "DEFAULT",
+    precision: Precision = "float32",
+    backend: Backend = "auto",
+    image_size: Annotated[int | None, Query(ge=1, le=4096)] = None,
+) -> Response:
+    """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
+    spec = ExtractorSpec(
+        model=model,
+        weights=weights,
+        return_nodes=named_nodes(nodes),
+        precision=precision,
+        backend=backend,
+        image_size=image_size,
+    )
+    state.model(model)
+
+    async def find() -> ExtractorRecord:
+        record, _ = await state.engine.extractor(spec)
+        return record
+
+    return await _answer(request, state, find, asked)
+
+
+def named_nodes(text: str) -> list[str] | dict[str, str]:
+    """``"layer3:C4,layer4"`` → the ``return_nodes`` of a spec.
+
+    Raises:
+        Refusal: 422: an empty name or key, a name given twice with different keys, or too many.
+    """
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(","):
+        node, colon, key = (piece.strip() for piece in part.partition(":"))
+        if not node or (colon and not key):
+            raise Refusal(
+                "invalid-request", f"query parameter 'nodes': {part[:100]!r} is not node or node:key", field="nodes"
+            )
+        if max(len(node), len(key)) > 256:
+            raise Refusal(
+                "invalid-request", "query parameter 'nodes': no name or key has over 256 characters", field="nodes"
+            )
+        pairs.append((node, key or node))
+    if len(pairs) > MAX_NODES:
+        raise Refusal("invalid-request", f"query parameter 'nodes': at most {MAX_NODES} nodes are taken", field="nodes")
+    if all(node == key for node, key in pairs):
+        return [node for node, _ in pairs]
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        twice = next(node for node, _ in pairs if sum(node == other for other, _ in pairs) > 1)
+        raise Refusal(
+            "duplicate-key",
+            f"{twice!r} is named twice; ask for it once, its tensor would be the same",
+            key=named[twice],
+        )
+    return named
+
+
+async def _answer(
+    request: Request, state: State, find: Callable[[], Awaitable[ExtractorRecord]], asked: FeatureQuery
+) -> Response:
+    """Everything that both routes share, under the request's deadline."""
+    timeout = min(asked.timeout or math.inf, state.settings.request_timeout)
+    deadline = time.monotonic() + timeout
+    kind, parameters = bodies.check(request)
+    try:
+        async with asyncio.timeout(timeout):
+            record = await state.engine.load(await find())
+            accepted = _negotiate(record, asked)
+            images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+            work = _extract(state, record, images, asked, accepted, deadline)
+            return await while_connected(request, work)
+    except TimeoutError:
+        raise DeadlineExceeded from None
+
+
+def _negotiate(record: ExtractorRecord, asked: FeatureQuery) -> str:
+    floating = ("float32", "float16", "bfloat16")
+    dtypes = [asked.options.dtype if asked.options.dtype and o.dtype in floating else o.dtype for o in record.outputs]
+    accepted = answers.negotiate(asked.accept, dtypes, asked.options.pool != "none")
+    if accepted == heatmap.MEDIA_TYPE:
+        output = record.outputs[0]
+        heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
+    return accepted
+
+
+async def _extract(
+    state: State,
+    record: ExtractorRecord,
+    images: Sequence[bytes] | Mapping[str, Tensor],
+    asked: FeatureQuery,
+    accepted: str,
+    deadline: float,
+) -> Response:
+    drawn = accepted == heatmap.MEDIA_TYPE
+    if drawn and (isinstance(images, Mapping) or len(images) != 1):
+        raise Refusal(
+            "not-acceptable",
+            "a heat-map is drawn over one encoded image: send one",
+            available=list(answers.OFFERED[:-1]),
+        )
+    result = await state.engine.features(record, images, asked.options, deadline)
+    started = time.perf_counter()
+    source = answers.Source(record.spec.model, record.id, record.weights, record.graph.fingerprint, record.return_nodes)
+    if drawn:
+        assert not isinstance(images, Mapping)
+        output = record.outputs[0]
+        preprocessing = record.preprocessing if asked.options.preprocess != "none" else None
+        parts = await state.engine.run_in_encoder(
+            heatmap.write, images[0], preprocessing, result.outputs[output.key], output.layout
+        )
+    else:
+        parts = await state.engine.run_in_encoder(
+            answers.write, accepted, source, result.outputs, result.images, asked.encoding
+        )
+    timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
+    headers = {
+        "Server-Timing": ", ".join(f"{stage};dur={timings.get(stage, 0.0):.3f}" for stage in STAGES),
+        "X-Fxserve-Weights": record.weights,
+        "Vary": "Accept",
+    }
+    return answers.PartsResponse(parts, accepted, headers)
+
+
+STAGES = ("decode", "queue", "compute", "encode")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """``work``, cancelled as soon as the client leaves. The request's body must have been read.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

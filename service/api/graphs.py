@@ -1,0 +1,92 @@
+"""A graph in the format a client wants; shared by models and extractors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from torch import fx
+
+from fxcore.graphs import ModelGraph, NodeInfo
+from fxcore.render import render
+from fxcore.tracing import PATH
+from service.codecs.negotiation import choose
+from service.schemas import GraphDocument, GraphFormat
+
+# Media type of each format, and what else in Accept means it. The first line is the answer to */*.
+MEDIA_TYPES: dict[GraphFormat, str] = {
+    "json": "application/json",
+    "table": "text/plain",
+    "code": "text/plain",
+    "dot": "text/vnd.graphviz",
+    "svg": "image/svg+xml",
+    "mermaid": "text/vnd.mermaid",
+}
+_BY_ACCEPT: dict[str, GraphFormat] = {
+    "application/json": "json",
+    "text/plain": "table",
+    "text/vnd.graphviz": "dot",
+    "image/svg+xml": "svg",
+    "text/vnd.mermaid": "mermaid",
+}
+
+# The 200 of the OpenAPI document.
+RESPONSE: dict[str, Any] = {
+    "model": GraphDocument,
+    "description": "The graph, in the format that `format` or `Accept` asks for.",
+    "content": {
+        "text/plain": {"schema": {"type": "string"}, "example": "opcode         name    target    args    kwargs\n…"},
+        "text/vnd.graphviz": {"schema": {"type": "string"}, "example": "digraph resnet50 { … }"},
+        "image/svg+xml": {"schema": {"type": "string"}, "example": "<svg …/>"},
+        "text/vnd.mermaid": {"schema": {"type": "string"}, "example": "flowchart TD\n…"},
+    },
+}
+
+
+def chosen_format(format: GraphFormat | None, accept: str | None) -> GraphFormat:
+    """The format asked for by ``format``, else by Accept.
+
+    Raises:
+        Refusal: 406.
+    """
+    return format or _BY_ACCEPT[choose(accept, list(_BY_ACCEPT))]
+
+
+def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
+    """The parts of a model that did not trace, and why."""
+    return [{"path": part.path, "reason": part.reason} for part in graph.closed]
+
+
+def write(graph: ModelGraph, format: GraphFormat) -> bytes:
+    """The whole eval graph of a model."""
+    if format == "json":
+        return _document(graph, graph.nodes, graph.totals)
+    return render(graph, format).encode()
+
+
+def write_part(graph: ModelGraph, part: fx.Graph, format: GraphFormat) -> bytes:
+    """The part of ``graph`` that an extractor runs."""
+    if format != "json":
+        return render(part, format).encode()
+    kept = {node.meta.get(PATH) for node in part.nodes}
+    nodes = [node for node in graph.nodes if node.name in kept]
+    totals = {
+        "params": sum(node.params for node in nodes),
+        "flops": sum(node.flops for node in nodes),
+        "nodes": len(nodes),
+    }
+    return _document(graph, nodes, totals)
+
+
+def _document(graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int]) -> bytes:
+    return orjson.dumps(
+        {
+            "model": graph.entry.name,
+            "input_shape": graph.input_shape,
+            "nodes": [asdict(node) for node in nodes],
+            "totals": totals,
+            "closed": closed_parts(graph),
+        }
+    )

@@ -1,0 +1,166 @@
+"""Discovery: which models there are, and what is inside them. Nothing here touches weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Header, Path, Query, Response
+
+from fxcore.catalog import ModelEntry
+from fxcore.graphs import ModelGraph, model_graph
+from service.api import graphs
+from service.api.state import Shared
+from service.problems import Refusal, documented
+from service.schemas import GraphFormat, ModelDetail, ModelList, NodeList
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+# Annotating a graph for a size runs it on meta tensors: no memory, but time that grows with nothing a size needs.
+MAX_SIDE = 4096
+
+Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
+Side = Annotated[int, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.")]
+
+
+@router.get("", response_model=ModelList, responses=documented("invalid-request"))
+async def list_models(
+    state: Shared,
+    task: Annotated[
+        str | None,
+        Query(
+            max_length=64,
+            description="Only models made for this: classification, quantization, segmentation, detection, video, "
+            "optical_flow.",
+            examples=["classification"],
+        ),
+    ] = None,
+    q: Annotated[
+        str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
+    ] = None,
+) -> Response:
+    """All models that can be asked, by name."""
+    loaded = {model for model, _ in state.engine.models_loaded()}
+    found = [
+        {
+            "name": entry.name,
+            "task": entry.task,
+            "weights": list(entry.weights),
+            "default_weights": entry.default_weights,
+            "loaded": entry.name in loaded,
+        }
+        for entry in state.models()
+        if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
+    ]
+    return _json(orjson.dumps({"models": found}))
+
+
+@router.get("/{model}", response_model=ModelDetail, responses=documented("unknown-model", "invalid-request"))
+async def show_model(state: Shared, model: Model) -> Response:
+    """One model: its weights, its input, its preprocessing and its pyramid levels."""
+    entry = state.model(model)
+    return _json(await state.in_thread(lambda: _detail(entry)))
+
+
+@router.get(
+    "/{model}/nodes", response_model=NodeList, responses=documented("unknown-model", "not-traceable", "invalid-request")
+)
+async def list_nodes(state: Shared, model: Model) -> Response:
+    """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
+    answer = state.nodes.get((model,))
+    if answer is None:
+        entry = state.model(model)
+        answer = await state.in_thread(lambda: _nodes(entry))
+        state.nodes.put((model,), answer)
+    return _json(answer)
+
+
+@router.get(
+    "/{model}/graph",
+    responses={
+        200: graphs.RESPONSE,
+        **documented("unknown-model", "not-acceptable", "bad-tensor", "not-traceable", "invalid-request"),
+    },
+)
+async def show_graph(
+    state: Shared,
+    model: Model,
+    height: Side | None = None,
+    width: Side | None = None,
+    format: Annotated[
+        GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
+    ] = None,
+    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
+) -> Response:
+    """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
+    entry = state.model(model)
+    wanted = graphs.chosen_format(format, accept)
+    if (height is None) != (width is None):
+        missing = "height" if height is None else "width"
+        raise Refusal(
+            "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
+        )
+    size = None if height is None or width is None else (height, width)
+    key = (model, size, wanted)
+    answer = state.graphs.get(key)
+    if answer is None:
+        answer = await state.in_thread(lambda: graphs.write(_graph(entry, size), wanted))
+        state.graphs.put(key, answer)
+    return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
+
+
+def _graph(entry: ModelEntry, size: tuple[int, int] | None) -> ModelGraph:
+    graph = model_graph(entry)
+    return graph if size is None else graph.at(*size)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _levels(graph: ModelGraph) -> dict[str, Any]:
+    return {
+        name: {"node": level.node, "channels": level.channels, "stride": level.stride}
+        for name, level in graph.levels.items()
+    }
+
+
+def _nodes(entry: ModelEntry) -> bytes:
+    graph = model_graph(entry)
+    return orjson.dumps(
+        {
+            "model": entry.name,
+            "train_nodes": graph.train_nodes,
+            "eval_nodes": graph.eval_nodes,
+            "levels": _levels(graph),
+            "leaf_modules": graph.leaf_modules,
+            "fingerprint": graph.fingerprint,
+            "closed": graphs.closed_parts(graph),
+        }
+    )
+
+
+def _detail(entry: ModelEntry) -> bytes:
+    graph = model_graph(entry)
+    weights = {}
+    for name in entry.weights:
+        info = entry.weights_info(name)
+        weights[name] = {
+            "num_params": info.num_params,
+            "url": info.url,
+            "metrics": info.metrics,
+            "categories": len(info.categories),
+            "cached": info.cached,
+        }
+    return orjson.dumps(
+        {
+            "name": entry.name,
+            "task": entry.task,
+            "default_weights": entry.default_weights,
+            "weights": weights,
+            "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
+            "preprocessing": entry.preprocessing().describe(),
+            "levels": _levels(graph),
+            "closed": graphs.closed_parts(graph),
+        }
+    )

@@ -1,0 +1,153 @@
+"""What ``/v2`` serves under a name: an extractor, or a model with outputs of its own.
+
+A model's own outputs are its levels, or where it has none its last value; a request that names outputs may name any
+node. Its weights are ``DEFAULT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxcore.catalog import ModelEntry
+from fxcore.errors import BadTensor, FxError, UnknownModel
+from fxcore.graphs import ModelGraph, TensorSpec, model_graph
+from fxcore.images import Preprocessing
+from service.api.state import State
+from service.codecs.datatypes import V2_NAMES
+from service.codecs.v2 import BYTES, IMAGE
+from service.engine import ExtractorRecord
+from service.engine.errors import UnknownExtractor
+from service.problems import Refusal
+from service.schemas import ExtractorSpec
+from service.schemas_v2 import RepositoryEntry, TensorMetadata
+
+VERSION = "1"
+
+
+def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
+    """The extractor of that id or name, else the model.
+
+    Raises:
+        Refusal: 404: there is neither.
+    """
+    try:
+        return state.engine.find(name)
+    except UnknownExtractor as no_extractor:
+        try:
+            return state.model(name)
+        except UnknownModel as no_model:
+            near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
+            hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
+            detail = f"there is no extractor or model {name!r}{hint}"
+            raise Refusal("unknown-model", detail, suggestions=near) from None
+
+
+def own_nodes(graph: ModelGraph) -> list[str]:
+    """The nodes that a model answers with where none is named."""
+    if graph.levels:
+        return list(graph.levels)
+    return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
+
+
+async def own_spec(
+    state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = ()
+) -> ExtractorSpec:
+    """The extractor that answers for a model."""
+    if not nodes:
+        nodes = await state.in_thread(lambda: own_nodes(model_graph(entry, entry.canonical_weights(weights))))
+    return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What goes in and what comes out under a name."""
+
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
+    """The tensors of an extractor, built or not, or of a model. Needs no weights, but may trace: run it in a thread."""
+    if isinstance(target, ExtractorRecord):
+        graph, nodes, dtype = target.graph, target.return_nodes, target.dtype
+        return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
+    weights = target.default_weights or "random"
+    graph = model_graph(target, weights)
+    preprocessing = target.preprocessing(weights)
+    own = _outputs(graph, preprocessing, graph.resolve(own_nodes(graph)), torch.float32)
+    return Tensors(inputs(graph.inputs, preprocessing), own)
+
+
+def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
+    """The ways to give an input: encoded images where a model takes single ones, or the model's own tensors."""
+    size = list(preprocessing.nominal_size()) if preprocessing.fixed_size else [-1, -1]
+    tensors = [
+        TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:-2]), *size])
+        for spec in specs
+    ]
+    if preprocessing.layout != "NCHW" or len(specs) != 1:
+        return tensors
+    return [TensorMetadata(name=IMAGE, datatype=BYTES, shape=[-1]), *tensors]
+
+
+def _outputs(
+    graph: ModelGraph, preprocessing: Preprocessing, nodes: dict[str, str], dtype: torch.dtype
+) -> list[TensorMetadata]:
+    height, width = preprocessing.nominal_size()
+    values = _values(graph, nodes, height, width)
+    if not preprocessing.fixed_size:
+        try:
+            others = _values(graph, nodes, height + 64, width + 128)
+        except BadTensor:
+            others = values
+        values = {
+            key: ([a if a == b else -1 for a, b in zip(shape, others[key][0], strict=True)], made)
+            for key, (shape, made) in values.items()
+        }
+    return [
+        TensorMetadata(name=key, datatype=V2_NAMES[dtype if made.is_floating_point else made], shape=[-1, *shape])
+        for key, (shape, made) in values.items()
+    ]
+
+
+def _values(
+    graph: ModelGraph, nodes: dict[str, str], height: int, width: int
+) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Key → shape of one image's value, and dtype."""
+    rows = [(*(n or 1 for n in spec.shape[1:-2]), height, width) for spec in graph.inputs]
+    found = {}
+    values = graph.values_at(rows, set(nodes.values()))
+    for key, node in nodes.items():
+        shape, dtype = values[node]
+        # Attention windows have several rows an image, and are answered with a dimension of their own.
+        found[key] = (shape[1:] if shape[0] == 1 else shape, dtype)
+    return found
+
+
+def entry_of(state: State, target: ExtractorRecord | ModelEntry) -> RepositoryEntry:
+    """The state of one: an extractor's own, a model's is that of its default weights."""
+    if isinstance(target, ExtractorRecord):
+        name, problem = target.name or target.id, target.problem
+        loaded, building = target.state == "ready", target.state == "building"
+    else:
+        name, problem = target.name, None
+        loaded = (target.name, target.default_weights) in state.engine.models_loaded()
+        building = any(record.build is not None for record in over(state, target))
+    if loaded:
+        return RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
+    if building:
+        return RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
+    reason = problem.detail if isinstance(problem, FxError) else "it is not loaded"
+    return RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+
+
+def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
+    """The extractors over a model's default weights that have no name of their own."""
+    return [
+        record
+        for record in state.engine.list()
+        if record.name is None and record.spec.model == entry.name and record.weights == entry.default_weights
+    ]

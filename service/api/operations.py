@@ -1,0 +1,49 @@
+"""For those who run the service, and a page for people who come by with a browser."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from service import metrics
+from service.api import page
+from service.api.state import Shared
+from service.engine.errors import NotReady
+from service.problems import documented
+from service.schemas import Health, Readiness
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """The process is up."""
+    return Health()
+
+
+@router.get("/readyz", responses=documented("not-ready", "draining"))
+async def readyz(state: Shared) -> Readiness:
+    """Preloads are done and the device worker answers."""
+    ready, reason = state.engine.readiness()
+    if not ready:
+        raise NotReady(reason)
+    return Readiness(ready=True, reason=reason)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Prometheus' text format.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": "fxserve_requests_total{…} 12.0\n"}},
+        }
+    },
+)
+async def show_metrics(state: Shared) -> Response:
+    """Counters and histograms for Prometheus."""
+    return Response(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/", include_in_schema=False)
+async def front_page(state: Shared) -> Response:
+    return Response(page.write(state.models()), media_type="text/html; charset=utf-8")

@@ -1,0 +1,88 @@
+"""What the routes share: the engine, the settings, and answers that are kept because they never change."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+import anyio
+import anyio.to_thread
+from fastapi import Depends, Request
+
+from fxcore.catalog import ModelEntry, get_model, list_models
+from fxcore.errors import UnknownModel
+from service.engine import Engine
+from service.metrics import RequestMetrics
+from service.settings import Settings
+
+Result = TypeVar("Result")
+
+
+class KeptAnswers:
+    """Encoded answers by key, the least recently used dropped over ``limit`` bytes. For one event loop."""
+
+    def __init__(self, limit: int = 64 * 1024**2) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._answers: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
+
+    def get(self, key: tuple[object, ...]) -> bytes | None:
+        answer = self._answers.get(key)
+        if answer is not None:
+            self._answers.move_to_end(key)
+        return answer
+
+    def put(self, key: tuple[object, ...], answer: bytes) -> None:
+        self._bytes += len(answer) - len(self._answers.pop(key, b""))
+        self._answers[key] = answer
+        while self._bytes > self._limit and self._answers:
+            self._bytes -= len(self._answers.popitem(last=False)[1])
+
+
+@dataclass
+class State:
+    """One service's shared objects, at ``app.state.fxserve``."""
+
+    settings: Settings
+    engine: Engine
+    metrics: RequestMetrics
+    nodes: KeptAnswers = field(default_factory=KeptAnswers)
+    graphs: KeptAnswers = field(default_factory=KeptAnswers)
+    # Tracing and drawing graphs: a few at a time, so that listing models cannot take the machine from features.
+    tracing: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
+
+    def models(self) -> list[ModelEntry]:
+        """The models that are served here."""
+        allowed = self.settings.models
+        return [entry for entry in list_models() if allowed is None or entry.name in allowed]
+
+    def model(self, name: str) -> ModelEntry:
+        """The model called ``name``.
+
+        Raises:
+            UnknownModel: there is none, or it is not served here.
+        """
+        entry = get_model(name)
+        allowed = self.settings.models
+        if allowed is not None and name not in allowed:
+            raise UnknownModel(
+                f"the model {name!r} is not served here; served are {', '.join(allowed)}",
+                name=name,
+                suggestions=list(allowed),
+            )
+        return entry
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on a graph off the event loop."""
+        return await anyio.to_thread.run_sync(work, limiter=self.tracing)
+
+
+async def get_state(request: Request) -> State:  # async: a plain function would be run in a thread
+    state = request.app.state.fxserve
+    assert isinstance(state, State)
+    return state
+
+
+Shared = Annotated[State, Depends(get_state)]

@@ -1,0 +1,204 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import httpx
+
+from service.client import flows
+from service.client.inputs import parts
+from service.client.options import (
+    MAX_BODY_BYTES,
+    Backend,
+    Common,
+    Described,
+    Dtype,
+    Pool,
+    Precision,
+    feature_query,
+)
+from service.client.tensors import Array, Assembly
+
+if TYPE_CHECKING:
+    import torch
+
+Result = TypeVar("Result")
+
+
+class AsyncClient(Common):
+    __doc__ = f"A client of one server, for one event loop.\n{Common.__doc__}"
+
+    def _connect(self) -> None:
+        self._http = httpx.AsyncClient(base_url=self.url, headers=self.headers)
+
+    async def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
+        """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
+        query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
+        found: list[dict[str, Any]] = (await self._run(flows.fetch("/v1/models", self.patience, query)))["models"]
+        return found
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """One model: its weights, inputs, preprocessing and levels."""
+        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model), self.patience))
+        return found
+
+    async def nodes(self, model: str) -> dict[str, Any]:
+        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some."""
+        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience))
+        return found
+
+    async def extractor(
+        self,
+        model: str,
+        nodes: Sequence[str] | Mapping[str, str],
+        *,
+        weights: str = "DEFAULT",
+        name: str | None = None,
+        precision: Precision = "float32",
+        backend: Backend = "auto",
+        transforms: Sequence[str] = (),
+        image_size: int | None = None,
+        wait: float = flows.DEFAULT_WAIT,
+    ) -> AsyncExtractor:
+        """An extractor of ``nodes``; arguments and errors as of :meth:`service.client.Client.extractor`."""
+        spec = flows.spec_of(
+            model,
+            nodes,
+            weights=weights,
+            name=name,
+            precision=precision,
+            backend=backend,
+            transforms=list(transforms),
+            image_size=image_size,
+        )
+        return AsyncExtractor(self, await self._run(flows.make_extractor(spec, wait, self.patience)))
+
+    async def extractors(self) -> list[AsyncExtractor]:
+        """The extractors that the server has."""
+        found = (await self._run(flows.fetch("/v1/extractors", self.patience)))["extractors"]
+        return [AsyncExtractor(self, description) for description in found]
+
+    async def find(self, id_or_name: str) -> AsyncExtractor:
+        """The extractor of that id or name."""
+        return AsyncExtractor(self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, flow: flows.Flow[Result]) -> Result:
+        result: Any = None
+        failed: httpx.TransportError | None = None
+        while True:
+            try:
+                step = flow.send(result) if failed is None else flow.throw(failed)
+            except StopIteration as end:
+                value: Result = end.value
+                return value
+            result, failed = None, None
+            try:
+                result = await self._take(step)
+            except httpx.TransportError as error:
+                failed = error
+
+    async def _take(self, step: flows.Step) -> Any:
+        if isinstance(step, flows.Wait):
+            return await asyncio.sleep(step.seconds)
+        if isinstance(step, flows.Work):
+            return await asyncio.to_thread(step.function)
+        request = self._http.build_request(
+            step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
+        )
+        response = await self._http.send(request, stream=True)
+        try:
+            receiver = flows.Receiver(response)
+            async for chunk in response.aiter_raw():
+                receiver.feed(chunk)
+        finally:
+            await response.aclose()
+        return receiver.answer()
+
+    async def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
+        """Run flows at the same time; the first error ends them all."""
+        places = asyncio.Semaphore(self.concurrency)
+
+        async def run(flow: flows.Flow[None]) -> None:
+            async with places:
+                await self._run(flow)
+
+        running = [asyncio.ensure_future(run(flow)) for flow in all_flows]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+class AsyncExtractor(Described):
+    """An extractor on the server: call it with images."""
+
+    def __init__(self, client: AsyncClient, description: Mapping[str, Any]) -> None:
+        super().__init__(description)
+        self._client = client
+
+    @overload
+    async def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = ...,
+        dtype: Dtype | None = ...,
+        normalize: Literal["l2"] | None = ...,
+        preprocess: Literal["default", "none"] = ...,
+        as_torch: Literal[False] = ...,
+    ) -> dict[str, Array]: ...
+
+    @overload
+    async def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = ...,
+        dtype: Dtype | None = ...,
+        normalize: Literal["l2"] | None = ...,
+        preprocess: Literal["default", "none"] = ...,
+        as_torch: Literal[True],
+    ) -> dict[str, torch.Tensor]: ...
+
+    async def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = "none",
+        dtype: Dtype | None = None,
+        normalize: Literal["l2"] | None = None,
+        preprocess: Literal["default", "none"] = "default",
+        as_torch: bool = False,
+    ) -> dict[str, Array] | dict[str, torch.Tensor]:
+        """The features of one or more images, by key; the first dimension is the images in the order given.
+
+        Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
+        """
+        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES)
+        assembly = Assembly(todo[-1].start + todo[-1].rows)
+        query = feature_query(pool, dtype, normalize, preprocess)
+        patience = self._client.patience
+        await self._client._run_all([flows.extract(self.id, part, query, assembly, patience) for part in todo])
+        return assembly.tensors() if as_torch else assembly.arrays()
+
+    async def delete(self) -> None:
+        """Have the server forget it."""
+        await self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))

@@ -1,0 +1,221 @@
+"""The client for ordinary code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import httpx
+
+from service.client import flows
+from service.client.inputs import parts
+from service.client.options import (
+    MAX_BODY_BYTES,
+    Backend,
+    Common,
+    Described,
+    Dtype,
+    Pool,
+    Precision,
+    feature_query,
+)
+from service.client.tensors import Array, Assembly
+
+if TYPE_CHECKING:
+    import torch
+
+Result = TypeVar("Result")
+
+
+class Client(Common):
+    __doc__ = f"A client of one server; safe to use from several threads.\n{Common.__doc__}"
+
+    def _connect(self) -> None:
+        self._http = httpx.Client(base_url=self.url, headers=self.headers)
+
+    def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
+        """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
+        query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
+        found: list[dict[str, Any]] = self._run(flows.fetch("/v1/models", self.patience, query))["models"]
+        return found
+
+    def model(self, model: str) -> dict[str, Any]:
+        """One model: its weights, inputs, preprocessing and levels."""
+        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model), self.patience))
+        return found
+
+    def nodes(self, model: str) -> dict[str, Any]:
+        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some."""
+        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience))
+        return found
+
+    def extractor(
+        self,
+        model: str,
+        nodes: Sequence[str] | Mapping[str, str],
+        *,
+        weights: str = "DEFAULT",
+        name: str | None = None,
+        precision: Precision = "float32",
+        backend: Backend = "auto",
+        transforms: Sequence[str] = (),
+        image_size: int | None = None,
+        wait: float = flows.DEFAULT_WAIT,
+    ) -> Extractor:
+        """An extractor of ``nodes`` (names, or node → key), made by the server if it has none like it.
+
+        Args:
+            wait: seconds to wait until it is ready.
+
+        Raises:
+            Problem: the server cannot make it; by subclass ``UnknownModel``, ``UnknownNode``, ``WeightsUnavailable``…
+        """
+        spec = flows.spec_of(
+            model,
+            nodes,
+            weights=weights,
+            name=name,
+            precision=precision,
+            backend=backend,
+            transforms=list(transforms),
+            image_size=image_size,
+        )
+        return Extractor(self, self._run(flows.make_extractor(spec, wait, self.patience)))
+
+    def extractors(self) -> list[Extractor]:
+        """The extractors that the server has."""
+        found = self._run(flows.fetch("/v1/extractors", self.patience))["extractors"]
+        return [Extractor(self, description) for description in found]
+
+    def find(self, id_or_name: str) -> Extractor:
+        """The extractor of that id or name."""
+        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: flows.Flow[Result]) -> Result:
+        result: Any = None
+        failed: httpx.TransportError | None = None
+        while True:
+            try:
+                step = flow.send(result) if failed is None else flow.throw(failed)
+            except StopIteration as end:
+                value: Result = end.value
+                return value
+            result, failed = None, None
+            try:
+                result = self._take(step)
+            except httpx.TransportError as error:
+                failed = error
+
+    def _take(self, step: flows.Step) -> Any:
+        if isinstance(step, flows.Wait):
+            return time.sleep(step.seconds)
+        if isinstance(step, flows.Work):
+            return step.function()
+        request = self._http.build_request(
+            step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
+        )
+        response = self._http.send(request, stream=True)
+        try:
+            receiver = flows.Receiver(response)
+            for chunk in response.iter_raw():
+                receiver.feed(chunk)
+        finally:
+            response.close()
+        return receiver.answer()
+
+    def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
+        """Run flows at the same time; the first error ends them all."""
+        if len(all_flows) == 1:
+            return self._run(all_flows[0])
+        pool = ThreadPoolExecutor(min(self.concurrency, len(all_flows)), "fxserve-client")
+        running = [pool.submit(self._run, flow) for flow in all_flows]
+        try:
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for future in running:
+            if future.done():
+                future.result()
+
+
+class Extractor(Described):
+    """An extractor on the server: call it with images."""
+
+    def __init__(self, client: Client, description: Mapping[str, Any]) -> None:
+        super().__init__(description)
+        self._client = client
+
+    @overload
+    def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = ...,
+        dtype: Dtype | None = ...,
+        normalize: Literal["l2"] | None = ...,
+        preprocess: Literal["default", "none"] = ...,
+        as_torch: Literal[False] = ...,
+    ) -> dict[str, Array]: ...
+
+    @overload
+    def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = ...,
+        dtype: Dtype | None = ...,
+        normalize: Literal["l2"] | None = ...,
+        preprocess: Literal["default", "none"] = ...,
+        as_torch: Literal[True],
+    ) -> dict[str, torch.Tensor]: ...
+
+    def __call__(
+        self,
+        images: Any,
+        *,
+        pool: Pool = "none",
+        dtype: Dtype | None = None,
+        normalize: Literal["l2"] | None = None,
+        preprocess: Literal["default", "none"] = "default",
+        as_torch: bool = False,
+    ) -> dict[str, Array] | dict[str, torch.Tensor]:
+        """The features of one or more images, by key; the first dimension is the images in the order given.
+
+        Args:
+            images: one or a sequence of: a path, the bytes of an image file, a PIL image, a uint8 array or tensor
+                (``[H, W, 3]`` or ``[3, H, W]``), a floating one that is preprocessed already (``[3, H, W]``); or a
+                batch of these with one more dimension in front; or a mapping from the model's input names to batches.
+            pool: one vector an image instead of a map.
+            dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
+            normalize: ``l2``: unit length over the channels.
+            preprocess: ``none`` only scales pixels to [0, 1].
+            as_torch: torch tensors instead of arrays.
+
+        Raises:
+            Problem: the server refused; nothing of the call is returned. Of an image: ``error.index``.
+        """
+        todo = parts(images, self.rows(pool), MAX_BODY_BYTES)
+        assembly = Assembly(todo[-1].start + todo[-1].rows)
+        query = feature_query(pool, dtype, normalize, preprocess)
+        patience = self._client.patience
+        self._client._run_all([flows.extract(self.id, part, query, assembly, patience) for part in todo])
+        return assembly.tensors() if as_torch else assembly.arrays()
+
+    def delete(self) -> None:
+        """Have the server forget it."""
+        self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))

@@ -1,0 +1,97 @@
+"""The safetensors of an answer, as arrays over the memory they were received in."""
+
+from __future__ import annotations
+
+import json
+import math
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.client.errors import CannotStack
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[Any]
+
+MEDIA_TYPE = "application/x-safetensors"
+_BF16 = "BF16"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    _BF16: np.dtype(np.uint16),  # as bits, until it is known what it is to become
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+
+
+def views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
+    """Key → dtype's name and array, in the order of the header; nothing is copied."""
+    length = int(content[:8].view("<u8")[0])
+    header = json.loads(content[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    found = {}
+    for key, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+            raise ValueError(f"the answer's tensor {key!r} does not match its shape")
+        found[key] = entry["dtype"], content[8 + length + begin : 8 + length + end].view(dtype).reshape(entry["shape"])
+    return found
+
+
+class Assembly:
+    """The outputs of a call, put together from the answers to its requests in whatever order they come.
+
+    Args:
+        rows: of the whole call.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._arrays: dict[str, tuple[str, Array]] = {}
+        self._lock = Lock()
+
+    def put(self, start: int, content: NDArray[np.uint8]) -> None:
+        """Take the answer to the request whose first image is number ``start`` of the call."""
+        for key, (name, part) in views(content).items():
+            if len(part) == self._rows:
+                self._arrays[key] = name, part
+                continue
+            with self._lock:
+                if key not in self._arrays:
+                    self._arrays[key] = name, np.empty((self._rows, *part.shape[1:]), part.dtype)
+            whole = self._arrays[key][1]
+            if whole.shape[1:] != part.shape[1:]:
+                raise CannotStack(
+                    f"output {key!r} has the shapes {whole.shape[1:]} and {part.shape[1:]} for images of this call; "
+                    "send images of one size together, or ask for pool='avg'"
+                )
+            whole[start : start + len(part)] = part
+
+    def arrays(self) -> dict[str, Array]:
+        """The outputs; bfloat16, which numpy does not have, is widened to float32."""
+        return {key: _widened(array) if name == _BF16 else array for key, (name, array) in self._arrays.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The outputs as torch tensors over the same memory, bfloat16 as it is."""
+        import torch
+
+        return {
+            key: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            if name == _BF16
+            else torch.from_numpy(array)
+            for key, (name, array) in self._arrays.items()
+        }
+
+
+def _widened(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,104 @@
+"""Features → the bytes of an answer: which media types are possible for a request, and writing the one chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from torch import Tensor
+
+from service.codecs import heatmap, json, npy, safetensors
+from service.codecs.negotiation import choose
+from service.problems import Refusal
+
+# In the order of preference where a client has none.
+OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an answer says of where its values come from."""
+
+    model: str
+    extractor: str
+    weights: str
+    fingerprint: str
+    nodes: Mapping[str, str]  # key → node, in the order asked for
+
+
+def negotiate(accept: str | None, dtypes: Sequence[str | None], pooled: bool) -> str:
+    """The media type to answer with.
+
+    Args:
+        accept: the header, None where there is none.
+        dtypes: of the outputs as they will be answered.
+        pooled: whether the outputs are pooled to vectors.
+
+    Raises:
+        Refusal: 406 that says why, and lists what is possible.
+    """
+    impossible: dict[str, str] = {}
+    if "bfloat16" in dtypes:
+        reason = "NumPy has no bfloat16: add dtype=float32 or dtype=float16 to the query"
+        impossible[npy.MEDIA_TYPE] = impossible[npy.NPZ_MEDIA_TYPE] = reason
+    if len(dtypes) != 1:
+        reason = f"{{}} holds one array and {len(dtypes)} nodes are asked for: ask for one"
+        impossible[npy.MEDIA_TYPE] = reason.format("an npy file") + f", or Accept {npy.NPZ_MEDIA_TYPE}"
+        impossible[heatmap.MEDIA_TYPE] = reason.format("a heat-map")
+    elif pooled:
+        impossible[heatmap.MEDIA_TYPE] = "a heat-map needs a feature map: leave pool out"
+    possible = [kind for kind in OFFERED if kind not in impossible]
+    try:
+        return choose(accept, possible)
+    except Refusal:
+        wanted = choose(accept, OFFERED)
+        detail = f"{wanted} is not possible here: {impossible[wanted]}"
+        raise Refusal("not-acceptable", detail, available=possible) from None
+
+
+def write(
+    kind: str, source: Source, outputs: Mapping[str, Tensor], images: int, encoding: str
+) -> list[bytes | memoryview]:
+    """The parts of an answer of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
+    if kind == safetensors.MEDIA_TYPE:
+        metadata = {
+            "model": source.model,
+            "extractor": source.extractor,
+            "weights": source.weights,
+            "nodes": orjson.dumps(dict(source.nodes)).decode(),
+            "fingerprint": source.fingerprint,
+        }
+        return safetensors.write(outputs, metadata)
+    if kind == npy.NPZ_MEDIA_TYPE:
+        return npy.write_npz(outputs)
+    if kind == npy.MEDIA_TYPE:
+        return npy.write(next(iter(outputs.values())))
+    document = {"model": source.model, "extractor": source.extractor, "weights": source.weights, "images": images}
+    return json.write(document, source.nodes, outputs, encoding)
+
+
+class PartsResponse(Response):
+    """An answer sent piece by piece from the memory it is in, with its exact Content-Length.
+
+    Large answers are not joined, and a client that reads slowly holds up its own answer only.
+    """
+
+    _STEP = 256 * 1024
+
+    def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
+        self._parts = [memoryview(part).cast("B") for part in parts if len(part)]
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.body = b""
+        self.init_headers({**headers, "Content-Length": str(sum(len(part) for part in self._parts))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            for start in range(0, len(part), self._STEP):
+                await send({"type": "http.response.body", "body": part[start : start + self._STEP], "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

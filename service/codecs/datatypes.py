@@ -1,0 +1,40 @@
+"""Names of dtypes on the wire, and the bytes of a tensor without a copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The Open Inference Protocol's names, which JSON answers use too.
+V2_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.bfloat16: "BF16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+}
+
+SAFETENSORS_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The row-major little-endian bytes of a CPU tensor: its own memory where it is contiguous, as the engine's are."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # An empty tensor cannot be viewed as another dtype, and bfloat16 has no numpy dtype: bytes have.
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

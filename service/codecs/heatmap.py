@@ -1,0 +1,113 @@
+"""A heat-map of one feature map, laid over the image as the model sees it. For looking at, not for computing with."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import torch
+from torch import Tensor
+
+from fxcore.images import Preprocessing, open_image
+from service.problems import Refusal
+
+MEDIA_TYPE = "image/png"
+
+# Points of matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; between them linear.
+_INFERNO = np.array(
+    [
+        (0, 0, 4),
+        (31, 12, 72),
+        (85, 15, 109),
+        (136, 34, 106),
+        (186, 54, 85),
+        (227, 89, 51),
+        (249, 140, 10),
+        (249, 201, 50),
+        (252, 255, 164),
+    ],
+    dtype=np.float32,
+)
+
+# How much of the image shows through where the feature map is strongest, and where it is weakest.
+_IMAGE_SHARE = 0.35
+
+
+def write(
+    data: bytes, preprocessing: Preprocessing | None, tensor: Tensor, layout: str | None
+) -> list[bytes | memoryview]:
+    """A PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey image.
+
+    Args:
+        data: the encoded image.
+        preprocessing: what the model's input was made with; its crop is what is shown. None: the whole image.
+        tensor: the feature map of that one image, ``[1, …]``.
+        layout: of ``tensor``.
+
+    Raises:
+        Refusal: 422 ``no-heat-map``: the tensor is no map over the image.
+    """
+    strength = _strength(tensor, layout)
+    shown = _displayed(data, preprocessing)
+    height, width = shown.shape[:2]
+    resized = PIL.Image.fromarray(strength).resize((width, height), PIL.Image.Resampling.BICUBIC)
+    colours = _colours(np.asarray(resized).clip(0.0, 1.0))
+    grey = shown.mean(axis=2, keepdims=True)
+    blended = _IMAGE_SHARE * grey + (1.0 - _IMAGE_SHARE) * colours
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(blended.round().clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
+    return [buffer.getvalue()]
+
+
+def check(shape: list[int | None] | None, layout: str | None) -> None:
+    """Raise what :func:`write` would for a tensor of ``shape``, before there is one.
+
+    Raises:
+        Refusal: 422 ``no-heat-map``.
+    """
+    if shape is not None and (layout, len(shape)) in (("NCHW", 4), ("NHWC", 4), ("tokens", 3)):
+        return
+    raise Refusal(
+        "no-heat-map",
+        f"a heat-map needs a feature map ([N, C, H, W], [N, H, W, C] or tokens) and this node gives {shape}; ask for a "
+        "node before the pooling, such as a level, without pool",
+    )
+
+
+def _strength(tensor: Tensor, layout: str | None) -> npt.NDArray[np.float32]:
+    """``[H, W]`` in [0, 1]: the mean magnitude over the channels, from its smallest to its largest."""
+    check(list(tensor.shape), layout)
+    values = tensor[0].float().abs()
+    if layout == "tokens":
+        values = values.mean(dim=-1)
+        side = math.isqrt(len(values))
+        # Tokens in front of the grid stand for no place: ViT's class token, and registers.
+        values = values[len(values) - side * side :].reshape(side, side)
+    else:
+        values = values.mean(dim=-1 if layout == "NHWC" else 0)
+    values = torch.nan_to_num(values)
+    low, high = values.min(), values.max()
+    result: npt.NDArray[np.float32] = ((values - low) / (high - low).clamp(min=1e-12)).numpy()
+    return result
+
+
+def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[np.float32]:
+    """``[H, W, 3]`` in [0, 255]: the model's input with its normalisation undone."""
+    image = open_image(data)
+    if preprocessing is None:
+        return np.asarray(image, dtype=np.float32)
+    pixels = preprocessing.image(image)
+    described = preprocessing.describe()
+    mean, std = (torch.tensor(described[name]).reshape(3, 1, 1) for name in ("mean", "std"))
+    result: npt.NDArray[np.float32] = ((pixels * std + mean).clamp(0, 1) * 255).permute(1, 2, 0).numpy()
+    return result
+
+
+def _colours(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """``[H, W]`` in [0, 1] → ``[H, W, 3]`` in [0, 255]."""
+    positions = np.linspace(0.0, 1.0, len(_INFERNO))
+    channels = [np.interp(values, positions, _INFERNO[:, channel]) for channel in range(3)]
+    return np.stack(channels, axis=-1).astype(np.float32)

@@ -1,0 +1,113 @@
+"""Files of a ``multipart/form-data`` body, in the order sent, parsed while the body arrives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser
+
+from service.codecs.negotiation import media_type
+from service.problems import Refusal
+
+MAX_PARTS = 1024
+MAX_PART_HEADER_BYTES = 8192
+
+
+class _Files:
+    """Callbacks of the parser; collects what it tells."""
+
+    def __init__(self) -> None:
+        self.files: list[bytes] = []
+        self.ended = False
+        self._chunks: list[bytes] = []
+        self._headers: dict[str, str] = {}
+        self._header_bytes = 0
+        self._field = bytearray()
+        self._value = bytearray()
+
+    def on_part_begin(self) -> None:
+        if len(self.files) >= MAX_PARTS:
+            raise Refusal("invalid-request", f"the body has more than {MAX_PARTS} parts; send fewer images at a time")
+        self._chunks, self._headers, self._header_bytes = [], {}, 0
+
+    def on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += self._counted(data[start:end])
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += self._counted(data[start:end])
+
+    def on_header_end(self) -> None:
+        self._headers[self._field.decode("latin-1").strip().lower()] = self._value.decode("utf-8", "replace").strip()
+        self._field, self._value = bytearray(), bytearray()
+
+    def on_headers_finished(self) -> None:
+        disposition, parameters = media_type(self._headers.get("content-disposition"))
+        is_file = "filename" in parameters or "filename*" in parameters
+        if not is_file and not self._headers.get("content-type", "").lower().startswith("image/"):
+            name = parameters.get("name", "?")
+            raise Refusal(
+                "invalid-request",
+                f"part {len(self.files)} ({name[:100]!r}, {disposition[:40] or 'no disposition'}) is not a file; send "
+                "images as file fields and options in the query",
+                field=name[:100],
+            )
+
+    def on_part_data(self, data: bytes, start: int, end: int) -> None:
+        self._chunks.append(data[start:end])
+
+    def on_part_end(self) -> None:
+        self.files.append(self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks))
+        self._chunks = []
+
+    def on_end(self) -> None:
+        self.ended = True
+
+    def _counted(self, piece: bytes) -> bytes:
+        self._header_bytes += len(piece)
+        if self._header_bytes > MAX_PART_HEADER_BYTES:
+            raise Refusal("invalid-request", f"the headers of part {len(self.files)} are too long")
+        return piece
+
+
+async def read(chunks: AsyncIterator[bytes], parameters: dict[str, str]) -> list[bytes]:
+    """The contents of every file field.
+
+    Args:
+        chunks: the body as it arrives.
+        parameters: of the Content-Type; ``boundary`` is needed.
+
+    Raises:
+        Refusal: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is no file, too
+            many parts, or no part at all.
+    """
+    boundary = parameters.get("boundary", "")
+    if not 0 < len(boundary) <= 70:
+        raise Refusal(
+            "invalid-request", "multipart/form-data needs a boundary of 1 to 70 characters in its Content-Type"
+        )
+    found = _Files()
+    parser = MultipartParser(
+        boundary.encode("latin-1", "replace"),
+        {
+            "on_part_begin": found.on_part_begin,
+            "on_part_data": found.on_part_data,
+            "on_part_end": found.on_part_end,
+            "on_header_field": found.on_header_field,
+            "on_header_value": found.on_header_value,
+            "on_header_end": found.on_header_end,
+            "on_headers_finished": found.on_headers_finished,
+            "on_end": found.on_end,
+        },
+    )
+    try:
+        async for chunk in chunks:
+            parser.write(chunk)
+        parser.finalize()
+    except FormParserError as error:
+        raise Refusal("invalid-request", f"the multipart body is malformed: {error}") from error
+    if not found.ended:  # what newer versions of the parser say themselves
+        raise Refusal("invalid-request", "the multipart body ends before its last boundary")
+    if not found.files:
+        raise Refusal("invalid-request", "the multipart body has no file; send at least one image")
+    return found.files

@@ -1,0 +1,95 @@
+"""NumPy's formats: npy for one array, npz (a zip of them, uncompressed) for several."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.codecs.datatypes import raw_bytes
+from service.problems import Refusal
+
+MEDIA_TYPE = "application/x-npy"
+NPZ_MEDIA_TYPE = "application/x-npz"
+
+# Headers are read by a parser of Python literals; numpy's own are shorter than 200 bytes.
+_MAX_HEADER_BYTES = 4096
+
+# Copied in steps, so that no step holds the interpreter for more than a fraction of a millisecond.
+_STEP = 1024**2
+
+
+def write(tensor: Tensor) -> list[bytes | memoryview]:
+    """The parts of an npy file: its header, then the tensor's own memory, uncopied."""
+    return [_npy_header(tensor), raw_bytes(tensor)]
+
+
+def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """An npz file, as ``numpy.savez`` makes it; written here because ``savez`` cannot take a key ``file``."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for key, tensor in tensors.items():
+            with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as entry:
+                for part in write(tensor):
+                    view = memoryview(part)
+                    for start in range(0, len(view), _STEP):
+                        entry.write(view[start : start + _STEP])
+    return [buffer.getbuffer()]
+
+
+def read(body: bytearray) -> Tensor:
+    """The array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
+
+    Raises:
+        Refusal: 422 ``bad-tensor``: not an npy file, a dtype that is not taken (objects, strings, records), or more
+            or fewer bytes than the header's shape needs, judged before anything is allocated.
+    """
+    stream = io.BytesIO(memoryview(body)[: _MAX_HEADER_BYTES + 12])
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_MAX_HEADER_BYTES)
+        elif version == (2, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream, max_header_size=_MAX_HEADER_BYTES)
+        else:
+            raise _bad(f"format version {version[0]}.{version[1]} is not read; save it as 1.0 or 2.0")
+    except Refusal:
+        raise
+    except Exception as error:  # a crafted header fails in as many ways as a parser of Python literals can
+        raise _bad("its header cannot be read") from error
+    if dtype.kind not in "buif":  # objects, which are pickles, are kind "O"
+        raise _bad(f"arrays of {dtype} are not taken; send float32 or uint8")
+    start = stream.tell()
+    expected = math.prod(shape) * dtype.itemsize
+    if any(size < 0 for size in shape) or expected != len(body) - start:
+        raise _bad(f"its header promises {expected} bytes of data and {len(body) - start} follow")
+    flat = np.frombuffer(body, dtype=dtype, offset=start) if expected else np.empty(0, dtype)
+    array = flat.reshape(shape, order="F" if fortran else "C")
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array.astype(dtype.newbyteorder("="), copy=False)))
+    except TypeError as error:
+        raise _bad(f"arrays of {dtype} are not taken; send float32 or uint8") from error
+
+
+def has_numpy_dtype(dtype: torch.dtype) -> bool:
+    """Whether numpy can hold the dtype: all of torch's that are served but bfloat16."""
+    return dtype is not torch.bfloat16
+
+
+def _npy_header(tensor: Tensor) -> bytes:
+    header = io.BytesIO()
+    dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    np.lib.format.write_array_header_1_0(
+        header,
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(tensor.shape)},
+    )
+    return header.getvalue()
+
+
+def _bad(reason: str) -> Refusal:
+    return Refusal("bad-tensor", f"the body is not an npy file that can be taken: {reason}")

@@ -1,0 +1,169 @@
+"""Long arrays of numbers in JSON, read in steps.
+
+A JSON parser holds the interpreter while it works and makes an object of every number: an image as JSON takes it tens
+of milliseconds, in which nothing else is served, and eight times its size in memory. So long arrays are cut out of the
+text first, and read piece by piece into the tensor they are for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from service.problems import Refusal
+
+NUMPY_DTYPES: dict[str, type[np.generic]] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+
+_MARK = "\0numbers"
+_LONG = 4096
+_STEP = 32 * 1024
+_MOST_VALUES = 100_000
+_OTHER = re.compile(rb"[^-+.0-9eE,\s\[\]]")
+_AS_SPACE = bytes.maketrans(b"[]", b"  ")
+
+
+class Document:
+    """A parsed JSON text whose long arrays of numbers are still text.
+
+    Args:
+        body: begins with the text, UTF-8.
+        length: of the text.
+
+    Attributes:
+        value: the parsed text, with something opaque in the place of each long array; :meth:`numbers` reads it.
+
+    Raises:
+        Refusal: 422: it is not JSON, or has more than 100,000 values beside its long arrays.
+    """
+
+    def __init__(self, body: bytearray, length: int) -> None:
+        self._body = body
+        self._cut: list[tuple[int, int]] = []
+        rest = b"".join(self._without_long_arrays(body, length))
+        # Each of these begins a value, and values cost memory long before they cost bytes.
+        if sum(rest.count(sign) for sign in (b",", b"[", b"{")) > _MOST_VALUES:
+            raise _too_many_values()
+        try:
+            self.value: Any = orjson.loads(rest)
+        except orjson.JSONDecodeError as error:
+            raise Refusal("invalid-request", f"the body is not JSON: {error.msg}") from error
+
+    def numbers(self, data: Any, count: int, datatype: str, where: str) -> NDArray[Any]:
+        """The ``count`` values of a ``data`` field, flat, as the numpy dtype of ``datatype``.
+
+        Raises:
+            Refusal: 422: other values than numbers that fit, or more or fewer of them.
+        """
+        dtype = np.dtype(NUMPY_DTYPES[datatype])
+        index = data.get(_MARK) if isinstance(data, dict) else None
+        if type(index) is not int or index not in range(len(self._cut)):
+            values = _flat(data)
+            if len(values) != count:
+                raise _miscounted(where, count, len(values))
+            return _converted(values, dtype, datatype, where)
+        start, end = self._cut[index]
+        if count > end - start:  # a number takes a character: nothing is allocated for a shape alone
+            raise _miscounted(where, count, "fewer")
+        array = np.empty(count, dtype)
+        filled = 0
+        for piece in _pieces(self._body, start, end, where):
+            if filled + len(piece) > count:
+                raise _miscounted(where, count, "more")
+            array[filled : filled + len(piece)] = _converted(piece, dtype, datatype, where)
+            filled += len(piece)
+        if filled < count:
+            raise _miscounted(where, count, filled)
+        return array
+
+    def _without_long_arrays(self, body: bytearray, length: int) -> Iterator[memoryview | bytes]:
+        view = memoryview(body)
+        done = 0
+        end = 0
+        for _ in range(_MOST_VALUES):
+            start = body.find(b"[", end, length)
+            if start < 0:
+                yield view[done:length]
+                return
+            end = _end_of_run(body, start, length)
+            bracket = body.rfind(b"]", start, end)
+            if bracket - start < _LONG:
+                continue
+            end = bracket + 1
+            yield view[done:start]
+            # Inside a string this leaves no valid JSON behind, for it has quotes of its own.
+            yield orjson.dumps({_MARK: len(self._cut)})
+            self._cut.append((start, end))
+            done = end
+        raise _too_many_values()
+
+
+def _end_of_run(body: bytearray, start: int, length: int) -> int:
+    """Where the characters end that an array of numbers is made of."""
+    while start < length:
+        other = _OTHER.search(body, start, min(start + _STEP, length))
+        if other is not None:
+            return other.start()
+        start += _STEP
+    return length
+
+
+def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[Any]]:
+    """The numbers of a long array, some thousands at a time; how they are nested is not looked at."""
+    while start < end:
+        comma = body.find(b",", min(start + _STEP, end), end)
+        stop = end if comma < 0 else comma
+        try:
+            yield orjson.loads(b"[" + body[start:stop].translate(_AS_SPACE) + b"]")
+        except orjson.JSONDecodeError as error:
+            raise Refusal("bad-tensor", f"{where}: its data is not an array of numbers") from error
+        start = stop + 1
+
+
+def _flat(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        return [data]
+    flat: list[Any] = []
+    waiting = [iter(data)]
+    while waiting:
+        for value in waiting[-1]:
+            if isinstance(value, list):
+                waiting.append(iter(value))
+                break
+            flat.append(value)
+        else:
+            waiting.pop()
+    return flat
+
+
+def _converted(values: list[Any], dtype: np.dtype[Any], datatype: str, where: str) -> NDArray[Any]:
+    allowed = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
+    if set(map(type, values)) - allowed:
+        raise Refusal("bad-tensor", f"{where}: its data is not all {datatype} values")
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, dtype)
+    except (OverflowError, ValueError) as error:
+        raise Refusal("bad-tensor", f"{where}: its data has values that {datatype} cannot hold") from error
+
+
+def _miscounted(where: str, count: int, found: int | str) -> Refusal:
+    return Refusal("bad-tensor", f"{where}: its shape needs {count} values and its data has {found}")
+
+
+def _too_many_values() -> Refusal:
+    return Refusal("invalid-request", f"the JSON has more than {_MOST_VALUES:,} values beside its arrays of numbers")

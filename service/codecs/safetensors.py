@@ -1,0 +1,104 @@
+"""The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from service.codecs.datatypes import SAFETENSORS_NAMES, raw_bytes
+from service.problems import Refusal
+
+MEDIA_TYPE = "application/x-safetensors"
+
+# Names, dtypes and shapes of a few inputs; what is longer was made to be long.
+MAX_HEADER_BYTES = 1024**2
+MAX_TENSORS = 256
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """The parts of a file that holds ``tensors``: one header, then each tensor's own memory, uncopied."""
+    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    offsets: dict[str, list[int]] = {}
+    position = 0
+    for key in order:
+        offsets[key] = [position, position + tensors[key].nbytes]
+        position = offsets[key][1]
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for key, tensor in tensors.items():
+        header[key] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets[key],
+        }
+    text = orjson.dumps(header)
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *(raw_bytes(tensors[key]) for key in order)]
+
+
+def read(body: bytearray) -> dict[str, Tensor]:
+    """The tensors of a file, sharing ``body``'s memory.
+
+    Raises:
+        Refusal: 422 ``bad-tensor`` where the bytes are not a safetensors file: a header that is too long, no JSON, or
+            that does not account for every byte after it exactly once.
+    """
+    length = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or length > min(MAX_HEADER_BYTES, len(body) - 8):
+        raise _bad("its header is cut short, or longer than 1 MiB")
+    try:
+        header = orjson.loads(memoryview(body)[8 : 8 + length])
+    except orjson.JSONDecodeError as error:
+        raise _bad("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _bad("its header is not a JSON object")
+    header.pop("__metadata__", None)
+    if not 0 < len(header) <= MAX_TENSORS:
+        raise _bad(f"it holds {len(header)} tensors; 1 to {MAX_TENSORS} are taken")
+    data_start = 8 + length
+    spans: list[tuple[int, int]] = []
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        dtype, shape, start, end = _entry(name, entry)
+        if end - start != math.prod(shape) * dtype.itemsize or end > len(body) - data_start:
+            raise _bad(f"the bytes of tensor {name!r} do not match its shape and dtype")
+        spans.append((start, end))
+        tensors[name] = _view(body, data_start + start, dtype, shape)
+    position = 0
+    for start, end in sorted(spans):
+        if start != position:
+            raise _bad("its tensors overlap or leave gaps")
+        position = end
+    if position != len(body) - data_start:
+        raise _bad("bytes follow its last tensor")
+    return tensors
+
+
+def _entry(name: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if (
+            dtype in _DTYPES and all(type(n) is int and n >= 0 for n in shape) and 0 <= start <= end
+        ):
+            return _DTYPES[dtype], shape, start, end
+    raise _bad(f"the header's entry of tensor {name!r} is not valid; dtypes taken are {', '.join(_DTYPES)}")
+
+
+def _view(body: bytearray, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    if start % dtype.itemsize:  # a view would be misaligned; headers are padded, so this is rare
+        piece = bytearray(memoryview(body)[start : start + count * dtype.itemsize])
+        return torch.frombuffer(piece, dtype=dtype).reshape(shape)
+    return torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
+
+
+def _bad(reason: str) -> Refusal:
+    return Refusal("bad-tensor", f"the body is not a valid safetensors file: {reason}")

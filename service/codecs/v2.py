@@ -1,0 +1,261 @@
+"""The Open Inference Protocol's wire format: JSON, then raw little-endian tensors in the order of the JSON.
+
+``Inference-Header-Content-Length`` says where the JSON ends. Without it all is JSON; 0 means that there is none, and
+the body is the model's one input.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from service.codecs import json
+from service.codecs.compression import decompress
+from service.codecs.datatypes import V2_NAMES, raw_bytes
+from service.codecs.numbers import NUMPY_DTYPES, Document
+from service.problems import Refusal, invalid_request
+from service.schemas_v2 import InferRequest, RequestInput, TensorMetadata
+
+BYTES = "BYTES"
+IMAGE = "image"
+
+_DTYPES = {name: dtype for dtype, name in V2_NAMES.items()}
+_MOST_STRINGS = 100_000
+
+
+@dataclass(frozen=True)
+class Body:
+    """A request's body and what its headers say of it.
+
+    Attributes:
+        data: as it was sent.
+        header: the value of ``Inference-Header-Content-Length``, None where there is none.
+        encoding: the value of ``Content-Encoding``: ``gzip``, ``deflate``, or nothing.
+        media_type: the Content-Type without parameters.
+    """
+
+    data: bytearray
+    header: str | None
+    encoding: str
+    media_type: str
+
+
+@dataclass
+class Wanted:
+    """An output that is asked for by name, or, where ``name`` is None, any that there is."""
+
+    name: str | None
+    binary: bool
+
+
+@dataclass
+class Request:
+    """A parsed request: the inputs, either encoded images or tensors by name, and how it wants its answer."""
+
+    images: list[bytes] | None
+    tensors: dict[str, Tensor]
+    outputs: list[Wanted]
+    id: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
+    """Parse a body; takes time and memory in proportion to its (unpacked) size.
+
+    Args:
+        limit: most bytes it may unpack to.
+        inputs: what the model takes, for a body that does not say what it is.
+
+    Raises:
+        Refusal: 413 or 422.
+    """
+    data = decompress(body.data, body.encoding, limit) if body.encoding else body.data
+    length = _json_length(body.header, len(data))
+    if length == 0 or (length is None and body.media_type.startswith("image/")):
+        return _read_raw(data, inputs)
+    document = Document(data, len(data) if length is None else length)
+    try:
+        request = InferRequest.model_validate(document.value)
+    except ValidationError as error:
+        raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+    images: list[bytes] | None = None
+    tensors: dict[str, Tensor] = {}
+    position = len(data) if length is None else length
+    for entry in request.inputs:
+        where = f"input {entry.name!r}"
+        if entry.name in tensors or (entry.name == IMAGE and images is not None):
+            raise Refusal("bad-tensor", f"{where} is sent twice")
+        size = _binary_size(entry, where)
+        if size is not None and position + size > len(data):
+            raise Refusal("bad-tensor", f"{where}: its {size} bytes are not there; the body ends before them")
+        if entry.datatype == BYTES:
+            if entry.name != IMAGE:
+                raise Refusal("bad-tensor", f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
+            images = _images(entry, data, position, size, where)
+        else:
+            tensors[entry.name] = _tensor(document, entry, data, position, size, where)
+        position += size or 0
+    if position != len(data):
+        raise Refusal("bad-tensor", f"{len(data) - position} bytes follow the last tensor")
+    if images is not None and tensors:
+        raise Refusal("bad-tensor", f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
+    return Request(images, tensors, list(_wanted(request)), request.id, request.parameters)
+
+
+def write(
+    document: Mapping[str, Any], outputs: Mapping[str, Tensor], binary: Mapping[str, bool]
+) -> tuple[list[bytes | memoryview], int | None]:
+    """The parts of an answer, and the length of its JSON where raw tensors follow.
+
+    Args:
+        document: the fields before ``outputs``.
+        outputs: key → CPU tensor; what JSON has no number for (NaN, infinities) becomes null.
+        binary: key → whether its values follow raw.
+    """
+    head: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
+    tail: list[memoryview] = []
+    for index, (key, tensor) in enumerate(outputs.items()):
+        entry: dict[str, Any] = {"name": key, "datatype": V2_NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        if binary[key]:
+            entry["parameters"] = {"binary_data_size": tensor.nbytes}
+            tail.append(raw_bytes(tensor))
+        head.append((b"," if index else b"") + orjson.dumps(entry))
+        if not binary[key]:
+            head[-1] = bytes(head[-1])[:-1] + b',"data":['
+            head += [*json._numbers(tensor), b"]}"]
+    head.append(b"]}")
+    return [*head, *tail], sum(map(len, head)) if any(binary.values()) else None
+
+
+def _json_length(header: str | None, size: int) -> int | None:
+    if header is None:
+        return None
+    # int() would take "+1", "1_0" and more digits than anyone has bytes.
+    length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
+    if not 0 <= length <= size:
+        raise Refusal(
+            "invalid-request", f"Inference-Header-Content-Length is {header[:40]!r} and the body has {size} bytes"
+        )
+    return length
+
+
+def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata]) -> Request:
+    """A whole number of rows of the model's input is that input; anything else is one encoded image."""
+    everything = [Wanted(None, True)]
+    tensors = [spec for spec in inputs if spec.datatype != BYTES]
+    if len(tensors) == 1 and -1 not in tensors[0].shape[1:]:
+        row = math.prod(tensors[0].shape[1:])
+        rows, rest = divmod(len(data), 4 * row)
+        if rows and not rest:
+            values = torch.frombuffer(data, dtype=torch.float32).reshape(rows, *tensors[0].shape[1:])
+            return Request(None, {tensors[0].name: values}, everything)
+    if len(tensors) == len(inputs):
+        raise Refusal(
+            "bad-tensor", "a body without JSON is one input of a known size; describe this model's inputs in JSON"
+        )
+    return Request([bytes(data)], {}, everything)
+
+
+def _binary_size(entry: RequestInput, where: str) -> int | None:
+    if "shared_memory_region" in entry.parameters:
+        raise Refusal("unsupported", f"{where}: shared memory is not available here; send the values in the request")
+    size = entry.parameters.get("binary_data_size")
+    if size is None:
+        if entry.data is None:
+            raise Refusal("bad-tensor", f"{where} has neither data nor binary_data_size")
+        return None
+    if type(size) is not int or size < 0:
+        raise Refusal("bad-tensor", f"{where}: binary_data_size is a number of bytes")
+    if entry.data is not None:
+        raise Refusal("bad-tensor", f"{where} has both data and binary_data_size; send one")
+    return size
+
+
+def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, where: str) -> list[bytes]:
+    if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MOST_STRINGS:
+        raise Refusal("bad-tensor", f"{where} has the shape {entry.shape}; encoded images have [n], one an element")
+    count = math.prod(entry.shape)
+    if size is not None:
+        return _elements(data, start, size, count, where)
+    strings = entry.data if isinstance(entry.data, list) else [entry.data]
+    while strings and all(isinstance(row, list) and len(row) == 1 for row in strings):
+        strings = [row[0] for row in strings]  # [n, 1]
+    if len(strings) != count or not all(isinstance(text, str) for text in strings):
+        raise Refusal("bad-tensor", f"{where}: its shape needs {count} strings and its data is something else")
+    images = []
+    for index, text in enumerate(strings):
+        try:
+            images.append(binascii.a2b_base64(text, strict_mode=True))
+        except ValueError as error:  # binascii.Error, and characters outside ASCII
+            reason = f"image {index} is not base64, which JSON needs; or send it as binary data: {error}"
+            raise Refusal("bad-image", reason, index=index) from error
+    return images
+
+
+def _elements(data: bytearray, start: int, size: int, count: int, where: str) -> list[bytes]:
+    """BYTES elements: four bytes of length, then the element."""
+    elements: list[bytes] = []
+    end = start + size
+    view = memoryview(data)
+    while start < end and len(elements) < count:
+        length = int.from_bytes(view[start : min(start + 4, end)], "little")
+        start += 4
+        if start + length > end:
+            raise Refusal("bad-tensor", f"{where}: element {len(elements)} is longer than what is left of its bytes")
+        elements.append(bytes(view[start : start + length]))
+        start += length
+    if start != end or len(elements) != count:
+        raise Refusal("bad-tensor", f"{where}: its shape needs {count} elements and its {size} bytes are not as many")
+    return elements
+
+
+def _tensor(
+    document: Document, entry: RequestInput, data: bytearray, start: int, size: int | None, where: str
+) -> Tensor:
+    dtype = _DTYPES.get(entry.datatype)
+    if dtype is None:
+        raise Refusal("bad-tensor", f"{where}: datatype {entry.datatype!r} is none of {', '.join(_DTYPES)}, {BYTES}")
+    count = math.prod(entry.shape)
+    if size is None:
+        if entry.datatype not in NUMPY_DTYPES:
+            raise Refusal("bad-tensor", f"{where}: {entry.datatype} is sent as binary data only")
+        return torch.from_numpy(document.numbers(entry.data, count, entry.datatype, where)).reshape(entry.shape)
+    if size != count * dtype.itemsize:
+        needed = count * dtype.itemsize
+        raise Refusal(
+            "bad-tensor",
+            f"{where}: {entry.datatype} {entry.shape} takes {needed} bytes and binary_data_size is {size}",
+        )
+    # The JSON before it has any length: a copy is aligned. numpy copies without holding the interpreter.
+    values = np.empty(size, np.uint8)
+    values[:] = np.frombuffer(data, np.uint8, size, start) if size else 0
+    if dtype is torch.bool:
+        return torch.from_numpy(values != 0).reshape(entry.shape)
+    return torch.from_numpy(values).view(dtype).reshape(entry.shape)
+
+
+def _wanted(request: InferRequest) -> Iterator[Wanted]:
+    binary = _flag(request.parameters, "binary_data_output", False)
+    if not request.outputs:
+        yield Wanted(None, binary)
+    for output in request.outputs or ():
+        for parameter in ("shared_memory_region", "classification"):
+            if output.parameters.get(parameter):
+                raise Refusal("unsupported", f"output {output.name!r}: {parameter} is not available here")
+        yield Wanted(output.name, _flag(output.parameters, "binary_data", binary))
+
+
+def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise Refusal("invalid-request", f"parameter {name!r} is true or false")
+    return value

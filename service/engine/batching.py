@@ -1,0 +1,218 @@
+"""Work that waits for the device, and how batches are made of it.
+
+A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
+have one shape. :class:`Queue` keeps a line for every (extractor, shape) and hands out, whenever the device is free, as
+much as fits of the line whose first item has waited longest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor
+from service.engine.errors import DeadlineExceeded, NotReady
+from service.engine.options import FeatureOptions
+
+if TYPE_CHECKING:
+    from service.engine.records import ExtractorRecord
+
+
+class Job:
+    """One request on its way through the device worker.
+
+    ``answer`` is the only state that two threads share: the event loop cancels it when nobody waits any more, the
+    worker sets it when all rows are there. After submission everything else belongs to the worker.
+
+    Args:
+        record: the extractor.
+        options: what to do with its outputs.
+        rows: how many rows the answer has.
+        deadline: when the work becomes worthless, on the clock of ``time.monotonic()``.
+    """
+
+    def __init__(self, record: ExtractorRecord, options: FeatureOptions, rows: int, deadline: float) -> None:
+        self.record = record
+        self.options = options
+        self.rows = rows
+        self.deadline = deadline
+        self.answer: Future[dict[str, Tensor]] = Future()
+        self.computed = 0.0
+        self._outputs: dict[str, Tensor] = {}
+        self._missing = rows
+
+    def wanted(self) -> bool:
+        """Whether somebody still waits for the answer and it can still come in time."""
+        if not self.answer.done() and time.monotonic() > self.deadline:
+            self.fail(DeadlineExceeded())
+        return not self.answer.done()
+
+    def deliver(self, rows: Sequence[int], outputs: dict[str, Tensor]) -> None:
+        """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows; the last delivery makes the answer."""
+        if self.answer.done():
+            return
+        for key, values in outputs.items():
+            if len(rows) == self.rows:
+                self._outputs[key] = self._own(values)
+                continue
+            if key not in self._outputs:
+                self._outputs[key] = torch.empty((self.rows, *values.shape[1:]), dtype=values.dtype)
+            whole = self._outputs[key]
+            if whole.shape[1:] != values.shape[1:]:
+                self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
+                return
+            if rows[-1] - rows[0] + 1 == len(rows):
+                whole[rows[0] : rows[-1] + 1] = values
+            else:
+                whole[list(rows)] = values
+        self._missing -= len(rows)
+        if self._missing == 0:
+            outputs, self._outputs = self._outputs, {}
+            self._settle(outputs)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with ``error``, unless there is an answer already or nobody waits."""
+        self._outputs = {}
+        with suppress(InvalidStateError):
+            self.answer.set_exception(error)
+
+    def _own(self, values: Tensor) -> Tensor:
+        """``values`` in memory that neither a batch mate nor another key sees."""
+        values = values.contiguous()
+        storage = values.untyped_storage()
+        taken = {tensor.untyped_storage().data_ptr() for tensor in self._outputs.values()}
+        if storage.nbytes() != values.nbytes or storage.data_ptr() in taken:
+            values = values.clone()
+        return values
+
+    def _settle(self, outputs: dict[str, Tensor]) -> None:
+        with suppress(InvalidStateError):
+            self.answer.set_result(outputs)
+
+
+@dataclass(eq=False)
+class Item:
+    """Rows of one job that have one shape.
+
+    Attributes:
+        rows: their places in the answer.
+        inputs: one tensor ``[len(rows), ...]`` for each input of the model, on the CPU.
+        row_bytes: what one row takes on the device while it is computed, by prediction.
+    """
+
+    job: Job
+    rows: Sequence[int]
+    inputs: tuple[Tensor, ...]
+    row_bytes: int
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> Hashable:
+        """Items with equal keys can share a batch."""
+        return self.job.record, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
+
+    def split(self, rows: int) -> tuple[Item, Item]:
+        """The first ``rows`` rows, and the rest."""
+        return (
+            Item(self.job, self.rows[:rows], tuple(t[:rows] for t in self.inputs), self.row_bytes, self.since),
+            Item(self.job, self.rows[rows:], tuple(t[rows:] for t in self.inputs), self.row_bytes, self.since),
+        )
+
+
+class Queue:
+    """Lines of waiting items, one for each key; safe to use from several threads.
+
+    Args:
+        max_rows: most rows in a batch.
+        max_bytes: most predicted bytes in a batch; one row is handed out whatever it takes.
+    """
+
+    def __init__(self, max_rows: int, max_bytes: int) -> None:
+        self.max_rows = max_rows
+        self.max_bytes = max_bytes
+        self._lines: dict[Hashable, deque[Item]] = {}
+        self._changed = threading.Condition()
+        self._closed: NotReady | None = None
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Queue items. After :meth:`close` their jobs fail at once."""
+        with self._changed:
+            if self._closed is None:
+                for item in items:
+                    self._lines.setdefault(item.key, deque()).append(item)
+                self._changed.notify()
+                return
+        for item in items:
+            item.job.fail(self._closed)
+
+    def take(self) -> list[Item] | None:
+        """The next batch, waiting until there is one; None once the queue is closed.
+
+        It is the largest that fits of the line whose first item has waited longest. Items whose job is no longer
+        wanted are dropped here, so nothing is computed for a client that left or a deadline that passed.
+        """
+        with self._changed:
+            while self._closed is None:
+                while self._lines:
+                    batch = self._form()
+                    if batch:
+                        return batch
+                self._changed.wait()
+            return None
+
+    def close(self, reason: NotReady) -> None:
+        """Fail what waits and what is put from now on with ``reason``."""
+        with self._changed:
+            self._closed = reason
+            waiting = [item for line in self._lines.values() for item in line]
+            self._lines.clear()
+            self._changed.notify_all()
+        for item in waiting:
+            item.job.fail(reason)
+
+    def __len__(self) -> int:
+        """How many items wait."""
+        with self._changed:
+            return sum(map(len, self._lines.values()))
+
+    def _form(self) -> list[Item]:
+        key = min(self._lines, key=lambda key: self._lines[key][0].since)
+        line = self._lines[key]
+        batch: list[Item] = []
+        rows = 0
+        while line:
+            item = line[0]
+            if not item.job.wanted():
+                line.popleft()
+                continue
+            room = min(self.max_rows, max(1, self.max_bytes // item.row_bytes)) - rows
+            if room <= 0:
+                break
+            line.popleft()
+            if len(item.rows) > room:
+                item, rest = item.split(room)
+                line.appendleft(rest)
+            batch.append(item)
+            rows += len(item.rows)
+        if not line:
+            del self._lines[key]
+        return batch
+
+
+def cannot_stack(key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor:
+    """The error for outputs of one request that do not form one tensor."""
+    shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
+    return BadTensor(
+        f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; send "
+        "images of one size, send them one by one, or ask for pool=avg",
+        key=key,
+    )

@@ -1,0 +1,303 @@
+"""One request's way: admission, decoding, the queue, the device worker, and back.
+
+:class:`Engine` wires the parts of this package together. Its methods run on one event loop and never hold it up; what
+takes time runs in one of its pools or on the device worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from fxcore.errors import FxError
+from service.engine import inputs, sizes
+from service.engine.admission import Admission, Ticket
+from service.engine.batching import Item, Job, Queue
+from service.engine.errors import DeadlineExceeded, Draining
+from service.engine.extractors import Extractors
+from service.engine.inputs import Inputs, Plan, RowShape
+from service.engine.models import ModelStore
+from service.engine.options import FeatureOptions, FeatureResult
+from service.engine.preload import preload_spec
+from service.engine.records import ExtractorRecord
+from service.engine.threads import compute_with
+from service.engine.worker import DeviceWorker
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.schemas import ExtractorSpec
+
+log = logging.getLogger("fxserve.engine")
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Extractors and what computes them. Make it anywhere, use it on one event loop between start and close.
+
+    Args:
+        settings: the service's settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = pick_device(settings.device)
+        self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes)
+        self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
+        self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads)
+        # Decoders share the cores with the worker: a thread of theirs that fans out again would fight with it.
+        self._decoders = ThreadPoolExecutor(settings.decode_threads, "fxserve-decode", compute_with, (1,))
+        self._encoders = ThreadPoolExecutor(settings.encode_threads, "fxserve-encode", compute_with, (1,))
+        self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_with, (1,))
+        # Reading headers decides over admission and must not wait behind what was admitted.
+        self._intake = ThreadPoolExecutor(1, "fxserve-intake", compute_with, (1,))
+        self._models = ModelStore(self.device, settings.weights_dir, self._builders)
+        self._extractors = Extractors(
+            self._models, self.device, self._builders, settings.memory_budget, settings.models
+        )
+        self._preloading: asyncio.Task[None] | None = None
+        self._preload_trouble: str | None = "the service is starting"
+        self._draining = False
+        self._inflight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Start the device worker and begin to preload; :meth:`readiness` says when that is done."""
+        self._worker.start()
+        self._preloading = asyncio.create_task(self._preload())
+
+    async def close(self, grace: float | None = None) -> None:
+        """Take no new work, finish what was accepted (for at most ``grace`` seconds), and end all threads.
+
+        Args:
+            grace: None is as long as a request may take.
+        """
+        self._draining = True
+        if self._preloading is not None:
+            self._preloading.cancel()
+        try:
+            async with asyncio.timeout(self.settings.request_timeout if grace is None else grace):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("closing with %d requests unfinished", self._inflight)
+        await asyncio.to_thread(self._worker.stop, 5.0)
+        for pool in (self._decoders, self._intake, self._builders, self._encoders):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and if not, why."""
+        if self._draining:
+            return False, "the service is shutting down"
+        trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout)
+        return trouble is None, trouble or "ready"
+
+    async def extractor(self, spec: ExtractorSpec, wait: float = 0.0) -> tuple[ExtractorRecord, bool]:
+        """The extractor that ``spec`` describes, made if there is none yet.
+
+        Args:
+            spec: what to build.
+            wait: seconds to wait for its build; when they are over the record is returned in state ``building``.
+
+        Returns:
+            The record and whether it is new. A build that failed is told by ``state`` and ``problem``, not raised.
+
+        Raises:
+            FxError: the spec itself is wrong: an unknown model, node, weights; a backend that is not served; a name
+                that is taken.
+            Draining: the service is shutting down.
+        """
+        self._refuse_new_work()
+        record, created = await self._extractors.get(spec)
+        if record.build is not None and wait > 0:
+            await asyncio.wait({record.build}, timeout=wait)
+        return record, created
+
+    def find(self, id_or_name: str) -> ExtractorRecord:
+        """The extractor of that id or name.
+
+        Raises:
+            UnknownExtractor: there is none.
+        """
+        return self._extractors.find(id_or_name)
+
+    def list(self) -> list[ExtractorRecord]:
+        """All extractors, in the order they were made."""
+        return self._extractors.list()
+
+    async def delete(self, id_or_name: str) -> None:
+        """Forget an extractor; requests on their way through it end normally.
+
+        Raises:
+            UnknownExtractor: there is none.
+        """
+        self._extractors.delete(id_or_name)
+
+    async def load(self, record: ExtractorRecord) -> ExtractorRecord:
+        """Wait until ``record`` is built and in memory, building it again if it was evicted.
+
+        Raises:
+            FxError: what its build failed of.
+        """
+        if record.state != "failed":
+            self._extractors.ensure(record)
+        if record.build is not None:
+            await asyncio.wait({record.build})
+        if record.problem is not None:
+            raise record.problem.with_traceback(None)
+        return record
+
+    def models_loaded(self) -> set[tuple[str, str]]:
+        """(model, weights) of the weights in memory."""
+        return {(model, weights) for model, weights, _ in self._models.loaded()}
+
+    async def features(
+        self,
+        record: ExtractorRecord,
+        images: Inputs,
+        options: FeatureOptions | None = None,
+        deadline: float | None = None,
+    ) -> FeatureResult:
+        """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
+
+        Cancelling the call drops the work that has not begun.
+
+        Args:
+            record: the extractor; one that is being built, or was evicted, is waited for.
+            images: encoded images, or tensors by the names of the model's inputs: floating and preprocessed
+                ``[N, C, H, W]``, or uint8 images ``[N, H, W, C]``.
+            options: what to do with the outputs.
+            deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
+
+        Raises:
+            BadImage, ImageTooLarge, BadTensor: of the first image it is about, ``index`` in ``extra``.
+            AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
+            DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
+            FxError: what the extractor's build failed of.
+        """
+        self._refuse_new_work()
+        if deadline is None:
+            deadline = time.monotonic() + self.settings.request_timeout
+        with self.admission.enter() as ticket, record.in_use(), self._unfinished():
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
+                    return await self._features(record, images, options or FeatureOptions(), deadline, ticket)
+            except TimeoutError:
+                if limit.expired():
+                    raise DeadlineExceeded() from None
+                raise
+
+    async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
+        """Run ``function(*args)`` in the pool that writes answers."""
+        with self._unfinished():
+            return await self._in(self._encoders, function, *args)
+
+    async def _features(
+        self, record: ExtractorRecord, images: Inputs, options: FeatureOptions, deadline: float, ticket: Ticket
+    ) -> FeatureResult:
+        await self.load(record)
+        started = time.monotonic()
+        plan, row_bytes, answer = await self._in(self._intake, self._planned, record, images, options)
+        ticket.claim(plan.bytes + answer)
+        job = Job(record, options, len(plan.shapes), deadline)
+        batches = await self._decode(plan)
+        decoded = time.monotonic()
+        usual = max(row_bytes.values())
+        self._queue.put(
+            [
+                Item(job, rows, tensors, row_bytes.get(tuple(tuple(t.shape[1:]) for t in tensors), usual))
+                for rows, tensors in batches
+            ]
+        )
+        del plan, batches  # from here on the queue owns what was decoded
+        outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: the job is not wanted
+        timings = {
+            "decode": decoded - started,
+            "queue": max(0.0, time.monotonic() - decoded - job.computed),
+            "compute": job.computed,
+        }
+        return FeatureResult(
+            {key: outputs[key] for key in record.return_nodes},
+            {stage: seconds * 1000 for stage, seconds in timings.items()},
+            job.rows,
+        )
+
+    def _planned(
+        self, record: ExtractorRecord, images: Inputs, options: FeatureOptions
+    ) -> tuple[Plan, dict[RowShape, int], int]:
+        """Read the headers; how to decode, the bytes that a row of each shape takes, and those of the answer."""
+        if self.settings.exact_images and options.preprocess == "default":
+            options = replace(options, preprocess="exact")
+        plan = inputs.plan(record, images, options, self.settings.max_pixels)
+        answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
+        return plan, {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
+
+    async def _decode(self, plan: Plan) -> Sequence[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
+        """Decode all parts; of several that fail the first in the order sent is told."""
+        parts = await asyncio.gather(*(self._in(self._decoders, part) for part in plan.parts), return_exceptions=True)
+        decoded = []
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+            decoded.append(part)
+        if len(decoded) == 1:
+            return [(range(len(plan.shapes)), decoded[0])]
+        return await self._in(self._decoders, inputs.grouped, plan, decoded)
+
+    def _refuse_new_work(self) -> None:
+        if self._draining:
+            raise Draining()
+
+    @contextmanager
+    def _unfinished(self) -> Iterator[None]:
+        """Something that :meth:`close` waits for."""
+        self._inflight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._inflight -= 1
+            if not self._inflight:
+                self._idle.set()
+
+    async def _preload(self) -> None:
+        """Build what the settings name, pin it, and send one request of zeros through it."""
+        try:
+            for text in self.settings.preload:
+                self._preload_trouble = f"preloading {text}"
+                record, _ = await self.extractor(preload_spec(text))
+                record.pinned = True
+                await self.load(record)
+                shapes = zip(record.inputs, record.usual_shapes(), strict=True)
+                await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
+        except (FxError, ValueError) as error:
+            log.error("%s failed: %s", self._preload_trouble, error)
+            self._preload_trouble = f"{self._preload_trouble} failed: {error}"
+        else:
+            self._preload_trouble = None
+
+    @staticmethod
+    async def _in(pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
+def pick_device(asked: str) -> torch.device:
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` means here.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(asked)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {asked!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+    return device

@@ -1,0 +1,136 @@
+"""What the engine answers when it cannot, or will not now, do what was asked.
+
+Each class says which HTTP status it deserves; what fxcore raises carries none, because fxcore knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fxcore.errors import FxError
+
+
+class EngineError(FxError):
+    """Base of the engine's own errors.
+
+    Attributes:
+        status: the HTTP status that fits.
+        retry_after: seconds after which to try again, or None where trying again changes nothing.
+    """
+
+    status: ClassVar[int] = 500
+    retry_after: float | None = None
+
+
+class AdmissionFull(EngineError):
+    """As many requests, or bytes, as allowed are in the server already."""
+
+    status = 429
+
+    def __init__(self, detail: str, retry_after: float) -> None:
+        super().__init__(detail, retry_after=retry_after)
+        self.retry_after = retry_after
+
+
+class RequestTooLarge(EngineError):
+    """One request that needs more memory than all requests together may have; ``bytes`` and ``limit``."""
+
+    status = 413
+
+    def __init__(self, bytes: int, limit: int) -> None:
+        super().__init__(
+            f"the request would need {bytes:,} bytes of memory and the server gives all requests together "
+            f"{limit:,}; send fewer images at a time",
+            bytes=bytes,
+            limit=limit,
+        )
+
+
+class ResponseTooLarge(EngineError):
+    """The answer would be larger than allowed; ``bytes``, ``limit`` and ``ways`` to shrink it."""
+
+    status = 413
+
+    def __init__(self, bytes: int, limit: int, ways: Sequence[str]) -> None:
+        super().__init__(
+            f"the answer would have {bytes:,} bytes and the limit is {limit:,}; to shrink it: {', '.join(ways)}",
+            bytes=bytes,
+            limit=limit,
+            ways=list(ways),
+        )
+
+
+class DeadlineExceeded(EngineError):
+    """The request's deadline passed before its answer was ready."""
+
+    status = 504
+
+    def __init__(self, detail: str = "the deadline passed before the answer was ready; its queued work was dropped"):
+        super().__init__(detail)
+
+
+class NotReady(EngineError):
+    """The service cannot work now; ``reason`` says why."""
+
+    status = 503
+
+    def __init__(self, reason: str, retry_after: float = 5.0) -> None:
+        super().__init__(f"the service is not ready: {reason}", reason=reason)
+        self.retry_after = retry_after
+
+
+class Draining(NotReady):
+    """The service is shutting down and takes no new work."""
+
+    def __init__(self) -> None:
+        super().__init__("it is shutting down and takes no new work")
+
+
+class OutOfMemory(EngineError):
+    """Not even one image of the request fits in the device's memory."""
+
+    status = 503
+    retry_after = 5.0
+
+
+class ComputeFailed(EngineError):
+    """The model raised while it computed this request; ``error`` is what it said."""
+
+    status = 500
+
+
+class UnknownExtractor(EngineError):
+    """No extractor has that id or name; ``suggestions``."""
+
+    status = 404
+
+
+class NameTaken(EngineError):
+    """Another extractor has that ``name``; ``extractor`` is its id."""
+
+    status = 409
+
+
+class Unsupported(EngineError):
+    """A backend, precision or transform that is not served here; ``field``, ``value`` and ``available``."""
+
+    status = 422
+
+    def __init__(self, field: str, value: str, available: Sequence[str]) -> None:
+        listed = ", ".join(available) if available else "none"
+        super().__init__(
+            f"{field} {value!r} is not available here; available: {listed}",
+            field=field,
+            value=value,
+            available=list(available),
+        )
+
+
+class ExtractorFailed(EngineError):
+    """An extractor could not be built, for a reason that is no fault of the request; ``problem`` says which."""
+
+    status = 500
+
+    def __init__(self, detail: str, problem: dict[str, Any]) -> None:
+        super().__init__(detail, problem=problem)

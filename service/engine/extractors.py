@@ -1,0 +1,267 @@
+"""The extractors there are: finding, building, naming and forgetting them.
+
+An extractor costs a graph copy; the weights under it are shared. Both live under one memory budget. What was used
+least recently goes first: a whole model with its extractors, or, where every model is in use, single extractors. An
+evicted extractor keeps its id, its name and its description, and is built again by the next request for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from fxcore.catalog import get_model
+from fxcore.errors import BadTensor, FxError, UnknownModel
+from fxcore.extractor import build_extractor
+from fxcore.graphs import model_graph
+from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.models import ModelStore
+from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
+
+if TYPE_CHECKING:
+    from service.schemas import ExtractorSpec
+
+log = logging.getLogger("fxserve.extractors")
+
+T = TypeVar("T")
+
+BACKENDS = ("auto", "eager")
+"""Backends that can be asked for; ``auto`` takes the only one there is."""
+
+NODE_BYTES = 3 * 1024
+"""What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
+
+_REMEMBERED_SPECS = 4096
+
+
+class Extractors:
+    """All extractors of a service. For one event loop; what takes time runs in ``pool``.
+
+    Args:
+        models: the loaded weights.
+        device: where extractors run.
+        pool: the threads that trace and build.
+        memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
+        allowed: the only models served; None for all.
+    """
+
+    def __init__(
+        self,
+        models: ModelStore,
+        device: torch.device,
+        pool: Executor,
+        memory_budget: int,
+        allowed: Sequence[str] | None = None,
+    ) -> None:
+        self._models = models
+        self._device = device
+        self._pool = pool
+        self._memory_budget = memory_budget
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._records: dict[str, ExtractorRecord] = {}
+        self._names: dict[str, str] = {}
+        # The one-step route asks with the same few specs again and again: resolving those is a look-up.
+        self._resolved: OrderedDict[str, str] = OrderedDict()
+
+    async def get(self, spec: ExtractorSpec) -> tuple[ExtractorRecord, bool]:
+        """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
+
+        Raises:
+            FxError: the spec names something that does not exist or is not served, or its name is another's.
+        """
+        key = spec.model_dump_json(exclude={"name"})
+        record = self._records.get(self._resolved.get(key, ""))
+        created = False
+        if record is None:
+            fresh = await self._in_pool(self._resolve, spec)
+            record = self._records.get(fresh.id)
+            if record is None:
+                self._check_name(spec.name, fresh.id)
+                record = self._records[fresh.id] = fresh
+                created = True
+            self._resolved[key] = record.id
+            if len(self._resolved) > _REMEMBERED_SPECS:
+                self._resolved.popitem(last=False)
+        if spec.name is not None:
+            self._check_name(spec.name, record.id)
+            self._names[spec.name] = record.id
+            record.name = spec.name
+        self.ensure(record)
+        return record, created
+
+    def ensure(self, record: ExtractorRecord) -> None:
+        """Start building ``record`` unless it is built or being built. A failed build is tried again."""
+        if record.run is None and record.build is None:
+            record.state = "building"
+            record.problem = None
+            record.build = asyncio.create_task(self._build(record))
+
+    def find(self, id_or_name: str) -> ExtractorRecord:
+        """The extractor of that id or name.
+
+        Raises:
+            UnknownExtractor: there is none.
+        """
+        record = self._records.get(id_or_name) or self._records.get(self._names.get(id_or_name, ""))
+        if record is None:
+            known = [*self._names, *self._records]
+            suggestions = difflib.get_close_matches(id_or_name[:128], known, n=3, cutoff=0.5)
+            hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; POST /v1/extractors makes one"
+            raise UnknownExtractor(f"there is no extractor {id_or_name!r}{hint}", suggestions=suggestions)
+        return record
+
+    def list(self) -> list[ExtractorRecord]:
+        """All extractors, in the order they were made."""
+        return list(self._records.values())
+
+    def delete(self, id_or_name: str) -> None:
+        """Forget an extractor. Requests that are on their way through it end normally.
+
+        Raises:
+            UnknownExtractor: there is none of that id or name.
+        """
+        record = self.find(id_or_name)
+        del self._records[record.id]
+        self._names = {name: id for name, id in self._names.items() if id != record.id}
+        if not any(other.model_key == record.model_key for other in self._records.values()):
+            self._models.drop(record.model_key)
+
+    def bytes(self) -> int:
+        """What the loaded models and the built extractors take."""
+        models = sum(model.bytes for model in self._models.loaded().values())
+        return models + sum(_overhead(record) for record in self._records.values() if record.run is not None)
+
+    def make_room(self, wanted: int = 0) -> None:
+        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left."""
+        while self.bytes() + wanted > self._memory_budget:
+            over: dict[ModelKey, list[ExtractorRecord]] = {}
+            for record in self._records.values():
+                if record.run is not None or record.build is not None:
+                    over.setdefault(record.model_key, []).append(record)
+            idle = [key for key in self._models.loaded() if not any(record.busy for record in over.get(key, ()))]
+            if idle:
+                key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
+                for record in over.get(key, ()):
+                    _unload(record)
+                self._models.drop(key)
+                log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
+                continue
+            loose = [record for records in over.values() for record in records if not record.busy]
+            if not loose:
+                log.warning("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
+                return
+            _unload(min(loose, key=lambda record: record.last_used))
+
+    def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
+        """Everything that can be said of an extractor without weights. Runs in the pool: it may trace the model."""
+        if self._allowed is not None and spec.model not in self._allowed:
+            raise UnknownModel(
+                f"the model {spec.model!r} is not served here; served: {', '.join(sorted(self._allowed))}",
+                name=spec.model,
+                suggestions=sorted(self._allowed),
+            )
+        entry = get_model(spec.model)
+        weights = entry.canonical_weights(spec.weights)
+        _check_served("backend", spec.backend, BACKENDS)
+        _check_served("precision", spec.precision, ("float32",) if entry.is_quantized(weights) else tuple(PRECISIONS))
+        for transform in spec.transforms:
+            _check_served("transforms", transform, ())
+        graph = model_graph(entry, weights)
+        return_nodes = graph.resolve(spec.return_nodes)
+        preprocessing = entry.preprocessing(weights, spec.image_size)
+        record = ExtractorRecord(
+            id=extractor_id(spec, weights, return_nodes),
+            spec=spec,
+            name=spec.name,
+            entry=entry,
+            weights=weights,
+            device=str(self._device),
+            graph=graph,
+            return_nodes=return_nodes,
+            preprocessing=preprocessing,
+        )
+        if spec.image_size is not None:
+            _check_size(record)
+        return record
+
+    async def _build(self, record: ExtractorRecord) -> None:
+        """Load the weights and build the extractor; afterwards the record is ready or failed."""
+        try:
+            if record.model_key not in self._models.loaded():
+                # An estimate, so that what is evicted is gone before the weights are there.
+                default = record.entry.default_weights
+                params = record.entry.weights_info(default).num_params if default is not None else 0
+                self.make_room(params * PRECISIONS[record.spec.precision].itemsize)
+            model = await self._models.get(record.entry, record.model_key)
+            extractor = await self._in_pool(
+                build_extractor,
+                record.graph,
+                model.module,
+                record.return_nodes,
+                record.dtype,
+            )
+            record.outputs = extractor.outputs
+            record.extractor = extractor
+            record.run = extractor.module
+            record.state = "ready"
+        except FxError as problem:
+            record.state, record.problem = "failed", problem
+        except Exception as error:
+            log.exception("building extractor %s over %s failed", record.id, record.spec.model)
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            record.state = "failed"
+            record.problem = ExtractorFailed(
+                f"extractor {record.id} over {record.spec.model} could not be built: {said}", problem={"error": said}
+            )
+        finally:
+            record.build = None
+            record.last_used = time.monotonic()
+        self.make_room()
+
+    def _check_name(self, name: str | None, id: str) -> None:
+        owner = self._names.get(name, id) if name is not None else id
+        if owner == id and name in self._records and name != id:
+            owner = str(name)
+        if owner != id:
+            raise NameTaken(
+                f"the name {name!r} is taken by extractor {owner}; choose another name or delete that extractor",
+                name=name,
+                extractor=owner,
+            )
+
+    async def _in_pool(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+
+def _overhead(record: ExtractorRecord) -> int:
+    return len(record.extractor.module.graph.nodes) * NODE_BYTES if record.extractor is not None else 0
+
+
+def _unload(record: ExtractorRecord) -> None:
+    record.extractor = None
+    record.run = None
+
+
+def _check_served(field: str, value: str, available: Sequence[str]) -> None:
+    if value not in available:
+        raise Unsupported(field, value, available)
+
+
+def _check_size(record: ExtractorRecord) -> None:
+    """Whether the model takes inputs of another size than its weights were made for.
+
+    Raises:
+        BadTensor: it does not.
+    """
+    try:
+        record.graph.values_at(record.usual_shapes(), record.return_nodes.values())
+    except BadTensor as error:
+        raise BadTensor(f"image_size: {error.detail}", **error.extra) from error

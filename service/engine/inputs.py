@@ -1,0 +1,249 @@
+"""What a request carries, and what it becomes: headers are read to know its size, then it is decoded in parts.
+
+Everything here runs in pool threads and touches no shared state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxcore.decoding import decode
+from fxcore.errors import BadTensor, FxError, ImageTooLarge
+from fxcore.images import Preprocessing, image_size, open_image
+from service.engine.options import FeatureOptions
+
+if TYPE_CHECKING:
+    from service.engine.records import ExtractorRecord
+
+Inputs = Sequence[bytes] | Mapping[str, Tensor]
+RowShape = tuple[tuple[int, ...], ...]
+"""The shape of one row of each input of a model, without the first dimension."""
+
+_FLOAT_BYTES = 4
+
+_PARTS = 16
+"""Parts that the images of a request are decoded in: enough to share fairly, and few beside the work in them."""
+
+
+@dataclass
+class Plan:
+    """What decoding a request will take and give.
+
+    Attributes:
+        shapes: the shape of every row, in the order sent.
+        bytes: what decoding holds in memory at most, by the headers: all decoded rows, and the largest image.
+        parts: functions to call in the decode pool, in any order and at the same time; together they give the rows in
+            the order sent, each a tuple with one tensor ``[n, ...]`` for each input of the model.
+        pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
+        whole: what the parts write into, where it is known before that all rows have one shape.
+    """
+
+    shapes: list[RowShape]
+    bytes: int
+    parts: list[Callable[[], tuple[Tensor, ...]]]
+    pad: Callable[[Sequence[Tensor]], Tensor] | None = None
+    whole: tuple[Tensor, ...] | None = None
+
+
+def plan(record: ExtractorRecord, inputs: Inputs, options: FeatureOptions, max_pixels: int) -> Plan:
+    """Look at a request without decoding it.
+
+    Raises:
+        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
+        BadTensor: a wrong name, shape or dtype.
+    """
+    if isinstance(inputs, Mapping):
+        return _plan_tensors(record, inputs, options, max_pixels)
+    return _plan_images(record, inputs, options, max_pixels)
+
+
+def grouped(plan: Plan, parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
+    """Decoded parts as batches of rows of one shape: ``(places in the request, inputs)``."""
+    if plan.whole is not None:
+        return [(range(len(plan.shapes)), plan.whole)]
+    if plan.pad is not None:
+        return [(range(len(plan.shapes)), (plan.pad([part[0][0] for part in parts]),))]
+    groups: dict[RowShape, tuple[list[int], list[tuple[Tensor, ...]]]] = {}
+    place = 0
+    for part in parts:
+        places, members = groups.setdefault(tuple(tuple(t.shape[1:]) for t in part), ([], []))
+        places.extend(range(place, place + part[0].shape[0]))
+        members.append(part)
+        place += part[0].shape[0]
+    return [(places, joined(members)) for places, members in groups.values()]
+
+
+def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One tensor for each input of a model out of several; a single part is handed on as it is."""
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+
+def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions, max_pixels: int) -> Plan:
+    preprocessing = record.preprocessing
+    if not images:
+        raise BadTensor("the request holds no image; send at least one")
+    if preprocessing.layout != "NCHW" or len(record.inputs) != 1:
+        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
+        raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
+    raw = options.preprocess == "none"
+    sizes: list[tuple[int, int]] = []
+    largest = 0
+    for index, data in enumerate(images):
+        with _indexed(index):
+            height, width = image_size(data, max_pixels)
+            resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
+        largest = max(largest, height * width * 3, resized[0] * resized[1] * 3)
+        sizes.append((height, width) if raw else preprocessing.output_size(height, width))
+    pad = None
+    if len(set(sizes)) > 1 and preprocessing.pads and not raw:
+        sizes = [(max(h for h, _ in sizes), max(w for _, w in sizes))] * len(sizes)
+        pad = preprocessing.stack
+    decoded = sum(3 * height * width * _FLOAT_BYTES for height, width in sizes)
+    shapes: list[RowShape] = [((3, *size),) for size in sizes]
+    # Images of one size are written into one batch. The memory is not touched, and so not taken, until then. What is
+    # exact keeps the memory format of the reference too: convolutions round differently in another.
+    same = pad is None and len(set(sizes)) == 1
+    rows = batch(len(images), sizes[0]) if same and options.preprocess != "exact" else None
+
+    def prepare(index: int) -> Tensor:
+        out = None if rows is None else rows[index]
+        if raw:
+            return _scaled(decode(images[index], max_pixels).permute(2, 0, 1), out)
+        if options.preprocess == "exact":
+            return preprocessing.image(open_image(images[index], max_pixels))
+        return record.decoder.image(images[index], max_pixels, out)
+
+    def part(indices: range) -> Callable[[], tuple[Tensor, ...]]:
+        def run() -> tuple[Tensor, ...]:
+            prepared = []
+            for index in indices:
+                with _indexed(index):
+                    prepared.append(prepare(index))
+            return (prepared[0][None] if rows is None else rows[indices.start : indices.stop],)
+
+        return run
+
+    parts = [part(indices) for indices in _spread(len(images), 1 if rows is None else None)]
+    return Plan(shapes, largest + decoded, parts, pad, None if rows is None else (rows,))
+
+
+def batch(rows: int, size: tuple[int, int]) -> Tensor:
+    """Uninitialised float32 ``[rows, 3, H, W]``, channels last: what decoders write and convolutions like best."""
+    return torch.empty(rows, *size, 3).permute(0, 3, 1, 2)
+
+
+def _spread(count: int, size: int | None = None) -> list[range]:
+    """``range(count)`` in pieces of ``size``, or in so many that several threads share them fairly."""
+    size = size or -(-count // _PARTS)
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """The largest size that an image takes while it is preprocessed.
+
+    Raises:
+        ImageTooLarge: it is over ``max_pixels``.
+    """
+    size = preprocessing.largest_size(height, width)
+    pixels = size[0] * size[1]
+    if pixels > max_pixels:
+        raise ImageTooLarge(
+            f"the image has {width} x {height} pixels, which resizing makes {size[1]} x {size[0]} = {pixels}; at most "
+            f"{max_pixels} are taken",
+            pixels=pixels,
+            limit=max_pixels,
+        )
+    return size
+
+
+def _plan_tensors(
+    record: ExtractorRecord, tensors: Mapping[str, Tensor], options: FeatureOptions, max_pixels: int
+) -> Plan:
+    specs = record.inputs
+    if set(tensors) != {spec.name for spec in specs}:
+        raise BadTensor(
+            f"{record.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
+            f"{', '.join(sorted(tensors)) or 'none'}"
+        )
+    counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise BadTensor(f"all tensors have the same first dimension, at least 1; the request has {counts}")
+    rows = next(iter(counts.values()))
+    ordered = [tensors[spec.name] for spec in specs]
+    shapes = []
+    for spec, tensor in zip(specs, ordered, strict=True):
+        images = tensor.dtype == torch.uint8
+        if not images and not tensor.is_floating_point():
+            raise BadTensor(
+                f"tensor {spec.name!r} is {_dtype(tensor)}; send float32 that is preprocessed, or uint8 images"
+            )
+        channel = tensor.ndim - 1 if images else spec.layout.index("C")
+        if tensor.ndim != len(spec.layout) or tensor.shape[channel] != spec.shape[spec.layout.index("C")]:
+            layout = "".join(c for c in spec.layout if c != "C") + "C" if images else spec.layout
+            raise BadTensor(
+                f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; this model takes "
+                f"{'uint8' if images else 'float32'} {layout} with {spec.shape[spec.layout.index('C')]} channels"
+            )
+        if images and options.preprocess != "none":
+            _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+        shapes.append(_row_shape(record.preprocessing, spec.layout, tensor, options))
+    row_shape: RowShape = tuple(shapes)
+    decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
+
+    def part(indices: range) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: tuple(_prepared(record, tensor[indices.start : indices.stop], options) for tensor in ordered)
+
+    # Images are worth several threads, tensors are only widened.
+    step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
+    return Plan([row_shape] * rows, decoded, [part(indices) for indices in _spread(rows, step)])
+
+
+def _row_shape(preprocessing: Preprocessing, layout: str, tensor: Tensor, options: FeatureOptions) -> tuple[int, ...]:
+    if tensor.dtype != torch.uint8:
+        return tuple(tensor.shape[1:])
+    *outer, height, width, channels = tensor.shape[1:]
+    size = (height, width) if options.preprocess == "none" else preprocessing.output_size(height, width)
+    return (channels, *outer, *size)
+
+
+def _prepared(record: ExtractorRecord, tensor: Tensor, options: FeatureOptions) -> Tensor:
+    if tensor.dtype != torch.uint8:
+        return tensor.to(torch.float32).contiguous()
+    if options.preprocess == "none":
+        return _scaled(tensor.movedim(-1, 1))
+    if options.preprocess == "exact" or record.preprocessing.layout != "NCHW":
+        return record.preprocessing.tensor(tensor)
+    rows = batch(tensor.shape[0], record.preprocessing.output_size(*tensor.shape[1:3]))
+    for pixels, row in zip(tensor, rows, strict=True):
+        record.decoder.pixels(pixels, row)
+    return rows
+
+
+def _scaled(pixels: Tensor, out: Tensor | None = None) -> Tensor:
+    floats = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
+    return torch.div(pixels, 255.0, out=floats)
+
+
+class _indexed:
+    """Says which image of a request an error is about."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FxError) and "index" not in error.extra:
+            error.extra["index"] = self.index
+            error.detail = f"image {self.index}: {error.detail}"
+            error.args = (error.detail,)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

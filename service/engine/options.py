@@ -1,0 +1,106 @@
+"""What a request asks to be done with its features, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor
+from fxcore.pooling import METHODS, channel_dim, check_poolable, pool, pooled_shape
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """What to do between the model and the answer.
+
+    Attributes:
+        pool: ``none``, or a method of :func:`fxcore.pooling.pool`.
+        dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
+            Integers and booleans are never cast.
+        normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
+        preprocess: ``default`` is the weights' own transform, within a grey level of what PIL gives; ``exact`` is PIL
+            itself, slower; ``none`` only scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are
+            taken as they are in any case.
+    """
+
+    pool: str = "none"
+    dtype: str | None = None
+    normalize: str | None = None
+    preprocess: str = "default"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("pool", ("none", *METHODS)),
+            ("dtype", (None, *DTYPES)),
+            ("normalize", (None, "l2")),
+            ("preprocess", ("default", "exact", "none")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
+
+    def check(self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None) -> None:
+        """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
+
+        Raises:
+            BadTensor: the pooling or the normalisation makes no sense for this output.
+        """
+        try:
+            if self.pool != "none":
+                check_poolable(layout, len(shape), dtype.is_floating_point, self.pool)
+        except BadTensor as error:
+            raise BadTensor(f"output {key!r}: {error.detail}", **error.extra, key=key) from None
+        if self.normalize is not None and not dtype.is_floating_point:
+            raise BadTensor(f"output {key!r}: normalize=l2 needs floating values and this node gives {dtype}", key=key)
+
+    def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
+        """Shape and dtype of what :meth:`finish` makes of a tensor of ``shape`` and ``dtype``."""
+        if self.pool != "none":
+            shape = pooled_shape(shape, layout, self.pool)
+        if self.dtype is not None and dtype.is_floating_point:
+            dtype = DTYPES[self.dtype]
+        return shape, dtype
+
+    def finish(self, tensor: Tensor, layout: str | None) -> Tensor:
+        """Pool, normalise and cast, on the device the tensor is on. Each row's result depends on that row alone."""
+        if self.pool != "none":
+            tensor = pool(tensor, layout, self.pool)
+        if self.normalize == "l2":
+            dim = channel_dim(layout, tensor.ndim) if self.pool == "none" and tensor.ndim > 2 else tensor.ndim - 1
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype)
+        if self.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(DTYPES[self.dtype])
+        return tensor
+
+    def ways_to_shrink(self, images: int, outputs: int) -> list[str]:
+        """Which options and habits would make the answer smaller, those that are not in use already."""
+        ways = []
+        if self.pool == "none":
+            ways.append("pool=avg")
+        if self.dtype not in ("float16", "bfloat16"):
+            ways.append("dtype=float16")
+        if images > 1:
+            ways.append("fewer images a request")
+        if outputs > 1:
+            ways.append("fewer nodes")
+        return ways or ["smaller images"]
+
+
+@dataclass
+class FeatureResult:
+    """The answer to one request.
+
+    Attributes:
+        outputs: key → tensor on the CPU, contiguous, in memory of its own, first dimension the images in the order
+            sent; keys in the order asked for.
+        timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
+        images: how many images (or rows of tensors) there were.
+    """
+
+    outputs: dict[str, Tensor]
+    timings: dict[str, float] = field(default_factory=dict)
+    images: int = 0

@@ -1,0 +1,136 @@
+"""What the engine knows of one extractor."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fxcore.catalog import ModelEntry
+from fxcore.decoding import Decoder
+from fxcore.errors import FxError
+from fxcore.extractor import Extractor, OutputInfo
+from fxcore.graphs import ModelGraph, TensorSpec
+from fxcore.images import Preprocessing
+
+if TYPE_CHECKING:
+    from service.engine.inputs import RowShape
+    from service.engine.sizes import RowSize
+    from service.schemas import ExtractorSpec
+
+State = Literal["building", "ready", "failed"]
+
+Run = Callable[..., dict[str, Tensor]]
+"""What computes a batch: called with the model's inputs in order, on the device, it gives the outputs by key. Another
+backend takes over by replacing :attr:`ExtractorRecord.run`, which the worker reads once a batch."""
+
+ModelKey = tuple[str, str, str]
+"""Model, canonical weights, precision: what extractors with the same loaded weights have in common."""
+
+
+@dataclass(eq=False)
+class ExtractorRecord:
+    """One extractor, from the moment it is asked for until it is deleted. Only the event loop changes it.
+
+    Attributes:
+        id: hash of everything that decides the values it gives.
+        spec: as it was first asked for.
+        name: the name last given to it.
+        weights: canonical name of the weights.
+        graph: the model's annotated graph.
+        return_nodes: key → node, resolved, in the order asked for.
+        state: ``building``, ``ready`` or ``failed``.
+        problem: why, when it failed.
+        extractor: what was built; None until then and once it was evicted from memory, after which the next request
+            builds it again. ``outputs`` and the rest stay.
+        backend: what computes it.
+        checks: how far the backend's values are from eager float32; None where it *is* that.
+        pinned: preloaded, never evicted.
+    """
+
+    id: str
+    spec: ExtractorSpec
+    name: str | None
+    entry: ModelEntry
+    weights: str
+    device: str
+    graph: ModelGraph
+    return_nodes: dict[str, str]
+    preprocessing: Preprocessing
+    state: State = "building"
+    problem: FxError | None = None
+    extractor: Extractor | None = None
+    outputs: list[OutputInfo] = field(default_factory=list)
+    backend: str = "eager"
+    checks: dict[str, Any] | None = None
+    pinned: bool = False
+    build: asyncio.Task[None] | None = None
+    run: Run | None = None
+    users: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    row_sizes: dict[RowShape, RowSize] = field(default_factory=dict)
+
+    @property
+    def model_key(self) -> ModelKey:
+        return self.entry.name, self.weights, self.spec.precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that floating inputs are given in."""
+        return PRECISIONS[self.spec.precision]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Names, layouts and channels of the model's inputs; the sizes are its usual ones."""
+        return self.graph.inputs
+
+    def usual_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of one row of each input, as preprocessing gives them for a usual image."""
+        size = self.preprocessing.nominal_size()
+        return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What turns encoded images into rows of its input."""
+        return Decoder(self.preprocessing)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay in memory now."""
+        return self.pinned or self.users > 0 or self.build is not None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it in memory for a while."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.last_used = time.monotonic()
+
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
+    """The id of what ``spec`` asks for, once its weights and nodes have their full names."""
+    decisive = {
+        "model": spec.model,
+        "weights": weights,
+        "return_nodes": list(return_nodes.items()),
+        "precision": spec.precision,
+        "backend": spec.backend,
+        "transforms": list(spec.transforms),
+        "image_size": spec.image_size,
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

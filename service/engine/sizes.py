@@ -1,0 +1,108 @@
+"""What an extractor will make of inputs of a given shape, known before anything is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fxcore.extractor import OutputInfo
+from fxcore.layout import TOKENS
+from service.engine.batching import cannot_stack
+from service.engine.errors import ResponseTooLarge
+from service.engine.inputs import RowShape
+from service.engine.options import FeatureOptions
+
+if TYPE_CHECKING:
+    from service.engine.records import ExtractorRecord
+
+_CACHED_SHAPES = 256
+
+_LIVE_ACTIVATIONS = 3
+"""How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What one row takes.
+
+    Attributes:
+        outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
+        bytes: input, outputs and largest activations.
+    """
+
+    outputs: dict[str, tuple[list[int], torch.dtype]]
+    bytes: int
+
+
+def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
+    """What one row of ``shape`` takes in ``record``; remembered for the shapes that were asked for last.
+
+    Raises:
+        BadTensor: the model does not take that shape.
+    """
+    known = record.row_sizes.get(shape)
+    if known is None:
+        values = record.graph.values_at(shape, set(record.return_nodes.values()))
+        per_value = {
+            node: (dims, record.dtype if dtype.is_floating_point else dtype) for node, (dims, dtype) in values.items()
+        }
+        outputs = {}
+        for info in record.outputs:
+            dims, dtype = per_value[info.node]
+            outputs[info.key] = ([1, *dims] if _several_rows(info, dims[0], 1) else dims), dtype
+        inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
+        largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
+        known = RowSize(outputs, inputs + sum(_bytes(*o) for o in outputs.values()) + _LIVE_ACTIVATIONS * largest)
+        while len(record.row_sizes) >= _CACHED_SHAPES:
+            record.row_sizes.pop(next(iter(record.row_sizes)), None)
+        record.row_sizes[shape] = known
+    return known
+
+
+def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: FeatureOptions, limit: int) -> int:
+    """How many bytes the answer to rows of ``shapes`` has.
+
+    Raises:
+        BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
+        ResponseTooLarge: more than ``limit``.
+    """
+    layouts = {info.key: row_layout(info) for info in record.outputs}
+    total = 0
+    first: dict[str, list[int]] = {}
+    for shape, rows in Counter(shapes).items():
+        for key, (dims, dtype) in row_size(record, shape).outputs.items():
+            options.check(key, dims, dtype, layouts[key])
+            dims, dtype = options.finished(dims, dtype, layouts[key])
+            if dims != first.setdefault(key, dims):
+                raise cannot_stack(key, [tuple(first[key][1:]), tuple(dims[1:])])
+            total += rows * _bytes(dims, dtype)
+    if total > limit:
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(layouts)))
+    return total
+
+
+def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
+    """``values`` with one row an image; attention windows, several an image, come as ``[N * k, …]`` → ``[N, k, …]``."""
+    if not _several_rows(info, values.shape[0], images):
+        return values
+    return values.reshape(images, -1, *values.shape[1:])
+
+
+def row_layout(info: OutputInfo) -> str | None:
+    """The layout of what :func:`by_image` gives, ``W`` being the windows of an image."""
+    if info.rows_per_image == 1 or info.layout is None:
+        return info.layout
+    return "NWLC" if info.layout == TOKENS else "NW" + info.layout[1:]
+
+
+def _several_rows(info: OutputInfo, rows: int, images: int) -> bool:
+    return info.rows_per_image > 1 or rows != images
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

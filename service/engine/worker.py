@@ -1,0 +1,202 @@
+"""The one thread that runs models on a device.
+
+It takes a batch whenever it is free, so an idle server adds no waiting and a busy one fills its batches by itself. A
+batch that fails fails as few requests as it can.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from service.engine.batching import Item, Queue
+from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
+from service.engine.inputs import joined
+from service.engine.options import FeatureOptions
+from service.engine.sizes import by_image, row_layout
+from service.engine.threads import compute_with
+
+log = logging.getLogger("fxserve.worker")
+
+# A CUDA context that has seen an illegal access answers every later call with the same error.
+_DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
+
+_CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+
+
+class DeviceWorker:
+    """Runs what ``queue`` holds on ``device`` until :meth:`stop`.
+
+    Args:
+        device: where the extractors' modules are.
+        queue: where batches come from.
+        threads: how many CPU threads one batch is computed with.
+    """
+
+    def __init__(self, device: torch.device, queue: Queue, threads: int) -> None:
+        self.device = device
+        self._queue = queue
+        self._threads = threads
+        self._busy_since: float | None = None
+        self._died: str | None = None
+        self._thread = threading.Thread(target=self._main, name=f"fxserve-{device}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """End the thread once its current batch is done; what still waits fails."""
+        self._queue.close(NotReady("the device worker was stopped"))
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def trouble(self, longest_batch: float) -> str | None:
+        """Why the worker cannot be relied on: it died, or has been on one batch for ``longest_batch`` seconds."""
+        if self._died is not None:
+            return self._died
+        if not self._thread.is_alive():
+            return "the device worker does not run"
+        busy_since = self._busy_since
+        if busy_since is not None and (busy := time.monotonic() - busy_since) > longest_batch:
+            return f"the device worker has been on one batch for {busy:.0f} s"
+        return None
+
+    def _main(self) -> None:
+        batch: Sequence[Item] | None = None
+        try:
+            compute_with(self._threads)
+            while (batch := self._queue.take()) is not None:
+                self._busy_since = time.monotonic()
+                self._serve(batch)
+                self._busy_since = None
+                batch = None  # an idle worker holds nobody's tensors
+        except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
+            log.exception("the device worker died")
+            self._died = f"the device worker died of {_said(error)}"
+            dead = NotReady(self._died)
+            self._queue.close(dead)
+            for item in batch or ():
+                item.job.fail(dead)
+
+    def _serve(self, items: Sequence[Item]) -> None:
+        """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
+        items = [item for item in items if item.job.wanted()]
+        if not items:
+            return
+        error: BaseException | None = None
+        try:
+            self._compute(items)
+        except _DEVICE_LOST as lost:
+            if not _is_out_of_memory(lost):
+                raise
+            error = lost.with_traceback(None)
+        except Exception as raised:
+            # The traceback holds every tensor of the failed forward pass.
+            log.warning("a batch of %d rows failed: %s", _rows(items), _said(raised), exc_info=True)
+            error = raised.with_traceback(None)
+        if error is None:
+            return
+        out_of_memory = _is_out_of_memory(error)
+        if out_of_memory:
+            error.__context__ = None
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if out_of_memory and _rows(items) > 1:
+            halves = _halved(items)
+        elif len(items) > 1 and not out_of_memory:
+            halves = (items[: len(items) // 2], items[len(items) // 2 :])
+        else:
+            items[0].job.fail(_verdict(error, out_of_memory))
+            return
+        for half in halves:
+            self._serve(half)
+
+    def _compute(self, items: Sequence[Item]) -> None:
+        started = time.monotonic()
+        record = items[0].job.record
+        run, dtype = record.run, record.dtype  # read once: a backend is swapped in between batches
+        if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
+            return
+        with torch.inference_mode():
+            raw = run(*(self._to_device(tensor, dtype) for tensor in joined([item.inputs for item in items])))
+            rows = _rows(items)
+            values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
+            del raw
+            finished = [
+                (group, {key: options.finish(_select(value, taken), layout).cpu() for key, layout, value in values})
+                for options, group, taken in _by_options(items)
+            ]
+        spent = time.monotonic() - started
+        for job in {item.job for item in items}:
+            job.computed += spent
+        for group, outputs in finished:
+            start = 0
+            for item in group:
+                stop = start + len(item.rows)
+                item.job.deliver(item.rows, {key: values[start:stop] for key, values in outputs.items()})
+                start = stop
+
+    def _to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(self.device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+
+
+def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
+    """Items that want the same done with their outputs, with the batch rows they take (None: all, in order)."""
+    groups: dict[FeatureOptions, tuple[list[Item], list[int]]] = {}
+    start = 0
+    for item in items:
+        group, rows = groups.setdefault(item.job.options, ([], []))
+        group.append(item)
+        rows.extend(range(start, start + len(item.rows)))
+        start += len(item.rows)
+    return [(options, group, rows if len(groups) > 1 else None) for options, (group, rows) in groups.items()]
+
+
+def _select(values: Tensor, rows: list[int] | None) -> Tensor:
+    return values if rows is None else values[rows]
+
+
+def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Two batches with half the rows each; an item in the middle is split."""
+    room = _rows(items) // 2
+    first: list[Item] = []
+    second: list[Item] = []
+    for item in items:
+        if room >= len(item.rows):
+            first.append(item)
+        elif room > 0:
+            head, tail = item.split(room)
+            first.append(head)
+            second.append(tail)
+        else:
+            second.append(item)
+        room = max(0, room - len(item.rows))
+    return first, second
+
+
+def _rows(items: Sequence[Item]) -> int:
+    return sum(len(item.rows) for item in items)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_OUT_OF_MEMORY)
+
+
+def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:
+    if out_of_memory:
+        return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
+    return ComputeFailed(f"the model failed on this request: {_said(error)}", error=_said(error))
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,287 @@
+"""What goes over the wire as JSON: one class a shape, with an example each, as the OpenAPI document shows them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# A node name, level or truncated path. The longest that torchvision gives has fewer than 100 characters.
+NodeName = Annotated[str, Field(min_length=1, max_length=256)]
+OutputKey = Annotated[str, Field(min_length=1, max_length=256)]
+ModelName = Annotated[str, Field(min_length=1, max_length=128)]
+WeightsName = Annotated[str, Field(min_length=1, max_length=256)]
+
+MAX_NODES = 1024
+"""The most nodes one extractor may return: more than any model's levels, fewer than a request could hide work in."""
+
+Precision = Literal["float32", "bfloat16", "float16", "int8"]
+Backend = Literal["auto", "eager", "inductor", "openvino"]
+Pool = Literal["none", "avg", "max", "gem", "cls"]
+FeatureDtype = Literal["float32", "float16", "bfloat16"]
+Normalize = Literal["l2"]
+Preprocess = Literal["default", "exact", "none"]
+Encoding = Literal["json", "base64"]
+State = Literal["building", "ready", "failed"]
+GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid"]
+
+
+class ExtractorSpec(BaseModel):
+    """What an extractor is made from. Two equal specs are one extractor."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "resnet50",
+                    "weights": "DEFAULT",
+                    "return_nodes": {"layer3": "C4", "layer4": "C5"},
+                    "name": "r50-c4c5",
+                    "precision": "float32",
+                    "backend": "auto",
+                    "transforms": [],
+                    "image_size": None,
+                }
+            ]
+        },
+    )
+
+    model: ModelName = Field(description="A name from `GET /v1/models`.")
+    weights: WeightsName = Field(
+        default="DEFAULT",
+        description="`DEFAULT`, a name from the model's list, `random` (seed 0, repeatable), "
+        "or `file:NAME` for a checkpoint in the weights folder.",
+    )
+    return_nodes: (
+        Annotated[list[NodeName], Field(min_length=1, max_length=MAX_NODES)]
+        | Annotated[dict[NodeName, OutputKey], Field(min_length=1, max_length=MAX_NODES)]
+    ) = Field(
+        description="Nodes to return: a list, or a map node → key. A name is an exact node name, a level (`C4`) or a "
+        "truncated path, which means the last node under it. The answer keeps this order.",
+    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
+        default=None, description="A name of your own to address the extractor by, beside its id."
+    )
+    precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
+    backend: Backend = Field(
+        default="auto", description="What runs the model; one that is named is used or refused, never replaced."
+    )
+    transforms: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
+        default_factory=list, description="Names of graph transforms to apply, in order."
+    )
+    image_size: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = Field(
+        default=None, description="Side in pixels of the square that images are cropped to; null: the weights' own."
+    )
+
+
+class ModelSummary(BaseModel):
+    """One line of the list of models."""
+
+    name: str = Field(examples=["resnet50"])
+    task: str = Field(examples=["classification"])
+    weights: list[str] = Field(examples=[["IMAGENET1K_V1", "IMAGENET1K_V2"]])
+    default_weights: str | None = Field(examples=["IMAGENET1K_V2"])
+    loaded: bool = Field(description="Whether weights of this model are in memory now.", examples=[False])
+
+
+class ModelList(BaseModel):
+    models: list[ModelSummary]
+
+
+class WeightsSummary(BaseModel):
+    """One set of trained weights."""
+
+    num_params: int | None = Field(examples=[25557032])
+    url: str | None = Field(examples=["https://download.pytorch.org/models/resnet50-11ad3fa6.pth"])
+    metrics: dict[str, Any] = Field(examples=[{"ImageNet-1K": {"acc@1": 80.858, "acc@5": 95.434}}])
+    categories: int = Field(description="How many classes the weights were trained on.", examples=[1000])
+    cached: bool = Field(description="Whether the file is on this machine.", examples=[True])
+
+
+class InputSpec(BaseModel):
+    """One input tensor of a model; null in a shape is a size of your choice."""
+
+    name: str = Field(examples=["x"])
+    layout: str = Field(examples=["NCHW"])
+    shape: list[int | None] = Field(examples=[[None, 3, 224, 224]])
+
+
+class LevelInfo(BaseModel):
+    """The node that stands for one pyramid level."""
+
+    node: str = Field(examples=["layer3"])
+    channels: int | None = Field(examples=[1024])
+    stride: int | None = Field(examples=[16])
+
+
+class ClosedPart(BaseModel):
+    """A part of a model that torch.fx cannot look into, and why."""
+
+    path: str = Field(examples=["rpn"])
+    reason: str = Field(examples=["its forward loops over a list of images"])
+
+
+class ModelDetail(BaseModel):
+    name: str = Field(examples=["resnet50"])
+    task: str = Field(examples=["classification"])
+    default_weights: str | None = Field(examples=["IMAGENET1K_V2"])
+    weights: dict[str, WeightsSummary]
+    inputs: list[InputSpec]
+    preprocessing: dict[str, Any] = Field(
+        examples=[
+            {
+                "resize_size": [232],
+                "crop_size": [224],
+                "mean": [0.485, 0.456, 0.406],
+                "std": [0.229, 0.224, 0.225],
+                "interpolation": "bilinear",
+                "antialias": True,
+            }
+        ]
+    )
+    levels: dict[str, LevelInfo]
+    closed: list[ClosedPart] = Field(default_factory=list)
+
+
+class NodeList(BaseModel):
+    """The node names of a model, as torchvision's ``get_graph_node_names`` gives them."""
+
+    model: str = Field(examples=["resnet50"])
+    train_nodes: list[str] = Field(examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]])
+    eval_nodes: list[str] = Field(examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]])
+    levels: dict[str, LevelInfo] = Field(examples=[{"C4": {"node": "layer3", "channels": 1024, "stride": 16}}])
+    leaf_modules: list[str] = Field(
+        description="Classes of the modules that are nodes themselves.", examples=[["BatchNorm2d", "Conv2d", "Linear"]]
+    )
+    fingerprint: str = Field(description="Hash of the eval graph.", examples=["b0f1c6d2a4e8"])
+    closed: list[ClosedPart] = Field(
+        default_factory=list, description="Parts that could not be traced; their inner nodes cannot be asked for."
+    )
+
+
+class GraphNode(BaseModel):
+    """One node of the eval graph, with what is known of its value."""
+
+    name: str = Field(examples=["layer3.0.conv1"])
+    fx_name: str = Field(examples=["layer3_0_conv1"])
+    op: str = Field(examples=["call_module"])
+    target: str = Field(examples=["layer3.0.conv1"])
+    module_type: str | None = Field(examples=["Conv2d"])
+    args: list[str] = Field(examples=[["layer2.3.relu_2"]])
+    users: list[str] = Field(examples=[["layer3.0.bn1"]])
+    shape: list[int | None] | None = Field(examples=[[None, 256, 28, 28]])
+    dtype: str | None = Field(examples=["float32"])
+    layout: str | None = Field(examples=["NCHW"])
+    channels: int | None = Field(examples=[256])
+    stride: int | None = Field(examples=[8])
+    level: str | None = Field(examples=[None])
+    params: int = Field(examples=[131072])
+    flops: int = Field(examples=[205520896])
+    extractable: bool = Field(description="Whether the value can be asked for.", examples=[True])
+    rows_per_image: int = Field(
+        description="Rows of the first dimension that belong to one image: 1, but for attention windows.", examples=[1]
+    )
+
+
+class GraphTotals(BaseModel):
+    params: int = Field(examples=[25557032])
+    flops: int = Field(examples=[8178368512])
+    nodes: int = Field(examples=[176])
+
+
+class GraphDocument(BaseModel):
+    model: str = Field(examples=["resnet50"])
+    input_shape: list[int | None] = Field(examples=[[None, 3, 224, 224]])
+    nodes: list[GraphNode]
+    totals: GraphTotals
+    closed: list[ClosedPart] = Field(default_factory=list)
+
+
+class OutputDetail(BaseModel):
+    """One output of an extractor; null in a shape is the number of images, or a size that follows the input."""
+
+    key: str = Field(examples=["C4"])
+    node: str = Field(examples=["layer3"])
+    shape: list[int | None] | None = Field(examples=[[None, 1024, 14, 14]])
+    dtype: str | None = Field(examples=["float32"])
+    layout: str | None = Field(examples=["NCHW"])
+    stride: int | None = Field(examples=[16])
+    bytes_per_image: int | None = Field(examples=[802816])
+    rows_per_image: int = Field(examples=[1])
+
+
+class ExtractorDetail(BaseModel):
+    """An extractor and the state it is in."""
+
+    id: str = Field(examples=["3f9a1c5be07d"])
+    name: str | None = Field(examples=["r50-c4c5"])
+    state: State = Field(examples=["ready"])
+    model: str = Field(examples=["resnet50"])
+    weights: str = Field(examples=["IMAGENET1K_V2"])
+    device: str | None = Field(examples=["cpu"])
+    backend: str | None = Field(examples=["eager"])
+    precision: Precision = Field(examples=["float32"])
+    outputs: list[OutputDetail]
+    preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
+    fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
+    checks: dict[str, Any] | None = Field(
+        examples=[{"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}]
+    )
+    problem: dict[str, Any] | None = Field(
+        default=None, description="Why the build failed, where the state is `failed`.", examples=[None]
+    )
+
+
+class ExtractorList(BaseModel):
+    extractors: list[ExtractorDetail]
+
+
+class ImagesBody(BaseModel):
+    """Encoded images as base64 strings."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    images: list[str] = Field(min_length=1, description="Base64 of one encoded image each.", examples=[["/9j/4AAQ…"]])
+
+
+class FeatureTensor(BaseModel):
+    """One output tensor; the first dimension is the number of images."""
+
+    name: str = Field(examples=["C5"])
+    node: str = Field(examples=["layer4"])
+    shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
+    datatype: str = Field(examples=["FP32"])
+    data: list[float] | list[int] | list[bool] | str = Field(
+        description="Flat and row-major; with `encoding=base64` a base64 string of the little-endian bytes.",
+        examples=[[0.0, 0.3126, 1.0417]],
+    )
+
+
+class FeatureDocument(BaseModel):
+    model: str = Field(examples=["resnet50"])
+    extractor: str = Field(examples=["3f9a1c5be07d"])
+    weights: str = Field(description="`random` where the values come from untrained weights.", examples=["random"])
+    images: int = Field(examples=[1])
+    outputs: list[FeatureTensor]
+
+
+class Problem(BaseModel):
+    """An error, as RFC 9457 has it; kinds of error add fields of their own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(examples=["/problems/unknown-node"])
+    title: str = Field(examples=["Unknown node"])
+    status: int = Field(examples=[422])
+    detail: str = Field(examples=["'layer5' is no node, level or path of resnet50; did you mean 'layer4'?"])
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    ready: bool = Field(examples=[True])
+    reason: str = Field(examples=["ready"])

@@ -1,0 +1,85 @@
+"""Every ``FXSERVE_*`` variable, in one class."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+MiB = 1024**2
+GiB = 1024**3
+
+
+def available_cores() -> int:
+    """Cores this process may run on, which in a container is less than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Settings(BaseSettings):
+    """What the service is told from outside; each field is the environment variable ``FXSERVE_<FIELD>``.
+
+    Lists are separated by commas, extractors to preload by semicolons.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="FXSERVE_", extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+
+    device: str = Field(default="auto", description="Where models run: auto (CUDA if there is one), cpu, cuda, cuda:1.")
+    compute_threads: int = Field(
+        default_factory=available_cores, ge=1, description="Threads that one batch is computed with on CPU."
+    )
+    decode_threads: int = Field(default=2, ge=1, description="Threads that decode and preprocess images.")
+    encode_threads: int = Field(default=2, ge=1, description="Threads that write answers.")
+    build_threads: int = Field(default=2, ge=1, description="Threads that trace models and build extractors.")
+
+    models: Annotated[tuple[str, ...], NoDecode] | None = Field(
+        default=None, description="The only models served, separated by commas; all where not set."
+    )
+    preload: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Extractors to build before /readyz says yes, separated by semicolons: "
+        "resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4. Weights follow '@', a key follows '='.",
+    )
+    weights_dir: Path | None = Field(
+        default=None, description="Folder that file:NAME weights are read from; without it there are none."
+    )
+
+    max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
+    exact_images: bool = Field(
+        default=False,
+        description="Decode and resize by PIL, bit for bit as the weights' own transform, in about twice the time; by "
+        "default pixels are within one grey level of that. One request: preprocess=exact.",
+    )
+    max_pixels: int = Field(default=50_000_000, ge=1, description="Largest image, in pixels.")
+    max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")
+    max_inflight: int = Field(default=256, ge=1, description="Most requests admitted at a time.")
+    max_inflight_bytes: int = Field(
+        default=2 * GiB, ge=1, description="Most bytes that admitted requests may decode to and answer with, together."
+    )
+    max_batch: int = Field(default=32, ge=1, description="Most rows in a batch.")
+    max_batch_bytes: int = Field(
+        default=1 * GiB, ge=1, description="Most bytes of input, output and largest activations in a batch."
+    )
+    request_timeout: float = Field(default=60.0, gt=0, description="Seconds a request may take.")
+    memory_budget: int = Field(
+        default=8 * GiB, ge=1, description="Bytes of weights and extractors kept; the least recently used go first."
+    )
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split_models(cls, value: object) -> object:
+        return _split(value, ",") or None if isinstance(value, str) else value
+
+    @field_validator("preload", mode="before")
+    @classmethod
+    def _split_preload(cls, value: object) -> object:
+        return _split(value, ";") if isinstance(value, str) else value
+
+
+def _split(value: str, separator: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(separator) if part.strip())

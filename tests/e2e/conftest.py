@@ -1,0 +1,97 @@
+"""Real servers: a uvicorn process each, asked over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import torchvision
+
+START_SECONDS = 90
+
+
+class Server:
+    """A server process of its own, with ``FXSERVE_*`` settings and an empty weights cache."""
+
+    def __init__(self, home: Path, **settings: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = home / f"server-{self.port}.log"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("FXSERVE_")}
+        environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
+        # Whether or not this machine has a network, the servers have none.
+        environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9", "FXSERVE_DEVICE": "cpu"}
+        command = [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(self.port)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def wait(self) -> None:
+        """Until it answers."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.http.get("/healthz")
+            except httpx.TransportError:
+                time.sleep(0.1)
+            else:
+                return
+        pytest.fail(f"the server did not start:\n{self.log.read_text()}")
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def metric(self, line: str) -> float:
+        """The value of the metric that begins with ``line``; 0 where there is none yet."""
+        for found in self.http.get("/metrics").text.splitlines():
+            if found.startswith(line):
+                return float(found.rpartition(" ")[2])
+        return 0.0
+
+    def stop(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts servers: ``start(max_body_bytes=1000)``. All of them stop at the end."""
+    home = tmp_path_factory.mktemp("torch-home")
+    (home / "hub/checkpoints").mkdir(parents=True)
+    torch.manual_seed(1)
+    state = torchvision.models.squeezenet1_1(weights=None).state_dict()
+    torch.save(state, home / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")
+    started: list[Server] = []
+
+    def begin(**settings: Any) -> Server:
+        server = Server(home, **settings)
+        started.append(server)
+        server.wait()
+        return server
+
+    yield begin
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(start: Callable[..., Server]) -> Server:
+    """A server with settings as they come, but for images as PIL decodes them: values are compared with those."""
+    return start(exact_images=True)

@@ -1,0 +1,227 @@
+"""The Python client against real servers; the reference is torchvision's own extractor."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torchvision
+
+from service.client import AsyncClient, Client, errors
+
+NODES = {"layer3": "C4", "layer4": "C5"}
+EXACT = {"C4": "layer3.1.relu_1", "C5": "layer4.1.relu_1"}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with Client(server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def extractor(client):
+    return client.extractor("resnet18", NODES, weights="random")
+
+
+@pytest.fixture(scope="module")
+def three(photos):
+    return [photos[name] for name in ("chelsea", "coffee", "rocket")]
+
+
+@pytest.fixture(scope="module")
+def expected(reference, three):
+    return {key: reference("resnet18", node, three) for key, node in EXACT.items()}
+
+
+def agree(features, expected, rows=slice(None)):
+    assert list(features) == ["C4", "C5"]
+    for key, value in features.items():
+        wanted = expected[key][rows]
+        assert (torch.as_tensor(value) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_discovery(client):
+    assert [model["name"] for model in client.models(q="resnet18")] == ["quantized_resnet18", "resnet18"]
+    assert {model["name"] for model in client.models()} == set(torchvision.models.list_models())
+    assert {model["task"] for model in client.models(task="video")} == {"video"}
+    names = torchvision.models.feature_extraction.get_graph_node_names(torchvision.models.resnet50(weights=None))[1]
+    assert client.nodes("resnet50")["eval_nodes"] == names
+    assert client.model("resnet50")["default_weights"] == "IMAGENET1K_V2"
+
+
+def test_extractors(client, extractor):
+    assert client.extractor("resnet18", NODES, weights="random").id == extractor.id
+    assert extractor.id in [one.id for one in client.extractors()]
+    assert [(o["key"], o["stride"]) for o in client.find(extractor.id).outputs] == [("C4", 16), ("C5", 32)]
+    other = client.extractor("resnet18", ["layer1"], weights="random", name="short-lived")
+    assert client.find("short-lived").id == other.id
+    other.delete()
+    with pytest.raises(errors.UnknownExtractor):
+        client.find("short-lived")
+
+
+def test_images_in_every_form(extractor, three, expected, tmp_path):
+    path = tmp_path / "chelsea.jpg"
+    path.write_bytes(three[0])
+    opened = PIL.Image.open(io.BytesIO(three[0]))
+    pixels = np.asarray(opened)
+    transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    preprocessed = transform(opened)
+    for image in (
+        path,
+        str(path),
+        three[0],
+        opened,
+        pixels,
+        torch.from_numpy(pixels.copy()),
+        torchvision.transforms.functional.pil_to_tensor(opened),
+        preprocessed,
+        preprocessed[None].numpy(),
+        {"x": preprocessed[None]},
+    ):
+        agree(extractor(image), expected, slice(0, 1))
+    mixed = extractor([path, PIL.Image.open(io.BytesIO(three[1])), three[2]])
+    agree(mixed, expected)
+
+
+def test_torch_out(extractor, three, expected):
+    features = extractor(three, as_torch=True)
+    assert all(isinstance(value, torch.Tensor) for value in features.values())
+    agree(features, expected)
+    half = extractor(three, as_torch=True, dtype="bfloat16", pool="avg")["C5"]
+    assert half.dtype == torch.bfloat16
+    assert half.shape == (3, 512)
+
+
+def test_options(extractor, three, expected):
+    pooled = extractor(three, pool="avg", normalize="l2")["C5"]
+    wanted = torch.nn.functional.normalize(expected["C5"].mean((2, 3)))
+    assert (torch.from_numpy(pooled) - wanted).abs().max() < 1e-5
+
+
+def test_many_images_are_many_requests_at_a_time(server, extractor, three, expected):
+    def served():
+        route = "/v1/extractors/{extractor}/features"
+        return server.metric(f'fxserve_requests_total{{method="POST",route="{route}",status="200"}}')
+
+    before = served()
+    images = [three[n % 3] for n in range(40)]
+    features = extractor(images, pool="avg")
+    assert served() == before + 3
+    for key in EXACT:
+        wanted = expected[key].mean((2, 3))[[n % 3 for n in range(40)]].numpy()
+        assert np.abs(features[key] - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_batches_are_split_to_the_servers_limits(start, three, expected):
+    size = max(map(len, three)) + 1000
+    small = start(max_body_bytes=2 * size, max_response_bytes=int(2.5 * 4 * (256 * 14 * 14 + 512 * 7 * 7)))
+    with Client(small.url) as client:
+        extractor = client.extractor("resnet18", NODES, weights="random")
+        features = extractor(three * 3)
+        for key, wanted in expected.items():
+            assert np.abs(features[key] - wanted.repeat(3, 1, 1, 1).numpy()).max() <= 1e-5 * wanted.abs().max()
+        with pytest.raises(errors.BodyTooLarge) as caught:
+            extractor([three[0], b"x" * (3 * size)])
+        assert caught.value.extra["limit"] == 2 * size
+
+
+def test_it_waits_for_a_busy_server(start, three):
+    busy = start(max_inflight=1)
+    with Client(busy.url, concurrency=6, retries=50) as client:
+        extractor = client.extractor("resnet18", NODES, weights="random")
+        extractor.rows = lambda pool: 1  # type: ignore[method-assign]
+        assert len(extractor(three * 4, pool="avg")["C5"]) == 12
+        refused = 'fxserve_requests_total{method="POST",route="/v1/extractors/{extractor}/features",status="429"}'
+        assert busy.metric(refused) > 0
+    with Client(busy.url, concurrency=6, retries=0) as client:
+        hasty = client.find(extractor.id)
+        hasty.rows = lambda pool: 1  # type: ignore[method-assign]
+        with pytest.raises(errors.AdmissionFull):
+            hasty(three * 4)
+
+
+def test_the_timeout_reaches_the_server(server, client, three):
+    extractor = client.extractor("wide_resnet50_2", ["C5"], weights="random")
+    with Client(server.url, timeout=0.2) as hasty, pytest.raises(errors.DeadlineExceeded) as caught:
+        hasty.find(extractor.id)(three * 4, pool="avg")
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.status == 504
+
+
+def test_errors(client, extractor, three):
+    def fails(kind, call):
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value.request_id
+        return caught.value
+
+    assert "resnet50" in fails(errors.UnknownModel, lambda: client.nodes("resnet5")).extra["suggestions"]
+    unknown = fails(errors.UnknownNode, lambda: client.extractor("resnet18", ["layer9"], weights="random"))
+    assert unknown.extra["name"] == "layer9"
+    assert unknown.status == 422
+    unavailable = fails(errors.WeightsUnavailable, lambda: client.extractor("alexnet", ["features"]))
+    assert isinstance(unavailable, errors.Busy)
+    fails(errors.UnknownWeights, lambda: client.extractor("alexnet", ["features"], weights="V9"))
+    images = [three[n % 3] for n in range(20)]
+    images[18] = b"hello"
+    bad = fails(errors.BadImage, lambda: extractor(images, pool="avg"))
+    assert bad.index == 18
+    assert str(bad).startswith("image 18: ")
+    fails(errors.BadTensor, lambda: extractor({"y": np.zeros((1, 3, 64, 64), np.float32)}))
+
+
+def test_nobody_there():
+    with Client("http://127.0.0.1:9") as client, pytest.raises(errors.ConnectionFailed):
+        client.models()
+
+
+def test_threads_share_a_client(extractor, three, expected):
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(extractor(three))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    for features in results:
+        agree(features, expected)
+
+
+def test_async(server, three, expected):
+    async def main():
+        async with AsyncClient(server.url) as client:
+            assert "resnet18" in [model["name"] for model in await client.models()]
+            assert (await client.nodes("resnet18"))["levels"]["C5"]["node"] == "layer4.1.relu_1"
+            extractor = await client.extractor("resnet18", NODES, weights="random")
+            assert (await client.find(extractor.id)).id in [one.id for one in await client.extractors()]
+            for features in await asyncio.gather(*(extractor(three) for _ in range(3))):
+                agree(features, expected)
+            many = await extractor([three[n % 3] for n in range(40)], pool="avg", as_torch=True)
+            assert many["C5"].shape == (40, 512)
+            with pytest.raises(errors.BadImage) as caught:
+                await extractor([*three * 6, b"hello"], pool="avg")
+            assert caught.value.index == 18
+            with pytest.raises(errors.UnknownModel):
+                await client.model("resnet5")
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_ends_at_once(server, three):
+    async def main():
+        async with AsyncClient(server.url) as client:
+            extractor = await client.extractor("wide_resnet50_2", ["C5"], weights="random")
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(extractor(three * 8, pool="avg"), 0.3)
+            assert time.monotonic() - began < 1.0
+
+    asyncio.run(main())

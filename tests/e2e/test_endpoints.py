@@ -1,0 +1,141 @@
+"""Each endpoint at least once, in a process of its own."""
+
+import base64
+import io
+import statistics
+import threading
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.torch
+import torch
+import torchvision
+from torchvision.models.feature_extraction import get_graph_node_names
+
+JPEG = {"content-type": "image/jpeg"}
+
+
+def test_operations(server):
+    assert server.http.get("/healthz").json() == {"status": "ok"}
+    assert server.http.get("/readyz").json()["ready"] is True
+    assert "fxserve_requests_total" in server.http.get("/metrics").text
+    page = server.http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "convnext_tiny" in page.text
+    assert "/v1/extractors/{extractor}/features" in server.http.get("/openapi.json").json()["paths"]
+    assert server.http.get("/docs").status_code == 200
+
+
+def test_discovery(server):
+    assert len(server.http.get("/v1/models").json()["models"]) == len(torchvision.models.list_models())
+    assert server.http.get("/v1/models/resnet50").json()["default_weights"] == "IMAGENET1K_V2"
+    _, names = get_graph_node_names(torchvision.models.resnet50(weights=None))
+    assert server.http.get("/v1/models/resnet50/nodes").json()["eval_nodes"] == names
+    assert server.http.get("/v1/models/resnet50/graph").json()["totals"]["nodes"] == len(names)
+    svg = server.http.get("/v1/models/resnet50/graph?format=svg")
+    assert svg.headers["content-type"] == "image/svg+xml"
+
+
+def test_listing_nodes_is_quick(server):
+    """5 ms warm, this client's own time included."""
+    server.http.get("/v1/models/resnet50/nodes")
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        server.http.get("/v1/models/resnet50/nodes")
+        times.append(time.perf_counter() - began)
+    assert statistics.median(times) < 0.005
+
+
+def test_an_extractor_from_making_to_deleting(server, photos, reference):
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, "name": "mine"}
+    made = server.http.post("/v1/extractors", json=spec)
+    assert made.status_code == 201
+    path = made.headers["location"]
+    assert server.http.post("/v1/extractors", json=spec).status_code == 200
+    assert server.http.get(path).json() == server.http.get("/v1/extractors/mine").json() == made.json()
+    assert [e["id"] for e in server.http.get("/v1/extractors").json()["extractors"]] == [made.json()["id"]]
+    assert "nodes" in server.http.get(f"{path}/graph").json()
+    assert "def forward" in server.http.get(f"{path}/code").text
+
+    answer = server.http.post(f"{path}/features", content=photos["coffee"], headers=JPEG)
+    assert answer.headers["x-request-id"]
+    assert "compute;dur=" in answer.headers["server-timing"]
+    for output in answer.json()["outputs"]:
+        value = torch.tensor(output["data"]).reshape(output["shape"])
+        expected = reference("resnet18", output["node"], [photos["coffee"]])
+        assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+    assert server.http.delete(path).status_code == 204
+    assert server.http.post(f"{path}/features", content=photos["coffee"], headers=JPEG).status_code == 404
+
+
+def _bodies(photo):
+    pixels = np.asarray(PIL.Image.open(io.BytesIO(photo)).convert("RGB"))[None]
+    npy = io.BytesIO()
+    np.save(npy, pixels)
+    return {
+        "image": {"content": photo, "headers": JPEG},
+        "multipart": {"files": {"file": ("a.jpg", photo, "image/jpeg")}},
+        "json": {"json": {"images": [base64.b64encode(photo).decode()]}},
+        "npy": {"content": npy.getvalue(), "headers": {"content-type": "application/x-npy"}},
+        "safetensors": {
+            "content": safetensors.torch.save({"x": torch.from_numpy(pixels.copy())}),
+            "headers": {"content-type": "application/x-safetensors"},
+        },
+        "chunked": {"content": iter([photo[:1000], photo[1000:]]), "headers": JPEG},
+    }
+
+
+@pytest.mark.parametrize("body", ["image", "multipart", "json", "npy", "safetensors", "chunked"])
+@pytest.mark.parametrize("accept", ["json", "x-safetensors", "x-npz", "x-npy"])
+def test_every_body_and_every_answer(server, photos, reference, body, accept):
+    options = _bodies(photos["chelsea"])[body]
+    headers = {**options.pop("headers", {}), "accept": f"application/{accept}"}
+    url = "/v1/models/resnet18/features?weights=random&nodes=C5"
+    answer = server.http.post(url, headers=headers, **options)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == f"application/{accept}"
+    assert answer.headers["x-fxserve-weights"] == "random"
+    if accept == "json":
+        [output] = answer.json()["outputs"]
+        value = torch.tensor(output["data"]).reshape(output["shape"])
+    elif accept == "x-safetensors":
+        value = safetensors.torch.load(answer.content)["C5"]
+    else:
+        loaded = np.load(io.BytesIO(answer.content), allow_pickle=False)
+        value = torch.tensor(loaded["C5"] if accept == "x-npz" else loaded)
+    expected = reference("resnet18", "layer4.1.relu_1", [photos["chelsea"]])
+    assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_heat_map(server, photos):
+    url = "/v1/models/resnet18/features?weights=random&nodes=C4"
+    answer = server.http.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
+    assert PIL.Image.open(io.BytesIO(answer.content)).size == (224, 224)
+
+
+def test_trained_weights_from_the_cache(server, photos):
+    answer = server.http.post("/v1/models/squeezenet1_1/features?nodes=C3", content=photos["chelsea"], headers=JPEG)
+    assert answer.status_code == 200
+    assert answer.json()["weights"] == "IMAGENET1K_V1"
+
+
+def test_others_are_answered_while_a_large_answer_is_written(server, photos):
+    url = "/v1/models/resnet18/features?weights=random&nodes=conv1"
+    server.http.post(url, content=photos["chelsea"], headers=JPEG)
+    files = [("file", ("a.jpg", photos["chelsea"], "image/jpeg"))] * 8
+    answers = []
+    large = threading.Thread(target=lambda: answers.append(server.http.post(url, files=files)))
+    large.start()
+    waits = []
+    while large.is_alive():
+        began = time.perf_counter()
+        assert server.http.get("/healthz").status_code == 200
+        waits.append(time.perf_counter() - began)
+        time.sleep(0.02)
+    large.join()
+    assert len(answers[0].content) > 50_000_000
+    assert statistics.quantiles(waits, n=20)[-1] < 0.3

@@ -1,0 +1,53 @@
+"""A weights cache of the test's own, and models that torchvision does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision.transforms._presets import ImageClassification
+
+from fxcore import ModelEntry, WeightsInfo, get_model
+
+Put = Callable[[str, str, Mapping[str, torch.Tensor]], Path]
+OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]
+
+
+@pytest.fixture(autouse=True)
+def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty weights cache: tests neither read nor fill that of the person who runs them."""
+    home = tmp_path / "torch home"
+    monkeypatch.setenv("TORCH_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def put() -> Put:
+    """``put(model, weights, state)`` saves a state dict under the real name of these published weights."""
+
+    def save(name: str, weights: str, state: Mapping[str, torch.Tensor]) -> Path:
+        file = get_model(name).weights_info(weights).file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, file)
+        return file
+
+    return save
+
+
+@pytest.fixture
+def own_entry() -> OwnEntry:
+    """A catalogue entry for a model of the test's own, which takes images of 32 x 32 pixels."""
+
+    def make(build: Callable[[], nn.Module]) -> ModelEntry:
+        def builder(*, weights: object = None) -> nn.Module:
+            return build()
+
+        info = WeightsInfo("V1", "http://127.0.0.1:9/own-00000000.pth", 0, {}, ())
+        preset = partial(ImageClassification, crop_size=32, resize_size=32)
+        return ModelEntry("own", "classification", builder, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
+
+    return make

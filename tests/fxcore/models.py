@@ -1,0 +1,68 @@
+"""Every model that torchvision lists, with some weights and an input that it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxcore import get_model, list_models
+
+ALL = [entry.name for entry in list_models()]
+CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
+TRACEABLE = [name for name in ALL if name not in CLOSED]
+
+# Values are compared at these sizes where the model takes any, so that the largest models take seconds.
+SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 64}
+FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
+
+# Teraflops, and blocks that are all alike: of these a part is enough.
+LARGE = ("vit_h_14", "vit_l_16", "regnet_y_128gf")
+
+# A prime number of values, so that no row of a weight repeats another.
+_VALUES = torch.empty(1_000_003).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(0))
+
+
+def filled(name: str, *, shrink: bool = False) -> nn.Module:
+    """The model with some weights. Both sides of a comparison run these, so drawing them fast is all that matters.
+
+    ``shrink``: a ViT is built for images of 4 x 4 patches.
+    """
+    model = get_model(name).build_weightless()
+    if shrink and name.startswith("vit_"):
+        _shrink(model)
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                count = parameter.numel()
+                value = _VALUES.repeat(-(-count // len(_VALUES)))[:count].view(parameter.shape)
+                module._parameters[key] = nn.Parameter(value, requires_grad=False)
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            module.running_mean = torch.empty(module.num_features).uniform_(-0.1, 0.1, generator=generator)
+            module.running_var = torch.empty(module.num_features).uniform_(0.5, 2, generator=generator)
+            if module.weight is not None:
+                # Near one, so that the signal is still there after a hundred layers.
+                module.weight.data.uniform_(0.8, 1.2, generator=generator)
+    return model.eval()
+
+
+def small_input(name: str) -> Tensor:
+    """An input for ``filled(name, shrink=True)``, as small as the model takes."""
+    entry = get_model(name)
+    if name.startswith("vit_"):
+        side = 4 * (14 if name == "vit_h_14" else int(name.split("_")[-1]))
+        shape = (3, side, side)
+    else:
+        size = entry.preprocessing("random").nominal_size()
+        side = size[0] if name.startswith(FIXED_SIZE) else SMALL[entry.task]
+        shape = (3, 16, side, side) if entry.task == "video" else (3, side, side)  # type: ignore[assignment]
+    return torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def _shrink(vit: nn.Module) -> None:
+    """Let a ViT take images of 4 x 4 patches; its blocks stay as large as they are."""
+    vit.image_size = 4 * int(vit.patch_size)  # type: ignore[arg-type,assignment]
+    vit.seq_length = 17  # type: ignore[assignment]
+    encoder = vit.get_submodule("encoder")
+    width = encoder.pos_embedding.shape[-1]
+    encoder.pos_embedding = nn.Parameter(torch.empty(1, 17, width, device="meta"), requires_grad=False)

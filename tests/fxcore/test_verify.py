@@ -1,0 +1,94 @@
+"""verify: errors of each output, the verdict, and the speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxcore.verify import Incomparable, verify
+
+
+def test_errors_are_what_they_say() -> None:
+    a = torch.tensor([3.0, 4.0, 0.0])
+    b = torch.tensor([3.0, 4.0, 0.5])
+    errors = verify(lambda x: a, lambda x: b, torch.zeros(1)).outputs["0"]
+    assert errors.max_abs == pytest.approx(0.5)
+    assert errors.relative == pytest.approx(0.1)
+    assert errors.cosine == pytest.approx(25 / (5 * math.sqrt(25.25)))
+    assert not errors.allclose
+
+
+def test_nested_outputs_have_dotted_keys() -> None:
+    def outputs(x: Tensor) -> dict[str, object]:
+        return {"a": x, "b": (x, {"c": x, "n": 3})}
+
+    found = verify(outputs, outputs, torch.ones(2))
+    assert list(found.outputs) == ["a", "b.0", "b.1.c", "b.1.n"]
+    assert found.allclose
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_tolerance_follows_the_output_s_own_scale(scale: float) -> None:
+    x = torch.linspace(-1, 1, 101) * scale
+    assert verify(lambda v: v, lambda v: v + 5e-5 * scale, x).allclose
+    assert not verify(lambda v: v, lambda v: v + 5e-4 * scale, x).allclose
+
+
+def test_one_output_that_is_off_spoils_the_verdict() -> None:
+    found = verify(lambda x: (x, x), lambda x: (x, x * 1.01), torch.ones(3))
+    assert not found.allclose
+    assert found.outputs["0"].allclose
+    assert found.relative == pytest.approx(0.01, rel=1e-4)
+
+
+def test_equal_nans_and_infinities_agree() -> None:
+    special = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])
+    found = verify(lambda x: special, lambda x: special.clone(), torch.zeros(1))
+    assert found.allclose
+    assert found.max_abs == 0
+    assert not verify(lambda x: special, lambda x: torch.ones(4), torch.zeros(1)).allclose
+    assert not verify(lambda x: torch.ones(4), lambda x: special, torch.zeros(1)).allclose
+
+
+def test_zeros_and_nothing() -> None:
+    found = verify(lambda x: x, lambda x: x, torch.zeros(3)).outputs["0"]
+    assert (found.max_abs, found.relative, found.cosine, found.allclose) == (0, 0, 1, True)
+    assert verify(lambda x: x, lambda x: x, torch.zeros(0, 3)).allclose
+    off = verify(lambda x: x, lambda x: x + 1, torch.zeros(3))
+    assert not off.allclose
+    assert json.loads(json.dumps(off.as_dict(), allow_nan=False))["outputs"]["0"]["relative"] is None
+
+
+def test_other_outputs_are_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(Incomparable, match="shape"):
+        verify(lambda v: v, lambda v: v[:2], x)
+    with pytest.raises(Incomparable) as caught:
+        verify(lambda v: {"a": v}, lambda v: {"b": v}, x)
+    assert caught.value.extra["output"] == "a"
+
+
+def test_in_place_work_reaches_neither_the_input_nor_the_other() -> None:
+    x = -torch.ones(3)
+    assert verify(nn.ReLU(inplace=True), nn.ReLU(), x).max_abs == 0
+    assert torch.equal(x, -torch.ones(3))
+
+
+def test_speed() -> None:
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return x
+
+    def fast(x: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return x
+
+    found = verify(slow, fast, torch.ones(1), runs=3)
+    assert found.speedup is not None
+    assert found.speedup > 1.5
+    assert verify(slow, fast, torch.ones(1)).speedup is None

@@ -1,0 +1,247 @@
+"""Batch norms folded into convolutions and linear layers: where they are, and where they must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
+
+from fxcore import trace
+from fxcore.transforms import CannotTransform, applied, fuse_conv_bn, fuse_linear_bn
+from fxcore.verify import verify
+
+
+def lived(model: nn.Module) -> nn.Module:
+    """Statistics and scales as after some training."""
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "running_var") and module.running_var is not None:
+            module.running_mean.uniform_(-1, 1, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+            if module.weight is not None:
+                module.weight.data.uniform_(-2, 2, generator=generator)
+                module.bias.data.uniform_(-1, 1, generator=generator)
+    return model.eval()
+
+
+def traced(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(lived(model), trace(model)).eval()
+
+
+def norms(module: fx.GraphModule) -> int:
+    kinds = (nn.modules.batchnorm._BatchNorm, FrozenBatchNorm2d)
+    calls = sum(n.target is F.batch_norm for n in module.graph.nodes)
+    return calls + sum(isinstance(m, kinds) for m in module.modules())
+
+
+def check(model: nn.Module, x: Tensor, changes: int, left: int = 0) -> fx.GraphModule:
+    original = traced(model)
+    fused = fuse_conv_bn(original)
+    found = verify(original, fused, x)
+    assert found.allclose
+    assert found.relative < 1e-5
+    assert applied(fused)[-1].changes == changes
+    assert norms(fused) == left
+    return fused
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_kind_of_convolution(dimensions: int, transposed: bool, groups: int, bias: bool) -> None:
+    kind = getattr(nn, f"ConvTranspose{dimensions}d" if transposed else f"Conv{dimensions}d")
+    norm = getattr(nn, f"BatchNorm{dimensions}d")
+    model = nn.Sequential(kind(4, 6, 3, stride=2, padding=1, groups=groups, bias=bias), norm(6), nn.ReLU())
+    fused = check(model, torch.randn(2, 4, *[8] * dimensions), changes=1)
+    assert sorted(fused.state_dict()) == ["0.bias", "0.weight"]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_without_scales(affine: bool) -> None:
+    check(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=affine)), torch.randn(1, 3, 8, 8), changes=1)
+
+
+def test_statistics_of_the_batch_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False))
+    check(model, torch.randn(2, 3, 8, 8), changes=0, left=1)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "circular", "replicate"])
+def test_other_paddings(mode: str) -> None:
+    check(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode), nn.BatchNorm2d(4)), torch.randn(1, 3, 8, 8), 1)
+
+
+def test_frozen_batch_norm() -> None:
+    check(nn.Sequential(nn.Conv2d(3, 4, 3), FrozenBatchNorm2d(4)), torch.randn(1, 3, 8, 8), changes=1)
+
+
+def test_inside_a_leaf_module() -> None:
+    leaf = Conv2dNormActivation(3, 4, inplace=False)
+    fused = check(nn.Sequential(leaf, nn.Sequential(Conv2dNormActivation(4, 4))), torch.randn(1, 3, 8, 8), changes=2)
+    assert isinstance(fused.get_submodule("0"), Conv2dNormActivation)
+    assert [n for n, _ in leaf.named_children()] == ["0", "1", "2"]
+
+
+def test_a_leaf_called_twice_is_made_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Conv2dNormActivation(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.block(x))
+
+    fused = check(Twice(), torch.randn(1, 3, 8, 8), changes=1)
+    assert sum(isinstance(m, nn.Conv2d) for m in fused.modules()) == 1
+
+
+class Shared(nn.Module):
+    """One convolution under two batch norms, one pair of which comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.one, self.other = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(self.conv(x)) + self.other(self.conv(x)) + self.one(self.conv(-x))
+
+
+def test_shared_convolution() -> None:
+    fused = check(Shared(), torch.randn(1, 3, 8, 8), changes=3)
+    assert sum(isinstance(m, nn.Conv2d) for m in fused.modules()) == 2
+
+
+class Functional(nn.Module):
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 3, 3) if transposed else torch.randn(6, 4, 3, 3))
+        self.norm = nn.BatchNorm2d(6)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv_transpose2d(x, self.weight) if self.transposed else F.conv2d(x, self.weight, padding=1)
+        n = self.norm
+        return F.batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias, eps=n.eps)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_functions(transposed: bool) -> None:
+    fused = check(Functional(transposed), torch.randn(1, 4, 8, 8), changes=1)
+    assert {n.op for n in fused.graph.nodes} == {"placeholder", "get_attr", "call_function", "output"}
+    assert sum(n.op == "get_attr" for n in fused.graph.nodes) == 2
+
+
+class Viewed(nn.Module):
+    def __init__(self, view: Any, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.view = nn.Conv2d(3, 4, 3), norm, view
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.view(self.conv(x)))
+        return out
+
+
+KEEP = {
+    "flatten": (lambda y: y.flatten(2), nn.BatchNorm1d(4)),
+    "view": (lambda y: y.view(y.shape[0], y.shape[1], -1), nn.BatchNorm1d(4)),
+    "reshape": (lambda y: y.reshape(y.size(0), 4, -1), nn.BatchNorm1d(4)),
+    "unsqueeze": (lambda y: y.unsqueeze(-1), nn.BatchNorm3d(4)),
+    "dropout": (nn.Dropout(), nn.BatchNorm2d(4)),
+}
+# With these a batch norm sees other channels than the convolution made, though the numbers fit.
+MIX = {
+    "swap": (lambda y: y.transpose(1, 2), nn.BatchNorm2d(4)),
+    "split": (lambda y: y.view(-1, 4, 4), nn.BatchNorm1d(4)),
+    "merge": (lambda y: y.view(4, 4, -1), nn.BatchNorm1d(4)),
+}
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_through_views_that_keep_channels(name: str) -> None:
+    check(Viewed(*KEEP[name]), torch.randn(2, 3, 6, 6), changes=1)
+
+
+@pytest.mark.parametrize("name", MIX)
+def test_not_through_views_that_mix_channels(name: str) -> None:
+    check(Viewed(*MIX[name]), torch.randn(4, 3, 6, 6), changes=0, left=1)
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        out: Tensor = self.norm(y) + y
+        return out
+
+
+def test_not_across_a_branch() -> None:
+    check(Branch(), torch.randn(1, 3, 8, 8), changes=0, left=1)
+
+
+@pytest.mark.parametrize(("node", "changes"), [("0", 0), ("1", 1), ("2", 1)])
+def test_not_across_a_tapped_node(node: str, changes: int) -> None:
+    model = lived(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    graph = trace(model)
+    by_path = {n.meta.get("path"): n for n in graph.nodes}
+    output = next(n for n in graph.nodes if n.op == "output")
+    output.args = ({"out": output.args[0], "tap": by_path[node]},)
+    original = fx.GraphModule(model, graph).eval()
+    fused = fuse_conv_bn(original)
+    assert applied(fused)[-1].changes == changes
+    found = verify(original, fused, torch.randn(2, 3, 8, 8))
+    assert list(found.outputs) == ["out", "tap"]
+    assert found.relative < 1e-5
+
+
+def test_a_weight_that_is_made_anew_stays() -> None:
+    conv = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    check(nn.Sequential(conv, nn.BatchNorm2d(4)), torch.randn(1, 3, 8, 8), changes=0, left=1)
+
+
+def test_train_mode_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(CannotTransform, match="eval"):
+        fuse_conv_bn(fx.symbolic_trace(model.train()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    model = lived(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    half = fuse_conv_bn(fx.symbolic_trace(model).to(dtype))
+    exact = fuse_conv_bn(fx.symbolic_trace(model.double()))
+    weight = half.get_submodule("0").weight
+    assert weight.dtype == dtype
+    assert torch.equal(weight, exact.get_submodule("0").weight.to(dtype))
+
+
+def test_memory_format_stays() -> None:
+    model = lived(nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16))).to(memory_format=torch.channels_last)
+    assert fuse_conv_bn(fx.symbolic_trace(model)).get_submodule("0").weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def linear(*before: nn.Module) -> fx.GraphModule:
+    return traced(nn.Sequential(*before, nn.Linear(6, 5), nn.BatchNorm1d(5)))
+
+
+def test_linear() -> None:
+    original = linear(nn.Flatten())
+    fused = fuse_linear_bn(original)
+    assert applied(fused)[-1].changes == 1
+    assert verify(original, fused, torch.randn(4, 2, 3)).relative < 1e-5
+
+
+def test_linear_of_unknown_rank_stays() -> None:
+    original = linear()
+    kept = fuse_linear_bn(original)
+    assert applied(kept)[-1].changes == 0
+    # As many positions as channels: what torch's own fusion gets wrong.
+    assert verify(original, kept, torch.randn(2, 5, 6)).max_abs == 0
+    assert applied(fuse_linear_bn(original, assume_2d=True))[-1].changes == 1

@@ -1,0 +1,190 @@
+import itertools
+
+import pytest
+
+NUMBER = itertools.count()
+
+
+def spec(**changed):
+    return {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, **changed}
+
+
+@pytest.fixture
+def name():
+    return f"test-{next(NUMBER)}"
+
+
+def test_make_show_list_and_delete(client, name):
+    made = client.post("/v1/extractors", json=spec(name=name, return_nodes={"C5": "b", "layer3": "a"}))
+    assert made.status_code == 201
+    detail = made.json()
+    assert made.headers["location"] == f"/v1/extractors/{detail['id']}"
+    assert detail["name"] == name
+    assert detail["state"] == "ready"
+    assert (detail["model"], detail["weights"], detail["precision"], detail["backend"]) == (
+        "resnet18",
+        "random",
+        "float32",
+        "eager",
+    )
+    assert detail["outputs"] == [
+        {
+            "key": "b",
+            "node": "layer4.1.relu_1",
+            "shape": [None, 512, 7, 7],
+            "dtype": "float32",
+            "layout": "NCHW",
+            "stride": 32,
+            "bytes_per_image": 512 * 7 * 7 * 4,
+            "rows_per_image": 1,
+        },
+        {
+            "key": "a",
+            "node": "layer3.1.relu_1",
+            "shape": [None, 256, 14, 14],
+            "dtype": "float32",
+            "layout": "NCHW",
+            "stride": 16,
+            "bytes_per_image": 256 * 14 * 14 * 4,
+            "rows_per_image": 1,
+        },
+    ]
+    assert detail["checks"] == {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
+    assert detail["fingerprint"] == client.get("/v1/models/resnet18/nodes").json()["fingerprint"]
+
+    assert client.get(f"/v1/extractors/{detail['id']}").json() == detail
+    assert client.get(f"/v1/extractors/{name}").json() == detail
+    assert detail in client.get("/v1/extractors").json()["extractors"]
+
+    assert client.delete(f"/v1/extractors/{name}").status_code == 204
+    for path in (name, detail["id"]):
+        assert client.get(f"/v1/extractors/{path}").json()["type"] == "/problems/unknown-extractor"
+        assert client.delete(f"/v1/extractors/{path}").status_code == 404
+
+
+def test_the_same_spec_is_the_same_extractor(client):
+    first = client.post("/v1/extractors", json=spec(return_nodes={"layer2": "C3"}))
+    # A level, and a full name, for what a path named before.
+    for same in ({"C3": "C3"}, {"layer2.1.relu_1": "C3"}):
+        again = client.post("/v1/extractors", json=spec(return_nodes=same))
+        assert (first.status_code, again.status_code) == (201, 200)
+        assert again.json()["id"] == first.json()["id"]
+    other = client.post("/v1/extractors", json=spec(return_nodes={"layer2": "other"}))
+    assert other.json()["id"] != first.json()["id"]
+
+
+def test_the_order_asked_for_is_kept_and_makes_another_extractor(client):
+    one = client.post("/v1/extractors", json=spec(return_nodes=["layer4", "layer1", "C3"])).json()
+    two = client.post("/v1/extractors", json=spec(return_nodes=["C3", "layer1", "layer4"])).json()
+    assert [output["key"] for output in one["outputs"]] == ["layer4", "layer1", "C3"]
+    assert one["id"] != two["id"]
+
+
+def test_without_waiting_it_is_still_being_built(make_client):
+    client = make_client()
+    made = client.post("/v1/extractors?wait=0", json=spec())
+    assert made.status_code == 202
+    assert made.json()["state"] == "building"
+    done = client.post("/v1/extractors", json=spec())
+    assert done.status_code == 200
+    assert done.json()["state"] == "ready"
+    assert done.json()["id"] == made.json()["id"]
+
+
+def test_a_name_can_be_taken(client, name):
+    client.post("/v1/extractors", json=spec(name=name))
+    taken = client.post("/v1/extractors", json=spec(name=name, return_nodes=["layer1"]))
+    assert taken.status_code == 409
+    assert taken.json()["type"] == "/problems/name-taken"
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "kind", "fields"),
+    [
+        ({"model": "resnet81"}, 404, "unknown-model", {"suggestions"}),
+        ({"weights": "V9"}, 422, "unknown-weights", {"available"}),
+        ({"weights": "file:../../etc/passwd"}, 422, "unknown-weights", {"available"}),
+        ({"return_nodes": ["layer9"]}, 422, "unknown-node", {"name", "suggestions"}),
+        ({"return_nodes": ["layer."]}, 422, "unknown-node", {"suggestions"}),
+        ({"return_nodes": ["layer4("]}, 422, "unknown-node", {"suggestions"}),
+        ({"return_nodes": {"layer3": "a", "layer4": "a"}}, 422, "duplicate-key", {"key"}),
+        ({"return_nodes": ["layer3", "layer3"]}, 422, "duplicate-key", {"key"}),
+        ({"return_nodes": []}, 422, "invalid-request", {"errors"}),
+        ({"return_nodes": {}}, 422, "invalid-request", {"errors"}),
+        ({"return_nodes": "layer3"}, 422, "invalid-request", {"errors"}),
+        ({"return_nodes": ["x" * 300]}, 422, "invalid-request", {"errors"}),
+        ({"precision": "float8"}, 422, "invalid-request", {"errors"}),
+        ({"precision": "int8"}, 422, "unsupported", {"field", "available"}),
+        ({"backend": "openvino"}, 422, "unsupported", {"field", "available"}),
+        ({"transforms": ["magic"]}, 422, "unsupported", {"field"}),
+        ({"image_size": 0}, 422, "invalid-request", {"errors"}),
+        ({"image_size": True}, 422, "invalid-request", {"errors"}),
+        ({"name": "no spaces"}, 422, "invalid-request", {"errors"}),
+        ({"name": "../x"}, 422, "invalid-request", {"errors"}),
+        ({"colour": "blue"}, 422, "invalid-request", {"errors"}),
+    ],
+)
+def test_specs_that_cannot_be(client, changed, status, kind, fields):
+    answer = client.post("/v1/extractors", json=spec(**changed))
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert (answer.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}")
+    assert fields <= document.keys()
+
+
+def test_suggestions_lead_to_what_was_meant(client):
+    document = client.post("/v1/extractors", json=spec(return_nodes=["layer5"])).json()
+    assert document["suggestions"]
+    for name in document["suggestions"]:
+        assert client.post("/v1/extractors", json=spec(return_nodes=[name])).status_code in (200, 201)
+
+
+@pytest.mark.parametrize("wait", ["-1", "nan", "inf", "601", "soon"])
+def test_wait_is_bounded(client, wait):
+    assert client.post(f"/v1/extractors?wait={wait}", json=spec()).json()["type"] == "/problems/invalid-request"
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_spec_is_json(client, content_type):
+    headers = {} if content_type is None else {"content-type": content_type}
+    answer = client.post("/v1/extractors", content=b'{"model": "resnet18"}', headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["available"] == ["application/json"]
+
+
+def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    answer = client.post("/v1/extractors", json=spec(weights="DEFAULT"))
+    assert answer.status_code == 503
+    document = answer.json()
+    assert document["type"] == "/problems/weights-unavailable"
+    assert document["file"] == "resnet18-f37072fd.pth"
+    assert document["folder"] == str(tmp_path / "hub/checkpoints")
+    assert "weights=random" in document["detail"]
+    [failed] = [e for e in client.get("/v1/extractors").json()["extractors"] if e["weights"] == "IMAGENET1K_V1"]
+    assert failed["state"] == "failed"
+    assert failed["problem"]["type"] == "/problems/weights-unavailable"
+    shown = client.get(f"/v1/extractors/{failed['id']}/code")
+    assert shown.json()["type"] == "/problems/weights-unavailable"
+    assert client.delete(f"/v1/extractors/{failed['id']}").status_code == 204
+
+
+def test_graph_and_code_are_of_what_runs(client):
+    id = client.post("/v1/extractors", json=spec(return_nodes=["layer1"])).json()["id"]
+    graph = client.get(f"/v1/extractors/{id}/graph").json()
+    names = [node["name"] for node in graph["nodes"]]
+    assert names[-1] == "layer1.1.relu_1"
+    assert not [name for name in names if name.startswith(("layer2", "fc"))]
+    # conv1, bn1, and two blocks of two convolutions with their batch norms.
+    assert graph["totals"]["params"] == 64 * 3 * 49 + 128 + 4 * (64 * 64 * 9 + 128)
+    code = client.get(f"/v1/extractors/{id}/code")
+    assert code.headers["content-type"].startswith("text/plain")
+    assert "def forward(self, x" in code.text
+    assert "layer2" not in code.text
+    svg = client.get(f"/v1/extractors/{id}/graph", headers={"accept": "image/svg+xml"})
+    assert svg.headers["content-type"] == "image/svg+xml"
+    assert client.get(f"/v1/extractors/{id}/graph", headers={"accept": "text/csv"}).status_code == 406
+    assert client.get("/v1/extractors/unknown/graph").status_code == 404
+    assert client.get("/v1/extractors/unknown/code").status_code == 404

@@ -1,0 +1,473 @@
+"""Features over ASGI, against torchvision's own extractor asked for one node at a time."""
+
+import asyncio
+import base64
+import io
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+import torchvision
+from torchvision.transforms.functional import pil_to_tensor
+
+from service.codecs import answers
+
+JPEG = {"content-type": "image/jpeg"}
+ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
+C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
+
+
+@pytest.fixture(scope="module")
+def extractor(client):
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, "name": "r18"}
+    assert client.post("/v1/extractors", json=spec).status_code in (200, 201)
+    return "/v1/extractors/r18/features"
+
+
+@pytest.fixture(scope="module")
+def expected(reference, photos):
+    """C4 and C5 of all three photographs, [3, …]."""
+    images = list(photos.values())
+    return {"C4": reference("resnet18", C4, images), "C5": reference("resnet18", C5, images)}
+
+
+def close(actual, expected, tolerance=1e-5):
+    """Equal to within ``tolerance`` of the largest value: a batch of another size is summed in another order."""
+    actual = torch.tensor(actual) if isinstance(actual, np.ndarray) else actual
+    assert actual.shape == expected.shape
+    assert (actual.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
+
+
+def tensors(answer):
+    """The outputs of a JSON answer."""
+    assert answer.status_code == 200, answer.text
+    return {o["name"]: torch.tensor(o["data"]).reshape(o["shape"]) for o in answer.json()["outputs"]}
+
+
+def b64(data):
+    return base64.b64encode(data).decode()
+
+
+def test_one_image(client, extractor, photos, reference):
+    answer = client.post(extractor, content=photos["chelsea"], headers=JPEG)
+    document = answer.json()
+    assert answer.headers["content-type"] == "application/json"
+    assert (document["model"], document["weights"], document["images"]) == ("resnet18", "random", 1)
+    assert document["extractor"] == client.get("/v1/extractors/r18").json()["id"]
+    assert [(o["name"], o["node"], o["shape"], o["datatype"]) for o in document["outputs"]] == [
+        ("C4", C4, [1, 256, 14, 14], "FP32"),
+        ("C5", C5, [1, 512, 7, 7], "FP32"),
+    ]
+    for key, node in (("C4", C4), ("C5", C5)):
+        close(tensors(answer)[key], reference("resnet18", node, [photos["chelsea"]]))
+
+
+def _multipart(images):
+    return {"files": [("images", (f"{i}.jpg", data, "image/jpeg")) for i, data in enumerate(images)]}
+
+
+def _json(images):
+    return {"json": {"images": [b64(data) for data in images]}}
+
+
+def _pixels(images):
+    """uint8 [N, H, W, 3] of photographs cut to one size."""
+    return np.stack([np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))[:300, :400] for data in images])
+
+
+@pytest.mark.parametrize("body", [_multipart, _json])
+def test_several_images_in_the_order_sent(client, extractor, photos, expected, body):
+    answer = client.post(extractor, **body(list(photos.values())))
+    assert answer.json()["images"] == 3
+    for key, value in tensors(answer).items():
+        close(value, expected[key])
+    backwards = client.post(extractor, **body(list(photos.values())[::-1]))
+    for key, value in tensors(backwards).items():
+        close(value.flip(0), expected[key])
+
+
+@pytest.mark.parametrize("content_type", ["Image/JPEG; charset=binary", "image/anything"])
+def test_content_type_is_read_kindly(client, extractor, photos, expected, content_type):
+    answer = client.post(extractor, content=photos["chelsea"], headers={"content-type": content_type})
+    close(tensors(answer)["C5"], expected["C5"][:1])
+
+
+@pytest.mark.parametrize("kind", ["x-npy", "x-safetensors"])
+def test_preprocessed_tensors(client, extractor, photos, expected, kind):
+    transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    batch = torch.stack([transform(PIL.Image.open(io.BytesIO(data))) for data in photos.values()]).numpy()
+    answer = client.post(extractor, content=_file(kind, batch), headers={"content-type": f"application/{kind}"})
+    for key, value in tensors(answer).items():
+        close(value, expected[key])
+
+
+@pytest.mark.parametrize("kind", ["x-npy", "x-safetensors"])
+def test_images_as_uint8_tensors(client, extractor, photos, kind):
+    """As the same pixels in a lossless file."""
+    pixels = _pixels(photos.values())
+    answer = client.post(extractor, content=_file(kind, pixels), headers={"content-type": f"application/{kind}"})
+    files = []
+    for image in pixels:
+        buffer = io.BytesIO()
+        PIL.Image.fromarray(image).save(buffer, "PNG")
+        files.append(buffer.getvalue())
+    for key, value in tensors(client.post(extractor, **_multipart(files))).items():
+        close(tensors(answer)[key], value)
+
+
+def _file(kind, array):
+    if kind == "x-safetensors":
+        return safetensors.numpy.save({"x": array})
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def test_safetensors(client, extractor, photos, expected):
+    headers = {**JPEG, "accept": "application/x-safetensors"}
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert answer.headers["content-type"] == "application/x-safetensors"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    loaded = safetensors.torch.load(answer.content)
+    for key in ("C4", "C5"):
+        close(loaded[key], expected[key][:1])
+    length = int.from_bytes(answer.content[:8], "little")
+    metadata = json.loads(answer.content[8 : 8 + length])["__metadata__"]
+    assert (metadata["model"], metadata["weights"]) == ("resnet18", "random")
+    assert json.loads(metadata["nodes"]) == {"C4": C4, "C5": C5}
+    assert metadata["fingerprint"] == client.get("/v1/models/resnet18/nodes").json()["fingerprint"]
+
+
+def test_npz(client, extractor, photos, expected):
+    answer = client.post(extractor, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npz"})
+    assert answer.headers["content-type"] == "application/x-npz"
+    loaded = np.load(io.BytesIO(answer.content), allow_pickle=False)
+    assert loaded.files == ["C4", "C5"]
+    for key in loaded.files:
+        close(loaded[key], expected[key][:1])
+
+
+def test_npy_of_one_node(client, photos, expected):
+    url = "/v1/models/resnet18/features?weights=random&nodes=C5"
+    answer = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npy"})
+    assert answer.headers["content-type"] == "application/x-npy"
+    close(np.load(io.BytesIO(answer.content), allow_pickle=False), expected["C5"][:1])
+
+
+def test_base64(client, extractor, photos, expected):
+    answer = client.post(f"{extractor}?encoding=base64", content=photos["chelsea"], headers=JPEG)
+    for output in answer.json()["outputs"]:
+        read = np.frombuffer(base64.b64decode(output["data"], validate=True), "<f4").reshape(output["shape"])
+        close(read, expected[output["name"]][:1])
+
+
+def test_heat_map(client, photos):
+    url = "/v1/models/resnet18/features?weights=random&nodes=C4"
+    answer = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
+    assert answer.headers["content-type"] == "image/png"
+    image = PIL.Image.open(io.BytesIO(answer.content))
+    assert (image.format, image.mode, image.size) == ("PNG", "RGB", (224, 224))
+
+
+@pytest.mark.parametrize(
+    ("pool", "function"),
+    [
+        ("avg", lambda t: t.mean((2, 3))),
+        ("max", lambda t: t.amax((2, 3))),
+        ("gem", lambda t: t.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)),
+    ],
+)
+def test_pooling(client, extractor, photos, expected, pool, function):
+    answer = client.post(f"{extractor}?pool={pool}", content=photos["chelsea"], headers=JPEG)
+    for key, value in tensors(answer).items():
+        close(value, function(expected[key][:1]))
+
+
+def test_unit_length(client, extractor, photos, expected):
+    answer = client.post(f"{extractor}?pool=avg&normalize=l2", content=photos["chelsea"], headers=JPEG)
+    for key, value in tensors(answer).items():
+        close(value, torch.nn.functional.normalize(expected[key][:1].mean((2, 3)), dim=1))
+        assert value.norm().item() == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 1e-3), ("bfloat16", 1e-2)])
+def test_cast(client, extractor, photos, expected, dtype, tolerance):
+    headers = {**JPEG, "accept": "application/x-safetensors"}
+    answer = client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=headers)
+    for key, value in safetensors.torch.load(answer.content).items():
+        assert str(value.dtype) == f"torch.{dtype}"
+        close(value, expected[key][:1], tolerance)
+    names = [
+        o["datatype"]
+        for o in client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=JPEG).json()["outputs"]
+    ]
+    assert names == [{"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}[dtype]] * 2
+
+
+def test_without_preprocessing(client, extractor, photos):
+    """Pixels scaled to [0, 1] and nothing else."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None).eval()
+    pixels = pil_to_tensor(PIL.Image.open(io.BytesIO(photos["chelsea"])))[None].float() / 255
+    with torch.inference_mode():
+        for layer in (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3):
+            pixels = layer(pixels)
+    answer = client.post(f"{extractor}?preprocess=none", content=photos["chelsea"], headers=JPEG)
+    close(tensors(answer)["C4"], pixels)
+
+
+def test_one_step_is_the_extractor(client, extractor, photos):
+    one = client.post(ONE_STEP, content=photos["coffee"], headers=JPEG).json()
+    two = client.post(extractor, content=photos["coffee"], headers=JPEG).json()
+    assert one == two
+
+
+def test_any_names_of_a_node_give_its_values(client, photos, expected):
+    url = f"/v1/models/resnet18/features?weights=random&nodes=layer4:a,C5:b,{C5}:c,layer3"
+    answer = client.post(url, content=photos["chelsea"], headers=JPEG)
+    found = tensors(answer)
+    assert list(found) == ["a", "b", "c", "layer3"]
+    assert torch.equal(found["a"], found["b"])
+    assert torch.equal(found["a"], found["c"])
+    close(found["a"], expected["C5"][:1])
+    close(found["layer3"], expected["C4"][:1])
+
+
+def test_tokens_and_the_class_token(client, photos, reference):
+    url = "/v1/models/vit_b_32/features?weights=random&nodes=encoder.ln"
+    answer = client.post(f"{url}&pool=cls", content=photos["rocket"], headers=JPEG)
+    value = reference("vit_b_32", "encoder.ln", [photos["rocket"]])
+    close(tensors(answer)["encoder.ln"], value[:, 0])
+    picture = client.post(url, content=photos["rocket"], headers={**JPEG, "accept": "image/png"})
+    assert PIL.Image.open(io.BytesIO(picture.content)).size == (224, 224)
+
+
+def test_published_weights_from_the_cache(make_client, photos, reference, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    torch.manual_seed(1)
+    state = torchvision.models.squeezenet1_1(weights=None).state_dict()
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    torch.save(state, folder / "squeezenet1_1-b8a52dc0.pth")
+    answer = make_client(exact_images=True).post(
+        "/v1/models/squeezenet1_1/features?nodes=features.5", content=photos["chelsea"], headers=JPEG
+    )
+    assert answer.json()["weights"] == answer.headers["x-fxserve-weights"] == "IMAGENET1K_V1"
+    node = answer.json()["outputs"][0]["node"]
+    close(tensors(answer)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+
+
+def test_weights_from_a_file(make_client, photos, reference, tmp_path):
+    torch.manual_seed(2)
+    state = torchvision.models.squeezenet1_1(weights=None).state_dict()
+    safetensors.torch.save_file(state, tmp_path / "mine.safetensors")
+    client = make_client(weights_dir=tmp_path, exact_images=True)
+    url = "/v1/models/squeezenet1_1/features?nodes=features.5&weights=file:mine.safetensors"
+    answer = client.post(url, content=photos["chelsea"], headers=JPEG)
+    assert answer.json()["weights"] == "file:mine.safetensors"
+    node = answer.json()["outputs"][0]["node"]
+    close(tensors(answer)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/x-safetensors", "application/x-npz"])
+def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, accept):
+    headers = {**JPEG, "accept": accept, "x-request-id": "my-id"}
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert answer.headers["x-fxserve-weights"] == "random"
+    assert answer.headers["x-request-id"] == "my-id"
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    assert list(timing) == ["decode", "queue", "compute", "encode"]
+    assert float(timing["compute"]) > 0
+
+
+BAD = [b"", b"no image", b"\x89PNG\r\n\x1a\n"]
+
+
+@pytest.mark.parametrize("bad", [*BAD, "truncated"], ids=["empty", "text", "signature", "truncated"])
+@pytest.mark.parametrize("body", [_multipart, _json])
+def test_one_bad_image_of_several(client, extractor, photos, bad, body):
+    bad = photos["coffee"][:2000] if bad == "truncated" else bad
+    answer = client.post(extractor, **body([photos["chelsea"], bad, photos["rocket"]]))
+    assert answer.status_code == 422
+    assert answer.json()["type"] == "/problems/bad-image"
+    assert answer.json()["index"] == 1
+
+
+def test_base64_is_strict(client, extractor, photos):
+    """Line breaks, or anything else that a lenient decoder would skip, may be a sign of damage."""
+    lines = base64.encodebytes(photos["chelsea"]).decode()
+    answer = client.post(extractor, json={"images": [b64(photos["chelsea"]), lines]})
+    assert (answer.status_code, answer.json()["type"], answer.json()["index"]) == (422, "/problems/bad-image", 1)
+    assert "base64" in answer.json()["detail"]
+
+
+def _post(path, status, kind, **options):
+    return path, status, kind, options
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind", "options"),
+    [
+        _post("/v1/extractors/none/features", 404, "unknown-extractor", content=b"x", headers=JPEG),
+        _post("/v1/models/none/features?nodes=C4", 404, "unknown-model", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=a,,b", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:a,C4:b", 422, "duplicate-key", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:a,C5:a", 422, "duplicate-key", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C9&weights=random", 422, "unknown-node", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4&weights=x", 422, "unknown-weights", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&pool=sum", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&dtype=int8", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&normalize=l1", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&preprocess=some", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&encoding=hex", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&image_size=0", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&backend=openvino", 422, "unsupported", content=b"x", headers=JPEG),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x"),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "image/"}),
+        _post(
+            ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "application/octet-stream"}
+        ),
+        _post(ONE_STEP, 415, "unsupported-media-type", data={"a": "b"}),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={**JPEG, "content-encoding": "gzip"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "text/html"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "application/x-npy"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "image/png"}),
+        _post(
+            f"{ONE_STEP}&dtype=bfloat16",
+            406,
+            "not-acceptable",
+            content=b"x",
+            headers={**JPEG, "accept": "application/x-npz"},
+        ),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "soon"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "0"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "inf"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"{", headers={"content-type": "application/json"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"[" * 90_000, headers={"content-type": "application/json"}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": []}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [1]}),
+        _post(ONE_STEP, 422, "invalid-request", json={"pictures": []}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["a"]}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["ééé="]}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["data:image/png;base64,AAAA"]}),
+        _post(ONE_STEP, 422, "bad-image", content=b"", headers=JPEG),
+        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-npy"}),
+        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-safetensors"}),
+        _post(
+            ONE_STEP,
+            422,
+            "bad-tensor",
+            content=safetensors.numpy.save({"image": np.zeros((1, 3, 64, 64), np.float32)}),
+            headers={"content-type": "application/x-safetensors"},
+        ),
+        _post(
+            ONE_STEP,
+            422,
+            "bad-tensor",
+            content=_file("x-npy", np.zeros((1, 5, 64, 64), np.float32)),
+            headers={"content-type": "application/x-npy"},
+        ),
+        _post(
+            "/v1/models/resnet18/features?weights=random&nodes=flatten",
+            422,
+            "no-heat-map",
+            content=b"x",
+            headers={**JPEG, "accept": "image/png"},
+        ),
+        _post(f"{ONE_STEP}&pool=cls", 422, "bad-tensor", json={"images": "photo"}),
+    ],
+)
+def test_what_cannot_be_answered(client, photos, path, status, kind, options):
+    if options.get("json") == {"images": "photo"}:
+        options = _json([photos["chelsea"]])
+    answer = client.post(path, **options)
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert (answer.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}"), document
+    assert document["detail"]
+    assert document["title"]
+    if status in (406, 415):
+        assert document["available"]
+
+
+def test_a_second_choice_is_taken_where_the_first_is_impossible(client, extractor, photos):
+    headers = {**JPEG, "accept": "application/x-npy, application/x-npz;q=0.5"}
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert answer.headers["content-type"] == "application/x-npz"
+
+
+def test_a_heat_map_is_of_one_encoded_image(client, photos):
+    url = "/v1/models/resnet18/features?weights=random&nodes=C4"
+    answer = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
+    assert (answer.status_code, answer.json()["type"]) == (406, "/problems/not-acceptable")
+
+
+def test_too_many_pixels(make_client, photos):
+    client = make_client(max_pixels=450 * 300)
+    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"][:100_000], photos["rocket"]]))
+    assert answer.status_code == 413
+    document = answer.json()
+    assert document["type"] == "/problems/image-too-large"
+    assert (document["index"], document["pixels"], document["limit"]) == (0, 451 * 300, 450 * 300)
+
+
+def test_too_large_an_answer(make_client, photos):
+    client = make_client(max_response_bytes=1_000_000)
+    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
+    assert answer.status_code == 413
+    document = answer.json()
+    assert document["type"] == "/problems/response-too-large"
+    assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
+    assert "pool=avg" in document["ways"]
+    assert client.post(f"{ONE_STEP}&pool=avg", **_multipart([photos["chelsea"]] * 4)).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["header", "setting"])
+def test_a_deadline(make_client, photos, where):
+    client = make_client(request_timeout=0.005) if where == "setting" else make_client()
+    headers = {**JPEG, "x-request-timeout": "0.005"} if where == "header" else JPEG
+    answer = client.post(
+        "/v1/models/resnet50/features?weights=random&nodes=C4", content=photos["chelsea"], headers=headers
+    )
+    assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+
+
+@pytest.mark.parametrize("encoding", ["json", "base64"])
+def test_the_loop_is_not_held_up_while_a_large_answer_is_written(client, encoding):
+    """Eight million numbers are most of a second of writing."""
+    source = answers.Source("m", "e", "random", "f", {"a": "a"})
+    value = torch.rand(8_000_000)
+    waits = []
+
+    async def watched():
+        loop = asyncio.get_running_loop()
+        engine = client.app.state.fxserve.engine
+        work = engine.run_in_encoder(answers.write, "application/json", source, {"a": value}, 1, encoding)
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            before = loop.time()
+            await asyncio.sleep(0.005)
+            waits.append(loop.time() - before - 0.005)
+        return await task
+
+    assert b"".join(client.run(watched())).startswith(b'{"model":"m"')
+    # A busy machine takes the core away for a moment now and then; a loop that is held waits nearly all the time.
+    assert sum(wait for wait in waits if wait > 0.05) < 0.5 * (sum(waits) + 0.005 * len(waits))
+
+
+def test_while_draining(make_client, photos):
+    client = make_client()
+    assert client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG).status_code == 200
+    client.run(client.app.state.fxserve.engine.close())
+    answer = client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG)
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/draining")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").status_code == 200

@@ -1,0 +1,95 @@
+"""The OpenAPI document says everything that the service answers."""
+
+import re
+
+import pytest
+
+from service.app import create_app
+from service.problems import KINDS
+
+
+@pytest.fixture(scope="module")
+def document():
+    return create_app().openapi()
+
+
+def operations(document):
+    """All but the V2 protocol's, which says errors its own way."""
+    for path, methods in document["paths"].items():
+        if path == "/v2" or path.startswith("/v2/"):
+            continue
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def test_every_route(document):
+    assert {name for name, _ in operations(document)} == {
+        "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "GET /v1/models/{model}/nodes",
+        "GET /v1/models/{model}/graph",
+        "POST /v1/models/{model}/features",
+        "GET /v1/extractors",
+        "POST /v1/extractors",
+        "GET /v1/extractors/{extractor}",
+        "DELETE /v1/extractors/{extractor}",
+        "GET /v1/extractors/{extractor}/graph",
+        "GET /v1/extractors/{extractor}/code",
+        "POST /v1/extractors/{extractor}/features",
+    }
+
+
+def test_every_route_is_described(document):
+    for name, operation in operations(document):
+        assert operation.get("description"), name
+
+
+def test_every_problem_is_an_example_somewhere(document):
+    shown = set()
+    for name, operation in operations(document):
+        for status, response in operation["responses"].items():
+            for media_type, content in response.get("content", {}).items():
+                assert media_type == "application/problem+json" or int(status) < 400, name
+                for slug, example in content.get("examples", {}).items():
+                    assert example["value"]["type"] == f"/problems/{slug}"
+                    assert str(example["value"]["status"]) == status
+                    shown.add(slug)
+    # Not of any one route: no such route, no such method, and our own defects.
+    assert set(KINDS) - shown == {"not-found", "method-not-allowed", "internal"}
+
+
+def test_features_declare_their_media_types(document):
+    for path in ("/v1/models/{model}/features", "/v1/extractors/{extractor}/features"):
+        operation = document["paths"][path]["post"]
+        assert set(operation["requestBody"]["content"]) == {
+            "image/*",
+            "multipart/form-data",
+            "application/json",
+            "application/x-npy",
+            "application/x-safetensors",
+        }
+        assert set(operation["responses"]["200"]["content"]) == {
+            "application/json",
+            "application/x-safetensors",
+            "application/x-npz",
+            "application/x-npy",
+            "image/png",
+        }
+        assert {"406", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
+        assert {"pool", "dtype", "normalize", "preprocess", "encoding"} <= {p["name"] for p in operation["parameters"]}
+
+
+def test_every_reference_leads_somewhere(document):
+    for name in re.findall(r"#/components/schemas/([^\"']+)['\"]", str(document)):
+        assert name in document["components"]["schemas"]
+
+
+def test_every_field_has_an_example(document):
+    bare = {"Problem", "Health", "HTTPValidationError", "ValidationError"}  # the last two are FastAPI's
+    for name, schema in document["components"]["schemas"].items():
+        for field, content in schema.get("properties", {}).items():
+            refers = "$ref" in str(content)
+            assert name in bare or refers or {"examples", "description", "default"} & content.keys(), f"{name}.{field}"

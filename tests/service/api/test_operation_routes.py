@@ -1,0 +1,52 @@
+import re
+from html.parser import HTMLParser
+
+import torchvision
+
+
+def test_health_and_readiness(client):
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/readyz").json() == {"ready": True, "reason": "ready"}
+
+
+def test_not_ready_says_why(make_client):
+    client = make_client(preload=["resnet18:no-such-node"])
+    answer = client.get("/readyz")
+    while "no-such-node" not in answer.json().get("reason", "failed: no-such-node"):
+        answer = client.get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json()["type"] == "/problems/not-ready"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_metrics_by_route_template(client):
+    client.get("/v1/models/alexnet/nodes")
+    client.get("/v1/models/unheard-of/nodes")
+    client.get("/nowhere")
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    for route, status in (("/v1/models/{model}/nodes", 200), ("/v1/models/{model}/nodes", 404), ("unmatched", 404)):
+        assert f'fxserve_requests_total{{method="GET",route="{route}",status="{status}"}}' in answer.text
+    assert 'fxserve_request_seconds_bucket{le="0.001",method="GET",route="/v1/models/{model}/nodes"}' in answer.text
+    assert "unheard-of" not in answer.text
+
+
+def test_two_services_do_not_share_metrics(client, make_client):
+    client.get("/healthz")
+    assert 'route="/healthz"' not in make_client().get("/metrics").text
+
+
+def test_the_front_page_needs_nothing_else(client):
+    answer = client.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    links = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            links.extend(value for name, value in attributes if name in ("href", "src"))
+
+    Links().feed(answer.text)
+    assert all(link.startswith("/") for link in links)
+    for name in torchvision.models.list_models():
+        assert f"/v1/models/{name}/graph?format=svg" in links
+    assert not re.search(r"\{\w+\}", answer.text.split("</style>")[1].split("<script>")[0])

@@ -1,0 +1,70 @@
+"""The service in this process: requests go through ASGI, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from service.app import create_app
+from service.settings import Settings
+
+
+class Client:
+    """A started service and a client of it, for tests that are not async themselves."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.app = create_app(Settings(**settings))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        self.run(self._lifespan.__aenter__())
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120)
+
+    def run(self, work: Any) -> Any:
+        """Await ``work`` on the service's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.run(self.http.get(path, **options))
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return self.run(self.http.post(path, **options))
+
+    def delete(self, path: str, **options: Any) -> httpx.Response:
+        return self.run(self.http.delete(path, **options))
+
+    def close(self) -> None:
+        self.run(self.http.aclose())
+        self.run(self._lifespan.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def client() -> Iterator[Client]:
+    """A service with settings as they come, but for images as PIL decodes them: values are compared with those."""
+    client = Client(exact_images=True)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def make_client() -> Iterator[Callable[..., Client]]:
+    """Services with settings of a test's own: ``make_client(max_body_bytes=1000)``."""
+    made: list[Client] = []
+
+    def make(**settings: Any) -> Client:
+        made.append(Client(**settings))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()

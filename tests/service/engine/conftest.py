@@ -1,0 +1,47 @@
+"""Real photographs, real small models, and an engine that runs for one test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import skimage.data
+
+from service.engine import Engine
+from service.settings import Settings
+from tests.service.engine.running import MakeEngine, encoded
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def arrays() -> dict[str, np.ndarray]:
+    """uint8 [H, W, 3]."""
+    return {name: getattr(skimage.data, name)() for name in ("chelsea", "coffee", "rocket")}
+
+
+@pytest.fixture(scope="session")
+def jpegs(arrays: dict[str, np.ndarray]) -> list[bytes]:
+    return [encoded(pixels) for pixels in arrays.values()]
+
+
+@pytest.fixture
+def engine() -> MakeEngine:
+    """``async with engine(max_inflight=3) as running:`` an engine with those settings, on the CPU."""
+
+    @asynccontextmanager
+    async def make(**settings: Any) -> AsyncIterator[Engine]:
+        running = Engine(Settings(device="cpu", **settings))
+        await running.start()
+        try:
+            yield running
+        finally:
+            await running.close(grace=20)
+
+    return make

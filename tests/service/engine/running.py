@@ -1,0 +1,71 @@
+"""What the engine's tests share beside fixtures."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from service.engine import Engine, ExtractorRecord
+from service.schemas import ExtractorSpec
+
+MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+
+
+def encoded(pixels: np.ndarray, format: str = "JPEG") -> bytes:
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, format)
+    return file.getvalue()
+
+
+def spec(model: str = "mobilenet_v3_small", nodes: Any = ("features.8", "features.12"), **rest: Any) -> ExtractorSpec:
+    nodes = list(nodes) if isinstance(nodes, tuple) else nodes
+    return ExtractorSpec(model=model, return_nodes=nodes, **{"weights": "random", **rest})
+
+
+async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
+    """A ready extractor."""
+    record, _ = await engine.extractor(spec(*args, **rest), 60)
+    assert record.state == "ready", record.problem
+    return record
+
+
+class Watched:
+    """Stands where a backend stands: runs the extractor's own module, and notes, holds up or breaks its batches."""
+
+    def __init__(self, record: ExtractorRecord) -> None:
+        assert record.run is not None
+        self._module = record.run
+        self.batches: list[torch.Tensor] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.fault: Callable[[torch.Tensor], None] = lambda batch: None
+        record.run = self
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(batch) for batch in self.batches]
+
+    def __call__(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.batches.append(batch.clone())
+        self.entered.set()
+        assert self.open.wait(30)
+        self.fault(batch)
+        return self._module(batch)
+
+
+async def waiting(engine: Engine, items: int) -> None:
+    """Until so many items wait for the device."""
+    for _ in range(500):
+        if len(engine._queue) >= items:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the requests did not reach the queue")

@@ -1,0 +1,324 @@
+"""The main path: photographs in, tensors out, equal to what torch itself gives."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from fxcore.catalog import get_model
+from fxcore.errors import BadImage, BadTensor, ImageTooLarge
+from fxcore.images import open_image
+from fxcore.weights import load_model
+from service.engine import FeatureOptions
+from service.engine.errors import Draining, ResponseTooLarge
+from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, waiting
+
+pytestmark = pytest.mark.anyio
+
+
+def hooked(model: torch.nn.Module, path: str, batch: torch.Tensor) -> torch.Tensor:
+    """The output of the module at ``path``, by a forward hook."""
+    seen: list[torch.Tensor] = []
+    handle = model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    with torch.inference_mode():
+        model(batch)
+    handle.remove()
+    return seen[0]
+
+
+async def test_values_are_those_of_a_forward_hook(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    entry = get_model("resnet18")
+    model = load_model(entry, "random")
+    preset = entry.transforms["IMAGENET1K_V1"]()
+    async with engine() as running:
+        record = await built(running, "resnet18", {"layer1.0.bn1": "early", "layer3": "C4", "layer4": "C5"})
+        exact = FeatureOptions(preprocess="exact")
+        answers = [await running.features(record, [jpeg], exact) for jpeg in jpegs]
+        together = await running.features(record, jpegs, exact)
+    assert list(together.outputs) == ["early", "C4", "C5"]
+    assert set(together.timings) == {"decode", "queue", "compute"}
+    assert together.timings["compute"] > 0
+    for key, path in {"early": "layer1.0.bn1", "C4": "layer3", "C5": "layer4"}.items():
+        for place, (jpeg, answer) in enumerate(zip(jpegs, answers, strict=True)):
+            expected = hooked(model, path, preset(open_image(jpeg))[None])
+            assert torch.equal(answer.outputs[key], expected)
+            assert_close(together.outputs[key][place], expected[0], rtol=1e-5, atol=1e-5)
+        assert together.outputs[key].is_contiguous()
+
+
+async def test_fast_images_are_close_to_exact_ones(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running)
+        fast = await running.features(record, jpegs)
+        exact = await running.features(record, jpegs, FeatureOptions(preprocess="exact"))
+        one_by_one = [await running.features(record, [jpeg]) for jpeg in jpegs]
+    async with engine(exact_images=True) as running:
+        always = await running.features(await built(running), jpegs)
+    for key, value in exact.outputs.items():
+        assert not torch.equal(fast.outputs[key], value)
+        assert torch.cosine_similarity(fast.outputs[key].flatten(1), value.flatten(1)).min() > 0.99999
+        assert_close(torch.cat([one.outputs[key] for one in one_by_one]), fast.outputs[key], rtol=1e-5, atol=1e-5)
+        assert torch.equal(always.outputs[key], value)
+
+
+async def test_the_same_request_gives_the_same_bits(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running)
+        first = await running.features(record, jpegs)
+        for _ in range(5):
+            again = await running.features(record, jpegs)
+            assert all(torch.equal(again.outputs[key], first.outputs[key]) for key in first.outputs)
+
+
+async def test_uint8_tensors_are_preprocessed_like_lossless_files(
+    engine: MakeEngine, arrays: dict[str, np.ndarray]
+) -> None:
+    pixels = np.stack([arrays["coffee"], arrays["coffee"][:, ::-1]])
+    async with engine() as running:
+        record = await built(running)
+        files = await running.features(record, [encoded(image, "PNG") for image in pixels])
+        tensors = await running.features(record, {"x": torch.from_numpy(pixels.copy())})
+        ready = torch.stack([record.decoder.pixels(torch.from_numpy(image.copy())) for image in pixels])
+        floats = await running.features(record, {"x": ready})
+        raw = await running.features(record, {"x": torch.from_numpy(pixels.copy())}, FeatureOptions(preprocess="none"))
+        scaled = torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2) / 255
+        by_hand = await running.features(record, {"x": scaled})
+        file = await running.features(record, [encoded(pixels[0], "PNG")] * 2, FeatureOptions(preprocess="none"))
+    for key in files.outputs:
+        assert torch.equal(files.outputs[key], tensors.outputs[key])
+        assert_close(files.outputs[key], floats.outputs[key], rtol=1e-5, atol=1e-5)
+        assert_close(raw.outputs[key], by_hand.outputs[key], rtol=1e-5, atol=1e-5)
+        assert torch.equal(raw.outputs[key][0], file.outputs[key][0])
+        assert raw.outputs[key].shape != files.outputs[key].shape
+
+
+async def test_pool_normalize_and_cast(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running)
+        maps = (await running.features(record, jpegs)).outputs
+        vectors = (await running.features(record, jpegs, FeatureOptions(pool="avg", normalize="l2"))).outputs
+        halves = (await running.features(record, jpegs, FeatureOptions(dtype="float16"))).outputs
+    for key, values in maps.items():
+        mean = values.mean(dim=(2, 3))
+        assert_close(vectors[key], mean / mean.norm(dim=1, keepdim=True))
+        assert torch.equal(halves[key], values.half())
+
+
+async def test_requests_with_different_options_share_a_batch(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    options = [FeatureOptions(), FeatureOptions(pool="max"), FeatureOptions(dtype="bfloat16"), FeatureOptions()]
+    async with engine() as running:
+        record = await built(running)
+        alone = [(await running.features(record, jpegs[:1], o)).outputs for o in options]
+        watched = Watched(record)
+        watched.open.clear()
+        blocker = asyncio.create_task(running.features(record, jpegs[:1]))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        tasks = [asyncio.create_task(running.features(record, jpegs[:1], o)) for o in options]
+        await waiting(running, len(options))
+        watched.open.set()
+        answers = [(await task).outputs for task in tasks]
+        await blocker
+    assert watched.sizes == [1, 4]
+    for answer, expected in zip(answers, alone, strict=True):
+        for key in answer:
+            assert answer[key].dtype == expected[key].dtype
+            assert_close(answer[key].float(), expected[key].float(), rtol=1e-2, atol=1e-5)
+            # Nobody's answer keeps the whole batch in memory.
+            assert answer[key].untyped_storage().nbytes() == answer[key].nbytes
+
+
+async def test_images_of_different_sizes(engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]) -> None:
+    """A segmenter keeps the shape of its images: maps of several shapes are no tensor, pooled they are."""
+    wide, tall = jpegs[0], encoded(np.ascontiguousarray(arrays["chelsea"].transpose(1, 0, 2)))
+    async with engine() as running:
+        record = await built(running, "lraspp_mobilenet_v3_large", ["backbone.4"])
+        watched = Watched(record)
+        with pytest.raises(BadTensor, match=r"different shapes .* pool=avg"):
+            await running.features(record, [wide, tall])
+        assert watched.sizes == []
+        pooled = await running.features(record, [wide, tall, wide], FeatureOptions(pool="avg"))
+        each = [await running.features(record, [image], FeatureOptions(pool="avg")) for image in (wide, tall)]
+    assert sorted(watched.sizes[:2]) == [1, 2]
+    (key,) = pooled.outputs
+    for row, alone in zip(pooled.outputs[key], [each[0], each[1], each[0]], strict=True):
+        assert_close(row, alone.outputs[key][0], rtol=1e-5, atol=1e-5)
+
+
+async def test_a_detector_pads_to_the_largest(
+    engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]
+) -> None:
+    pair = [jpegs[0], encoded(np.ascontiguousarray(arrays["chelsea"].transpose(1, 0, 2)))]
+    async with engine() as running:
+        record = await built(running, "fasterrcnn_mobilenet_v3_large_320_fpn", ["backbone.body.6"])
+        answer = (await running.features(record, pair)).outputs["backbone.body.6"]
+        images = [record.preprocessing.image(open_image(data)) for data in pair]
+        padded = record.preprocessing.stack(images)
+        expected = hooked(
+            load_model(record.entry, "random").backbone,  # type: ignore[arg-type]
+            "body.6",
+            padded,
+        )
+    assert images[0].shape != images[1].shape
+    assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+
+
+async def test_half_precision(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        exact = await built(running)
+        record = await built(running, precision="bfloat16")
+        assert record.id != exact.id
+        wide = (await running.features(exact, jpegs)).outputs
+        narrow = (await running.features(record, jpegs)).outputs
+        assert [info.dtype for info in record.outputs] == ["bfloat16", "bfloat16"]
+    for key in wide:
+        assert narrow[key].dtype == torch.bfloat16
+        assert torch.nn.functional.cosine_similarity(narrow[key].float().flatten(), wide[key].flatten(), dim=0) > 0.999
+
+
+async def test_two_keys_of_one_node_are_two_tensors(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running, "resnet18", {"layer4": "a", "layer4.1.relu_1": "b"})
+        outputs = (await running.features(record, jpegs[:1])).outputs
+    assert torch.equal(outputs["a"], outputs["b"])
+    assert outputs["a"].data_ptr() != outputs["b"].data_ptr()
+
+
+async def test_an_answer_that_is_too_large_is_refused_before_any_work(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine(max_response_bytes=200_000) as running:
+        record = await built(running)
+        watched = Watched(record)
+        size = sum(values.nbytes for values in (await running.features(record, jpegs[:1])).outputs.values())
+        assert watched.sizes == [1]
+        with pytest.raises(ResponseTooLarge) as caught:
+            await running.features(record, jpegs * 20)
+        assert caught.value.extra["bytes"] == size * 60
+        assert caught.value.extra["limit"] == 200_000
+        ways = ["pool=avg", "dtype=float16", "fewer images a request", "fewer nodes"]
+        assert caught.value.extra["ways"] == ways
+        assert watched.sizes == [1]
+        assert (await running.features(record, jpegs * 20, FeatureOptions(pool="avg", dtype="float16"))).images == 60
+
+
+async def test_bad_images_say_which(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine(max_pixels=300_000) as running:
+        record = await built(running)
+        watched = Watched(record)
+        with pytest.raises(BadImage, match=r"^image 1: ") as caught:
+            await running.features(record, [jpegs[0], b"no image", b""])
+        assert caught.value.extra["index"] == 1
+        with pytest.raises(BadImage, match=r"^image 2: ") as caught:  # its header is whole
+            await running.features(record, [jpegs[0], jpegs[2], jpegs[0][:3000], jpegs[0][:2000]])
+        assert caught.value.extra["index"] == 2
+        with pytest.raises(ImageTooLarge) as large:
+            await running.features(record, [jpegs[0], encoded(np.zeros((600, 600, 3), np.uint8))])
+        assert large.value.extra["index"] == 1
+        assert watched.sizes == []
+        assert running.admission.requests == running.admission.bytes == 0
+        assert (await running.features(record, jpegs[:1])).images == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"y": torch.zeros(1, 3, 224, 224)}, "tensors named x"),
+        ({"x": torch.zeros(3, 224, 224)}, "takes float32 NCHW with 3 channels"),
+        ({"x": torch.zeros(1, 4, 224, 224)}, "takes float32 NCHW with 3 channels"),
+        ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.uint8)}, "takes uint8 NHWC with 3 channels"),
+        ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.int32)}, "is int32"),
+        ({"x": torch.zeros(0, 3, 224, 224)}, "at least 1"),
+        ({"x": torch.tensor(1.0)}, "at least 1"),
+        ({}, "the request has none"),
+        ([], "no image"),
+    ],
+)
+async def test_bad_tensors_are_refused(engine: MakeEngine, tensors: dict[str, torch.Tensor], said: str) -> None:
+    async with engine() as running:
+        with pytest.raises(BadTensor, match=said):
+            await running.features(await built(running), tensors)
+
+
+async def test_a_size_the_model_does_not_take(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, "vit_b_16", ["encoder"])
+        watched = Watched(record)
+        with pytest.raises(BadTensor, match="vit_b_16 cannot take an input of 3 x 200 x 224"):
+            await running.features(record, {"x": torch.zeros(1, 3, 200, 224)})
+        assert watched.sizes == []
+        token = await running.features(record, {"x": torch.zeros(2, 3, 224, 224)}, FeatureOptions(pool="cls"))
+        assert token.outputs["encoder"].shape == (2, 768)
+        with pytest.raises(BadTensor, match="pool=cls takes the first of the tokens"):
+            await running.features(await built(running), {"x": torch.zeros(1, 3, 64, 64)}, FeatureOptions(pool="cls"))
+
+
+async def test_video_models_take_clips(engine: MakeEngine) -> None:
+    clips = torch.randint(0, 256, (2, 4, 120, 160, 3), dtype=torch.uint8)
+    async with engine() as running:
+        record = await built(running, "r3d_18", ["layer1"])
+        with pytest.raises(BadTensor, match="does not take single images"):
+            await running.features(record, [b""])
+        answer = await running.features(record, {"x": clips}, FeatureOptions(pool="avg"))
+        floats = await running.features(record, {"x": record.preprocessing.tensor(clips)}, FeatureOptions(pool="avg"))
+    assert answer.outputs["layer1"].shape == (2, 64)
+    assert_close(answer.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)
+
+
+async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    """Every answer while twenty extractors are traced and built is bit-equal to the quiet one."""
+    models = ["resnet18", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5"]
+    async with engine() as running:
+        record = await built(running)
+        quiet = [(await running.features(record, [jpeg])).outputs for jpeg in jpegs]
+        done = asyncio.Event()
+        answers = 0
+
+        async def hammer(place: int) -> None:
+            nonlocal answers
+            while not done.is_set():
+                outputs = (await running.features(record, [jpegs[place]])).outputs
+                answers += 1
+                assert all(torch.equal(outputs[key], quiet[place][key]) for key in outputs)
+
+        client = asyncio.create_task(hammer(0))
+        specs = []
+        for model in models:
+            nodes = [n.name for n in (await built(running, model, ["x"])).graph.nodes if n.extractable]
+            specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
+        made = await asyncio.gather(*(running.extractor(one, 60) for one in specs))
+        assert len({built.id for built, _ in made}) == 20
+        assert all(built.state == "ready" for built, _ in made)
+        before = answers
+        while answers < before + 3:
+            await asyncio.sleep(0.01)
+        done.set()
+        await client
+    assert answers > 20
+
+
+async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    before = set(threading.enumerate())
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        accepted = [asyncio.create_task(running.features(record, [jpeg])) for jpeg in jpegs * 4]
+        await asyncio.to_thread(watched.entered.wait, 10)
+        closing = asyncio.create_task(running.close())
+        await asyncio.sleep(0.05)
+        assert running.readiness() == (False, "the service is shutting down")
+        with pytest.raises(Draining):
+            await running.features(record, jpegs)
+        with pytest.raises(Draining):
+            await running.extractor(spec("resnet18"))
+        assert not closing.done()
+        watched.open.set()
+        answers = await asyncio.gather(*accepted)
+        await closing
+        assert [answer.images for answer in answers] == [1] * 12
+    deadline = time.monotonic() + 10
+    while left := {t for t in threading.enumerate() if t.name.startswith("fxserve")} - before:
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.05)

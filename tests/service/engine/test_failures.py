@@ -1,0 +1,302 @@
+"""Load, deadlines, clients that leave, and models that fail: each costs the requests it is about and no other."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from service.engine import FeatureOptions
+from service.engine.errors import (
+    AdmissionFull,
+    ComputeFailed,
+    DeadlineExceeded,
+    NotReady,
+    OutOfMemory,
+    RequestTooLarge,
+)
+from tests.service.engine.running import MakeEngine, Watched, built, waiting
+
+pytestmark = pytest.mark.anyio
+
+POISON = 7777.0
+
+
+def tensors(*values: float) -> dict[str, torch.Tensor]:
+    """A small input whose rows can be told apart."""
+    return {"x": torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 64, 64).contiguous()}
+
+
+def marks(batch: torch.Tensor) -> list[float]:
+    return batch[:, 0, 0, 0].tolist()
+
+
+async def test_work_of_clients_that_left_is_not_done(engine: MakeEngine) -> None:
+    async with engine(max_batch=2) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(1, 11)]
+        await waiting(running, 10)
+        left, stayed = [*tasks[:4], *tasks[5:9]], [tasks[4], tasks[9]]
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        assert running.admission.requests == 3
+        watched.open.set()
+        await asyncio.gather(first, *stayed)
+    assert all(task.cancelled() for task in left)
+    # Those that stayed share a batch: the others took up no room in one.
+    assert [marks(batch) for batch in watched.batches] == [[0], [5, 10]]
+
+
+async def test_work_whose_deadline_passed_is_not_done(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        started = time.monotonic()
+        late = asyncio.create_task(running.features(record, tensors(1), deadline=started + 0.2))
+        patient = asyncio.create_task(running.features(record, tensors(2)))
+        with pytest.raises(DeadlineExceeded):
+            await late
+        assert 0.15 < time.monotonic() - started < 5
+        watched.open.set()
+        await asyncio.gather(first, patient)
+        with pytest.raises(DeadlineExceeded):
+            await running.features(record, tensors(3), deadline=time.monotonic() - 1)
+    assert [marks(batch) for batch in watched.batches] == [[0], [2]]
+
+
+async def test_the_deadline_of_the_settings(engine: MakeEngine) -> None:
+    async with engine(request_timeout=0.5) as running:
+        record = await built(running)
+        await running.features(record, tensors(0), deadline=time.monotonic() + 30)
+        watched = Watched(record)
+        watched.open.clear()
+        with pytest.raises(DeadlineExceeded):
+            await running.features(record, tensors(1))
+        assert watched.entered.is_set()
+        await asyncio.sleep(0.6)
+        ready, reason = running.readiness()
+        assert not ready
+        assert "has been on one batch" in reason
+        watched.open.set()
+        assert (await running.features(record, tensors(2), deadline=time.monotonic() + 30)).images == 1
+        while not running.readiness()[0]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        alone = {i: (await running.features(record, tensors(i))).outputs for i in range(7)}
+        watched = Watched(record)
+
+        def fault(batch: torch.Tensor) -> None:
+            if POISON in marks(batch):
+                raise ValueError("poison")
+
+        watched.fault = fault
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(5)]
+        bad = asyncio.create_task(running.features(record, tensors(5, POISON, 6)))
+        await waiting(running, 6)
+        watched.open.set()
+        for i, task in enumerate(tasks):
+            for key, values in (await task).outputs.items():
+                assert_close(values, alone[i][key], rtol=1e-5, atol=1e-5)
+        with pytest.raises(ComputeFailed, match="ValueError: poison"):
+            await bad
+        await first
+        assert watched.sizes == [1, 8, 3, 5, 1, 4, 1, 3]
+        assert (await running.features(record, tensors(1))).images == 1
+        assert running.readiness()[0]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Exception) -> None:
+    async with engine() as running:
+        record = await built(running)
+        expected = (await running.features(record, tensors(*range(7)))).outputs
+        watched = Watched(record)
+        fits = 2
+
+        def fault(batch: torch.Tensor) -> None:
+            if len(batch) > fits:
+                raise error
+
+        watched.fault = fault
+        answer = (await running.features(record, tensors(*range(7)))).outputs
+        assert watched.sizes == [7, 3, 1, 2, 4, 2, 2]
+        for key in expected:
+            assert_close(answer[key], expected[key], rtol=1e-5, atol=1e-5)
+        fits = 0
+        with pytest.raises(OutOfMemory):
+            await running.features(record, tensors(0))
+        fits = 9
+        assert (await running.features(record, tensors(0))).images == 1
+
+
+async def test_the_device_worker_dies(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+
+        def fault(batch: torch.Tensor) -> None:
+            raise SystemExit("gone")
+
+        watched.fault = fault
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        others = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
+        await waiting(running, 3)
+        watched.open.set()
+        for task in [first, *others]:
+            with pytest.raises(NotReady, match="the device worker died of SystemExit"):
+                await task
+        with pytest.raises(NotReady, match="SystemExit"):
+            await running.features(record, tensors(0))
+        assert running.readiness() == (False, "the device worker died of SystemExit: gone")
+        assert running.admission.requests == 0
+
+
+async def test_admission_counts_requests(engine: MakeEngine) -> None:
+    async with engine(max_inflight=3) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
+        await asyncio.to_thread(watched.entered.wait, 10)
+        with pytest.raises(AdmissionFull, match="3 requests") as caught:
+            await running.features(record, tensors(3))
+        assert 1 <= caught.value.retry_after <= 60
+        assert caught.value.extra["retry_after"] == caught.value.retry_after
+        watched.open.set()
+        await asyncio.gather(*tasks)
+        assert (await running.features(record, tensors(3))).images == 1
+        assert 3.0 not in marks(torch.cat(watched.batches[:-1]))
+
+
+async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine(max_inflight_bytes=4_000_000) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        held = asyncio.create_task(running.features(record, [jpegs[1]]))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        image, answer = 400 * 600 * 3, 4 * (48 * 14 * 14 + 576 * 7 * 7)
+        assert running.admission.bytes == image + 4 * 3 * 224 * 224 + answer
+        pooled = FeatureOptions(pool="avg")
+        with pytest.raises(AdmissionFull, match="bytes"):
+            await running.features(record, [jpegs[1]] * 4, pooled)
+        with pytest.raises(RequestTooLarge):
+            await running.features(record, [jpegs[1]] * 20, pooled)
+        watched.open.set()
+        await held
+        assert (await running.features(record, [jpegs[1]] * 4, pooled)).images == 4
+        assert running.admission.bytes == 0
+
+
+async def test_a_flood_is_answered_once_each(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    """Mixed models, options, clients that leave and bad images, more than may be in: every one has one answer."""
+    async with engine(max_inflight=24, max_batch=4) as running:
+        records = [await built(running), await built(running, "squeezenet1_1", ["features.3", "features.12"])]
+        right = [[(await running.features(r, [jpeg])).outputs for jpeg in jpegs] for r in records]
+
+        async def client(number: int) -> str:
+            which, place = number % 2, number % 3
+            sent = [jpegs[place][:500]] if number % 11 == 0 else [jpegs[place]]
+            try:
+                async with asyncio.timeout(0.05 if number % 7 == 0 else 30):
+                    answer = (await running.features(records[which], sent)).outputs
+            except Exception as error:
+                return type(error).__name__
+            for key, values in right[which][place].items():
+                assert_close(answer[key], values, rtol=1e-5, atol=1e-5)
+            return "right"
+
+        kinds: list[str] = []
+        for start in range(0, 120, 30):
+            kinds += await asyncio.gather(*(client(number) for number in range(start, start + 30)))
+        assert running.admission.requests == running.admission.bytes == 0
+        assert len(running._queue) == 0
+    assert set(kinds) <= {"right", "AdmissionFull", "TimeoutError", "BadImage"}
+    assert kinds.count("right") >= 40
+    assert kinds.count("AdmissionFull") >= 4
+
+
+async def test_threads(engine: MakeEngine) -> None:
+    """One batch uses the compute threads; whoever decodes uses one, so that the two do not fight."""
+    seen: list[int] = []
+    async with engine(compute_threads=2) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.fault = lambda batch: seen.append(torch.get_num_threads())
+        await running.features(record, tensors(0))
+        seen.append(await running.run_in_encoder(torch.get_num_threads))
+        seen.append(await running._in(running._decoders, torch.get_num_threads))
+    assert seen == [2, 1, 1]
+
+
+async def test_oldest_line_first(engine: MakeEngine) -> None:
+    order: list[str] = []
+    async with engine(max_batch=2) as running:
+        first = await built(running)
+        second = await built(running, nodes=["features.3"])
+        watched = {"first": Watched(first), "second": Watched(second)}
+        for name, one in watched.items():
+            one.fault = lambda batch, name=name: order.append(f"{name} {marks(batch)}")  # type: ignore[misc]
+        watched["first"].open.clear()
+        tasks = [asyncio.create_task(running.features(first, tensors(0)))]
+        await asyncio.to_thread(watched["first"].entered.wait, 10)
+        for number, record in enumerate([first, first, second, first, first, second], 1):
+            tasks.append(asyncio.create_task(running.features(record, tensors(number))))
+            await waiting(running, number)
+        watched["first"].open.set()
+        await asyncio.gather(*tasks)
+    # A line that is served goes to the back only by the age of what is left in it.
+    assert order == ["first [0.0]", "first [1.0, 2.0]", "second [3.0, 6.0]", "first [4.0, 5.0]"]
+
+
+async def test_a_large_request_is_computed_in_parts(engine: MakeEngine) -> None:
+    async with engine(max_batch=4) as running:
+        record = await built(running)
+        watched = Watched(record)
+        values = tensors(*range(10))
+        answer = (await running.features(record, values)).outputs
+        each = [(await running.features(record, {"x": values["x"][i : i + 1]})).outputs for i in range(10)]
+    assert watched.sizes[:3] == [4, 4, 2]
+    for key in answer:
+        assert_close(answer[key], torch.cat([one[key] for one in each]), rtol=1e-5, atol=1e-5)
+
+
+async def test_batches_are_bounded_by_bytes(engine: MakeEngine) -> None:
+    async with engine(max_batch_bytes=1_000_000) as running:
+        record = await built(running)
+        watched = Watched(record)
+        await running.features(record, tensors(*range(10)))
+        small = max(watched.sizes)
+        watched.batches.clear()
+        await running.features(record, {"x": torch.zeros(3, 3, 224, 224)})
+    assert 1 < small < 10
+    assert watched.sizes == [1, 1, 1]
+
+
+async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine(max_inflight=1) as running:
+        record = await built(running)
+        for _ in range(3):
+            with pytest.raises(Exception, match="image 0"):
+                await running.features(record, [jpegs[0][:400]])
+        assert (await running.features(record, jpegs)).images == 3

@@ -1,0 +1,87 @@
+"""What is known of images from their headers, and how they are shared out to decoders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from fxcore.errors import BadImage, ImageTooLarge
+from service.engine import Engine, FeatureOptions
+from service.engine.inputs import batch, grouped, plan
+from service.engine.records import ExtractorRecord
+from service.settings import Settings
+from tests.service.engine.running import built, encoded
+
+LIMIT = 1_000_000
+PLAIN = FeatureOptions()
+
+
+@pytest.fixture(scope="module")
+def record() -> ExtractorRecord:
+    async def make() -> ExtractorRecord:
+        engine = Engine(Settings(device="cpu"))
+        await engine.start()
+        try:
+            return await built(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(make())
+
+
+def decoded(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions = PLAIN) -> torch.Tensor:
+    made = plan(record, images, options, LIMIT)
+    parts = [part() for part in made.parts[::-1]][::-1]  # in any order
+    ((rows, (tensor,)),) = grouped(made, parts) if len(parts) > 1 else [(range(len(images)), parts[0])]
+    assert list(rows) == list(range(len(images)))
+    return tensor
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("preprocess", ["default", "exact"])
+def test_rows_come_in_order(
+    record: ExtractorRecord, arrays: dict[str, np.ndarray], count: int, preprocess: str
+) -> None:
+    images = [encoded(np.roll(arrays["chelsea"], 7 * i, axis=1)) for i in range(count)]
+    rows = decoded(record, images, FeatureOptions(preprocess=preprocess))
+    assert rows.shape == (count, 3, 224, 224)
+    for image, row in zip(images, rows, strict=True):
+        assert torch.equal(row, decoded(record, [image], FeatureOptions(preprocess=preprocess))[0])
+
+
+def test_images_of_one_request_are_written_into_one_batch(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+    made = plan(record, jpegs, PLAIN, LIMIT)
+    assert made.whole is not None
+    parts = [part() for part in made.parts]
+    assert {part[0].untyped_storage().data_ptr() for part in parts} == {made.whole[0].untyped_storage().data_ptr()}
+    assert made.whole[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_batch_is_channels_last() -> None:
+    assert batch(2, (5, 7)).shape == (2, 3, 5, 7)
+    assert batch(2, (5, 7)).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("shape", [(2, 40_000), (40_000, 2)])
+def test_a_thin_image_cannot_grow_without_bounds(record: ExtractorRecord, shape: tuple[int, int]) -> None:
+    """Resized to 256 pixels on its shorter side it would take 4 GB."""
+    pixels = np.zeros((*shape, 3), dtype=np.uint8)
+    with pytest.raises(ImageTooLarge, match="resizing") as caught:
+        plan(record, [encoded(pixels[:2, :2]), encoded(pixels)], PLAIN, LIMIT)
+    assert caught.value.extra["index"] == 1
+    with pytest.raises(ImageTooLarge, match="resizing"):
+        plan(record, {"x": torch.from_numpy(pixels[None])}, PLAIN, LIMIT)
+    assert decoded(record, [encoded(pixels)], FeatureOptions(preprocess="none")).shape == (1, 3, *shape)
+
+
+def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+    images = [jpegs[i % 3] for i in range(40)]
+    images[21] = images[21][:-500]
+    made = plan(record, images, PLAIN, LIMIT)
+    with pytest.raises(BadImage) as caught:
+        _ = [part() for part in made.parts]
+    assert caught.value.extra["index"] == 21

@@ -1,0 +1,365 @@
+"""The fxserve command: what it prints, what it writes, how it fails, and how it serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import typer.main
+from safetensors import safe_open
+from torchvision.models import list_models
+from torchvision.models.feature_extraction import get_graph_node_names
+from typer.testing import CliRunner
+
+from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.pooling import pool
+from fxcore.render import render
+from service.cli import app
+
+
+def fxserve(*arguments: object) -> Any:
+    """Run a command in this process; the result has exit_code, stdout and stderr."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def rows(stdout: str, first: str) -> list[list[str]]:
+    """The cells of the table whose first column is called ``first``."""
+    lines = stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.split()[:1] == [first])
+    body = []
+    for line in lines[start + 2 :]:
+        cells = re.split(r" {2,}", line)
+        if set(lines[start + 1]) == set(line) or len(cells) < 2:
+            break
+        body.append(cells)
+    return body
+
+
+@pytest.fixture
+def photos(tmp_path: Path, chelsea: PIL.Image.Image, coffee: PIL.Image.Image) -> list[Path]:
+    paths = [tmp_path / "cat.png", tmp_path / "coffee.png"]
+    chelsea.save(paths[0])
+    coffee.save(paths[1])
+    return paths
+
+
+def expected(photos: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What resnet18 with random weights gives, straight from fxcore."""
+    entry, graph = get_model("resnet18"), model_graph("resnet18")
+    extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(nodes))
+    images = [PIL.Image.open(photo).convert("RGB") for photo in photos]
+    with torch.inference_mode():
+        answer: dict[str, torch.Tensor] = extractor.module(
+            torch.stack([entry.preprocessing().image(i) for i in images])
+        )
+    return answer
+
+
+def test_help_comes_without_importing_anything_heavy() -> None:
+    script = """
+import sys
+sys.argv = ["fxserve", "--help"]
+from service.cli import main
+try:
+    main()
+finally:
+    print("HEAVY", sorted({"torch", "torchvision", "numpy", "fastapi", "uvicorn", "fxcore"} & set(sys.modules)))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0
+    assert "HEAVY []" in run.stdout
+    for command in ("serve", "models", "nodes", "graph", "extract"):
+        assert command in run.stdout
+
+
+def test_the_command_alone_prints_its_help() -> None:
+    alone = fxserve()
+    assert alone.exit_code == 0
+    assert alone.stdout == fxserve("--help").stdout
+    assert "Usage: fxserve" in subprocess.run(["fxserve"], capture_output=True, text=True, check=True).stdout
+
+
+def test_version_names_the_libraries_that_decide_the_values() -> None:
+    expected = f"fxserve {version('fxserve')} (torch {version('torch')}, torchvision {version('torchvision')})\n"
+    assert fxserve("--version").stdout == expected
+
+
+@pytest.mark.parametrize("command", ["serve", "models", "nodes", "graph", "extract"])
+def test_every_example_in_a_help_is_a_command_that_can_be_typed(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    text = group.commands[command].help
+    examples = re.findall(rf"^fxserve {command}.*$", text, re.MULTILINE)
+    assert examples
+    for example in examples:
+        group.commands[command].make_context(command, shlex.split(example)[2:])
+    assert all(example.split(" --")[0] in fxserve(command, "--help").stdout for example in examples)
+
+
+def test_models_lists_what_torchvision_lists() -> None:
+    result = fxserve("models")
+    assert [row[0] for row in rows(result.stdout, "model")] == list_models()
+    resnet50 = next(row for row in rows(result.stdout, "model") if row[0] == "resnet50")
+    assert resnet50 == ["resnet50", "classification", "IMAGENET1K_V2", "IMAGENET1K_V1", "25.6 M", "no"]
+
+
+def test_models_can_be_filtered() -> None:
+    found = rows(fxserve("models", "--task", "segmentation", "-q", "ResNet").stdout, "model")
+    assert [row[0] for row in found] == ["deeplabv3_resnet101", "deeplabv3_resnet50", "fcn_resnet101", "fcn_resnet50"]
+    assert {row[1] for row in found} == {"segmentation"}
+
+
+def test_models_sees_weights_on_disk() -> None:
+    file = get_model("squeezenet1_1").weights_info("DEFAULT").file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"weights")
+    try:
+        assert rows(fxserve("models", "-q", "squeezenet1_1").stdout, "model")[0][-1] == "yes"
+    finally:
+        file.unlink()
+
+
+def test_nodes_shows_levels_first_and_then_each_node() -> None:
+    result = fxserve("nodes", "resnet50")
+    assert rows(result.stdout, "level") == [
+        [name, level.node, str(level.channels), str(level.stride)]
+        for name, level in model_graph("resnet50").levels.items()
+    ]
+    assert result.stdout.index("C5") < result.stdout.index("layout")
+    listed = rows(result.stdout, "node")
+    train, eval_ = get_graph_node_names(get_model("resnet50").build_weightless())
+    assert [row[0] for row in listed] == eval_
+    assert ["layer4.2.relu_2", "Nx2048x7x7", "NCHW", "layer4.2.relu"] in listed
+    assert fxserve("nodes", "resnet50", "--train").stdout.split() == train
+
+
+def test_nodes_shows_which_cannot_be_asked_for() -> None:
+    result = fxserve("nodes", "vit_b_16")
+    assert "level" not in result.stdout
+    listed = rows(result.stdout, "node")
+    assert ["encoder.layers.encoder_layer_0.ln", "Nx197x768", "tokens", "encoder.layers.encoder_layer_0.ln_1"] in listed
+    assert ["encoder.dim", "-", "-", "dim"] in listed
+
+
+def test_nodes_says_what_stays_closed() -> None:
+    result = fxserve("nodes", "fasterrcnn_resnet50_fpn")
+    assert [row[0] for row in rows(result.stdout, "level")][-2:] == ["P5", "P6"]
+    assert "closed: roi_heads: " in result.stdout
+
+
+def test_nodes_of_weights_with_another_structure() -> None:
+    result = fxserve("nodes", "vit_h_14", "--weights", "IMAGENET1K_SWAG_E2E_V1")
+    assert "Nx3x518x518" in result.stdout
+
+
+def test_a_pipe_gets_whole_lines_whatever_the_terminals_width() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "from service.cli import main; main()", "nodes", "vit_b_16"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "30"},
+    )
+    assert "encoder.layers.encoder_layer_11.self_attention  -" in run.stdout
+    assert all(line == line.rstrip() for line in run.stdout.splitlines())
+
+
+@pytest.mark.parametrize("format", ["table", "code", "dot", "svg", "mermaid"])
+def test_graph_prints_each_format(format: str) -> None:
+    assert fxserve("graph", "resnet18", "--format", format).stdout == render(model_graph("resnet18"), format)  # type: ignore[arg-type]
+
+
+def test_graph_as_json_for_a_size() -> None:
+    result = fxserve("graph", "resnet18", "--format", "json", "--height", 64, "--width", 96)
+    document = json.loads(result.stdout)
+    assert document["input_shape"] == [None, 3, 64, 96]
+    assert next(n["shape"] for n in document["nodes"] if n["name"] == "layer4.1.relu_1") == [None, 512, 2, 3]
+
+
+def test_graph_writes_the_format_of_the_suffix(tmp_path: Path) -> None:
+    for suffix, start in ((".svg", "<svg"), (".dot", "digraph"), (".json", "{"), (".mmd", "flowchart"), (".py", "def")):
+        out = tmp_path / f"graph{suffix}"
+        result = fxserve("graph", "resnet18", "--out", out)
+        assert result.stdout == f"wrote {out}\n"
+        assert out.read_text().startswith(start)
+    fxserve("graph", "resnet18", "--out", out, "--format", "dot")
+    assert out.read_text().startswith("digraph")
+
+
+def test_extract_writes_safetensors(photos: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "features.safetensors"
+    arguments = ["--model", "resnet18", "--nodes", "C4,layer4:last", "--weights", "random", "--device", "cpu"]
+    result = fxserve("extract", *photos, *arguments, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    right = expected(photos, {"C4": "C4", "layer4": "last"})
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+        assert set(file.keys()) == {"C4", "last"}
+        for key, value in right.items():
+            torch.testing.assert_close(file.get_tensor(key), value, rtol=1e-5, atol=1e-5)
+    assert metadata["model"] == "resnet18"
+    assert metadata["weights"] == "random"
+    assert json.loads(metadata["nodes"]) == {"C4": "layer3.1.relu_1", "last": "layer4.1.relu_1"}
+    assert metadata["fingerprint"] == model_graph("resnet18").fingerprint
+    assert json.loads(metadata["images"]) == [str(photo) for photo in photos]
+    assert rows(result.stdout, "output") == [
+        ["C4", "layer3.1.relu_1", "2x256x14x14", "float32", "401,408"],
+        ["last", "layer4.1.relu_1", "2x512x7x7", "float32", "200,704"],
+    ]
+    assert "weights random" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.png", "coffee.png", "features.safetensors"]
+
+
+def test_extract_writes_numpy_files_and_pools(photos: list[Path], tmp_path: Path) -> None:
+    base = ["extract", *photos, "--model", "resnet18", "--weights", "random", "--pool", "avg", "--device", "cpu"]
+    assert fxserve(*base, "--nodes", "layer3", "--out", tmp_path / "f.npy").exit_code == 0
+    assert fxserve(*base, "--nodes", "layer3,layer4", "--out", tmp_path / "f.npz").exit_code == 0
+    right = {k: pool(v, "NCHW", "avg").numpy() for k, v in expected(photos, {"layer3": "a", "layer4": "b"}).items()}
+    np.testing.assert_allclose(np.load(tmp_path / "f.npy"), right["a"], rtol=1e-5, atol=1e-6)
+    archive = np.load(tmp_path / "f.npz")
+    assert archive.files == ["layer3", "layer4"]
+    np.testing.assert_allclose(archive["layer4"], right["b"], rtol=1e-5, atol=1e-6)
+
+
+def test_extract_keeps_the_order_over_many_files(photos: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f.npy"
+    many = [photos[i % 2] for i in (0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 0)]
+    common = ["--model", "resnet18", "--nodes", "layer1", "--weights", "random", "--pool", "avg", "--out", out]
+    assert fxserve("extract", *many, *common).exit_code == 0
+    features = np.load(out)
+    cat, coffee = features[0], features[2]
+    assert abs(cat - coffee).max() > 1e-3
+    for row, photo in zip(features, many, strict=True):
+        np.testing.assert_allclose(row, cat if photo == photos[0] else coffee, rtol=1e-4, atol=1e-5)
+
+
+def test_extract_in_half_precision_and_another_size(photos: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f.safetensors"
+    common = ["--model", "resnet18", "--nodes", "C5", "--weights", "random", "--device", "cpu", "--out", out]
+    assert fxserve("extract", photos[0], *common, "--precision", "bfloat16", "--image-size", 96).exit_code == 0
+    with safe_open(out, "pt") as file:
+        assert file.get_tensor("C5").dtype is torch.bfloat16
+        assert file.get_tensor("C5").shape == (1, 512, 3, 3)
+
+
+RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nodes", "resnet5"], 1, "there is no model 'resnet5'; did you mean resnet50"),
+        (["nodes", "resnet18", "--weights", "V9"], 1, "no weights 'V9'; ask for one of DEFAULT, IMAGENET1K_V1"),
+        (["graph", "resnet18", "--height", "64"], 2, "--height and --width go together (see fxserve graph --help)"),
+        (["graph", "vit_b_16", "--height", "64", "--width", "64"], 1, "cannot take an input of 64 x 64"),
+        (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'table'"),
+        (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
+        (["grph"], 2, "No such command 'grph'. Did you mean 'graph'"),
+        (["--verbose"], 2, "No such option: --verbose"),
+        (["models", "--task", "poetry"], 2, "'poetry' is not one of 'classification'"),
+        (["serve", "--port", "70000"], 2, "port: Input should be less than or equal to 65535 (it is 70000)"),
+        (["serve", "--device", "toaster"], 2, "device: "),
+        (["serve", "--device", "cuda:77"], 2, "device 'cuda:77' is not here"),
+        (["extract", "CAT", *RANDOM, "--nodes", "layer9", "--out", "OUT.npy"], 1, "no node 'layer9'; did you mean"),
+        (["extract", "CAT", *RANDOM, "--nodes", "a,,b", "--out", "OUT.npz"], 2, "--nodes: '' is not NODE or NODE:KEY"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT.npz"], 2, "'C4' is named twice"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT.npz"], 1, "the key 'a' is given twice"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "OUT.txt"], 1, "use one of .safetensors, .npz, .npy"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4,C5", "--out", "OUT.npy"], 1, "an npy file holds one array"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "no/such/f.npy"], 1, "there is no folder no/such"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT.npy"], 2, "image_size: "),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT.npy"], 1, "pool=cls takes"),
+        (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT.npy"], 1, "gone.jpg: No such file"),
+        (["extract", "CAT", "JUNK", *RANDOM, "--nodes", "C4", "--out", "OUT.npy"], 1, "junk.jpg: these 4 bytes are"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--precision", "bfloat16", "--out", "OUT.npz"], 1, "no bfloat16"),
+        (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT.npy"], 1, "resnet18-f37072fd.pth is"),
+        (
+            ["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT.npy"],
+            1,
+            "r3d",
+        ),
+    ],
+    ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
+)
+def test_errors_are_told_in_one_line(
+    arguments: list[str], code: int, said: str, photos: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "junk.jpg").write_bytes(b"junk")
+    before = sorted(tmp_path.iterdir())
+    named = {"CAT": photos[0], "GONE": tmp_path / "gone.jpg", "JUNK": tmp_path / "junk.jpg"}
+    filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
+    result = fxserve(*filled)
+    assert result.exit_code == code
+    assert result.stderr.startswith("fxserve: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+    assert result.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_images_whose_maps_differ_need_pooling(photos: list[Path], tmp_path: Path) -> None:
+    common = ["--model", "lraspp_mobilenet_v3_large", "--weights", "random", "--nodes", "backbone.4:map"]
+    out = tmp_path / "f.npy"
+    tall = tmp_path / "tall.png"
+    PIL.Image.open(photos[0]).rotate(90, expand=True).save(tall)
+    result = fxserve("extract", photos[0], tall, *common, "--out", out)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "different sizes" in result.stderr
+    assert fxserve("extract", photos[0], tall, *common, "--pool", "avg", "--out", out).exit_code == 0
+    assert np.load(out).shape == (2, 40)
+
+
+def test_a_detectors_values_do_not_depend_on_the_other_images(photos: list[Path], tmp_path: Path) -> None:
+    common = ["--model", "ssdlite320_mobilenet_v3_large", "--weights", "random", "--pool", "max", "--nodes", "C4"]
+    alone, both = tmp_path / "alone.npy", tmp_path / "both.npy"
+    assert fxserve("extract", photos[0], *common, "--out", alone).exit_code == 0
+    assert fxserve("extract", *photos, *common, "--out", both).exit_code == 0
+    np.testing.assert_array_equal(np.load(alone)[0], np.load(both)[0])
+
+
+def test_serve_answers_until_it_is_told_to_end() -> None:
+    environment = {**os.environ, "FXSERVE_MODELS": "resnet18", "FXSERVE_PORT": "1"}
+    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            match = re.fullmatch(r"fxserve on (http://127\.0\.0\.1:\d+) \(cpu\), docs at (\S+), Ctrl-C ends it\n", line)
+            assert match is not None, line
+            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=10) as answer:
+                assert [m["name"] for m in json.load(answer)["models"]] == ["resnet18"]
+            with urllib.request.urlopen(match[2], timeout=10) as answer:
+                assert answer.status == 200
+            server.send_signal(signal.SIGTERM)
+            rest, errors = server.communicate(timeout=20)
+        finally:
+            server.kill()
+    assert (server.returncode, rest, errors) == (0, "", "")
+
+
+def test_serve_tells_of_a_port_that_is_taken() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-c", "from service.cli import main; main()", "serve"]
+        port = str(taken.getsockname()[1])
+        run = subprocess.run([*command, "--port", port, "--device", "cpu"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "address already in use" in run.stderr
+    assert "Traceback" not in run.stderr
