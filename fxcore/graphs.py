@@ -102,8 +102,7 @@ class ModelGraph:
         try:
             annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
         except Exception as error:
-            height, width = self.input_size
-            raise BadTensor(f"{entry.name} cannot take an input of {height} x {width}: {error}") from error
+            raise BadTensor(self._refusal([self.input_size], error)) from error
         self.levels: dict[str, Level] = find_levels(entry.name, self.graph, self._root, self.input_size)
 
     @property
@@ -162,7 +161,9 @@ class ModelGraph:
         """
         if (height, width) == self.input_size:
             return self
-        return ModelGraph(self.entry, self.weights, (height, width))
+        other = ModelGraph(self.entry, self.weights, (height, width))
+        other.fingerprint = self.fingerprint  # it tells models apart, not sizes
+        return other
 
     def values_at(
         self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
@@ -181,9 +182,7 @@ class ModelGraph:
         try:
             found = values_at(self._module, shapes, self._device, [self.by_name[name] for name in wanted])
         except Exception as error:
-            shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise BadTensor(f"{self.entry.name} cannot take an input of {shown}: {reason}") from error
+            raise BadTensor(self._refusal(shapes, error)) from error
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
@@ -209,6 +208,15 @@ class ModelGraph:
         if not isinstance(value, Tensor):
             return None
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
+
+    def _refusal(self, shapes: Sequence[Sequence[int]], error: Exception) -> str:
+        """Why inputs of ``shapes`` are not taken. A model's own assertion was written down while it was traced, with
+        placeholders where its numbers would be, and says nothing then."""
+        shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
+        usual = " x ".join(map(str, self.preprocessing.nominal_size()))
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        why = "" if "Proxy(" in reason else f": {reason}"
+        return f"{self.entry.name} cannot take an input of {shown}{why}; its usual size is {usual}"
 
     def _info(self, node: fx.Node, level: str | None, flops: int, params: int) -> NodeInfo:
         value = node.meta.get("value")

@@ -184,6 +184,7 @@ def nodes(
         return
     if graph.levels:
         tables.show(tables.levels(graph))
+        print()
     tables.show(tables.nodes(graph))
     for part in graph.closed:
         print(f"closed: {part.path}: {part.reason}")

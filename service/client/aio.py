@@ -19,6 +19,7 @@ from service.client.options import (
     Dtype,
     Pool,
     Precision,
+    Preprocess,
     feature_query,
 )
 from service.client.tensors import Array, Assembly
@@ -162,7 +163,7 @@ class AsyncExtractor(Described):
         pool: Pool = ...,
         dtype: Dtype | None = ...,
         normalize: Literal["l2"] | None = ...,
-        preprocess: Literal["default", "none"] = ...,
+        preprocess: Preprocess = ...,
         as_torch: Literal[False] = ...,
     ) -> dict[str, Array]: ...
 
@@ -174,7 +175,7 @@ class AsyncExtractor(Described):
         pool: Pool = ...,
         dtype: Dtype | None = ...,
         normalize: Literal["l2"] | None = ...,
-        preprocess: Literal["default", "none"] = ...,
+        preprocess: Preprocess = ...,
         as_torch: Literal[True],
     ) -> dict[str, torch.Tensor]: ...
 
@@ -185,7 +186,7 @@ class AsyncExtractor(Described):
         pool: Pool = "none",
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
-        preprocess: Literal["default", "none"] = "default",
+        preprocess: Preprocess = "default",
         as_torch: bool = False,
     ) -> dict[str, Array] | dict[str, torch.Tensor]:
         """The features of one or more images, by key; the first dimension is the images in the order given.

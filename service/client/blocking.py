@@ -20,6 +20,7 @@ from service.client.options import (
     Dtype,
     Pool,
     Precision,
+    Preprocess,
     feature_query,
 )
 from service.client.tensors import Array, Assembly
@@ -168,7 +169,7 @@ class Extractor(Described):
         pool: Pool = ...,
         dtype: Dtype | None = ...,
         normalize: Literal["l2"] | None = ...,
-        preprocess: Literal["default", "none"] = ...,
+        preprocess: Preprocess = ...,
         as_torch: Literal[False] = ...,
     ) -> dict[str, Array]: ...
 
@@ -180,7 +181,7 @@ class Extractor(Described):
         pool: Pool = ...,
         dtype: Dtype | None = ...,
         normalize: Literal["l2"] | None = ...,
-        preprocess: Literal["default", "none"] = ...,
+        preprocess: Preprocess = ...,
         as_torch: Literal[True],
     ) -> dict[str, torch.Tensor]: ...
 
@@ -191,7 +192,7 @@ class Extractor(Described):
         pool: Pool = "none",
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
-        preprocess: Literal["default", "none"] = "default",
+        preprocess: Preprocess = "default",
         as_torch: bool = False,
     ) -> dict[str, Array] | dict[str, torch.Tensor]:
         """The features of one or more images, by key; the first dimension is the images in the order given.
@@ -203,7 +204,7 @@ class Extractor(Described):
             pool: one vector an image instead of a map.
             dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
             normalize: ``l2``: unit length over the channels.
-            preprocess: ``none`` only scales pixels to [0, 1].
+            preprocess: ``exact`` is what PIL would give to the last bit, slower; ``none`` only scales pixels to [0, 1].
             as_torch: torch tensors instead of arrays.
 
         Raises:

@@ -37,12 +37,13 @@ def write(
         if encoding == "base64":
             parts += [b'"', *_base64(tensor), b'"}']
         else:
-            parts += [b"[", *_numbers(tensor), b"]}"]
+            parts += [b"[", *numbers(tensor), b"]}"]
     parts.append(b"]}")
     return parts
 
 
-def _numbers(tensor: Tensor) -> Iterator[bytes]:
+def numbers(tensor: Tensor) -> Iterator[bytes]:
+    """The values of a tensor, flat, with commas between; what JSON has no number for becomes null."""
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _NUMBERS_A_STEP):
         piece = flat[start : start + _NUMBERS_A_STEP]

@@ -131,7 +131,7 @@ def write(
         head.append((b"," if index else b"") + orjson.dumps(entry))
         if not binary[key]:
             head[-1] = bytes(head[-1])[:-1] + b',"data":['
-            head += [*json._numbers(tensor), b"]}"]
+            head += [*json.numbers(tensor), b"]}"]
     head.append(b"]}")
     return [*head, *tail], sum(map(len, head)) if any(binary.values()) else None
 
@@ -235,9 +235,11 @@ def _tensor(
             "bad-tensor",
             f"{where}: {entry.datatype} {entry.shape} takes {needed} bytes and binary_data_size is {size}",
         )
+    if size == 0:
+        return torch.empty(entry.shape, dtype=dtype)
     # The JSON before it has any length: a copy is aligned. numpy copies without holding the interpreter.
     values = np.empty(size, np.uint8)
-    values[:] = np.frombuffer(data, np.uint8, size, start) if size else 0
+    values[:] = np.frombuffer(data, np.uint8, size, start)
     if dtype is torch.bool:
         return torch.from_numpy(values != 0).reshape(entry.shape)
     return torch.from_numpy(values).view(dtype).reshape(entry.shape)

@@ -21,7 +21,7 @@ import torch
 from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, FxError, UnknownModel
 from fxcore.extractor import build_extractor
-from fxcore.graphs import model_graph
+from fxcore.graphs import ModelGraph, model_graph
 from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
@@ -176,8 +176,10 @@ class Extractors:
             _check_served("transforms", transform, ())
         graph = model_graph(entry, weights)
         return_nodes = graph.resolve(spec.return_nodes)
+        if spec.image_size is not None:
+            graph = _resized(graph, spec.image_size)
         preprocessing = entry.preprocessing(weights, spec.image_size)
-        record = ExtractorRecord(
+        return ExtractorRecord(
             id=extractor_id(spec, weights, return_nodes),
             spec=spec,
             name=spec.name,
@@ -188,9 +190,6 @@ class Extractors:
             return_nodes=return_nodes,
             preprocessing=preprocessing,
         )
-        if spec.image_size is not None:
-            _check_size(record)
-        return record
 
     async def _build(self, record: ExtractorRecord) -> None:
         """Load the weights and build the extractor; afterwards the record is ready or failed."""
@@ -255,13 +254,13 @@ def _check_served(field: str, value: str, available: Sequence[str]) -> None:
         raise Unsupported(field, value, available)
 
 
-def _check_size(record: ExtractorRecord) -> None:
-    """Whether the model takes inputs of another size than its weights were made for.
+def _resized(graph: ModelGraph, size: int) -> ModelGraph:
+    """The graph for square inputs of ``size`` pixels.
 
     Raises:
-        BadTensor: it does not.
+        BadTensor: the model does not take inputs of another size than its weights were made for.
     """
     try:
-        record.graph.values_at(record.usual_shapes(), record.return_nodes.values())
+        return graph.at(size, size)
     except BadTensor as error:
         raise BadTensor(f"image_size: {error.detail}", **error.extra) from error

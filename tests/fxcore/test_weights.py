@@ -220,7 +220,7 @@ def test_int8_weights_that_are_loaded_before_the_conversion(put: Put) -> None:
     with torch.no_grad():
         expected = model(x)
     assert expected.abs().max() > 0
-    assert torch.equal(features(name, weights, ["dequant"], x)["dequant"], expected)
+        assert torch.equal(load_model(get_model(name), weights)(x), expected)
 
 
 # -- damaged or missing files ------------------------------------------------------------------------------------------

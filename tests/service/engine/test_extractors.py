@@ -55,7 +55,10 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         record = await built(running, image_size=96)
         assert (await running.features(record, jpegs[:1])).outputs["features.12"].shape == (1, 576, 3, 3)
-        with pytest.raises(BadTensor, match="image_size: vit_b_16 cannot take"):
+        described = {output.key: output for output in record.outputs}["features.12"]
+        assert described.shape == [None, 576, 3, 3]
+        assert described.bytes_per_image == 576 * 3 * 3 * 4
+        with pytest.raises(BadTensor, match="image_size: vit_b_16 cannot take an input of 96 x 96; its usual"):
             await running.extractor(spec("vit_b_16", ["encoder"], image_size=96))
 
 
