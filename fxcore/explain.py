@@ -21,8 +21,8 @@ from fxcore.errors import NotTraceable
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _OWN = Path(__file__).parent
 _CONSTRUCTORS = (
-    "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "tensor", "as_tensor",
-    "from_numpy", "Tensor", "FloatTensor", "LongTensor",
+    "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "tensor",
+    "as_tensor", "from_numpy", "Tensor", "FloatTensor", "LongTensor",
 )  # fmt: skip
 
 
@@ -92,8 +92,8 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
         return _Reason(
             "constructor",
             f"{said} makes a tensor whose size or content is only known when the model runs",
-            "use zeros_like, ones_like, full_like or x.new_zeros(...) on a traced tensor, give the sizes as one tuple, or keep a fixed "
-            "tensor as a buffer (register_buffer in __init__)",
+            "use zeros_like, ones_like, full_like or x.new_zeros(...) on a traced tensor, give the sizes as one "
+            "tuple, or keep a fixed tensor as a buffer (register_buffer in __init__)",
         )
     if re.search(r"\brange\(", code):
         return _Reason(
@@ -103,13 +103,15 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
         return _Reason(
             "number",
             f"{said} makes a Python number of a traced value",
-            "leave out the conversion where a size or a tensor will do (x.shape[0] // 2, x.to(torch.int64)), or pass the value in concrete_args",
+            "leave out the conversion where a size or a tensor will do (x.shape[0] // 2, x.to(torch.int64)), or "
+            "pass the value in concrete_args",
         )
     if "does not support item assignment" in message or "does not support item deletion" in message:
         return _Reason(
             "assignment",
             f"{said} writes into a traced value",
-            "use torch.where, masked_fill or torch.cat, or keep a function that does the writing whole (leaf_functions)",
+            "use torch.where, masked_fill or torch.cat, or keep a function that does the writing whole "
+            "(leaf_functions)",
         )
     if outside := _outside(spot):
         return _Reason(
@@ -167,7 +169,8 @@ def _iteration(said: str, code: str, statement: str, spot: _Spot | None) -> _Rea
     return _Reason(
         "iteration",
         f"{what} runs over a traced value, of which nobody knows how many parts it has",
-        "index it a fixed number of times (x[0], x[1]), unpack it into names, or use unbind, chunk or split with fixed numbers",
+        "index it a fixed number of times (x[0], x[1]), unpack it into names, or use unbind, chunk or split with "
+        "fixed numbers",
     )
 
 
@@ -202,7 +205,7 @@ def _outside(spot: _Spot | None) -> str | None:
         return None
     home = getattr(value, "__module__", None) or type(getattr(value, "__self__", value)).__module__
     root = str(home).split(".")[0]
-    if root in ("torch", "torchvision", "builtins", "_operator") or home == spot.frame.f_globals.get("__name__"):
+    if root in ("torch", "builtins", "_operator") or home == spot.frame.f_globals.get("__name__"):
         return None
     return match[1]
 

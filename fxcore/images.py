@@ -36,7 +36,9 @@ def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
     """
     with opened(data, max_pixels) as image:
         width, height = image.size
-        return (width, height) if orientation(image) >= 5 else (height, width)
+        # PIL has changed the places of a TIFF's sides already.
+        turned = image.format != "TIFF" and orientation(image) >= 5
+        return (width, height) if turned else (height, width)
 
 
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:

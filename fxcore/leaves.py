@@ -12,12 +12,12 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from torch import fx, nn
+from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from fxcore.errors import FxError
 
@@ -66,7 +66,9 @@ def _names(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[dic
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             space = module.__dict__
-            yield from [(space, key) for key, value in list(space.items()) if value is function]
+            # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
+            own = [key for key, value in list(space.items()) if value is function]
+            yield from [(space, key) for key in own if (id(space), key) not in _wrapped_fns_to_patch]
 
 
 def _globals(module: nn.Module) -> dict[str, Any] | None:
@@ -77,11 +79,10 @@ def _globals(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _recorder(function: Callable[..., Any]) -> Callable[..., Any]:
-    thread = threading.get_ident()
-
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        proxy = _proxy_in((args, kwargs)) if threading.get_ident() == thread else None
+        # Only the thread that traces has traced values.
+        proxy = _proxy_in((args, kwargs))
         if proxy is None:
             return function(*args, **kwargs)
         return proxy.tracer.create_proxy("call_function", function, args, kwargs)

@@ -20,7 +20,7 @@ import torchvision
 from torch import fx, nn
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.errors import FxError, NotTraceable
+from fxcore.errors import FxError
 from fxcore.explain import explain
 from fxcore.leaves import kept_whole
 
@@ -71,6 +71,11 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         closed: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
+        # torch.fx replaces what it wraps in the namespace of every module, for all threads. Functions still do their work
+        # there; classes would no longer be classes, and `isinstance` in another thread would fail.
+        self._autowrap_function_ids -= {
+            id(value) for value in vars(torchvision.ops).values() if isinstance(value, type)
+        }
         self.patterns = patterns
         self.closed = closed or {}
         self.broke: tuple[BaseException, str] | None = None

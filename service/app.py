@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from service import problems
-from service.api import extractors, features, inference_v2, models, operations, repository_v2
+from service.api import exports, extractors, features, inference_v2, models, operations, repository_v2, transforms
 from service.api.state import State
 from service.engine import Engine
 from service.metrics import RequestMetrics
@@ -41,7 +41,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan)
     app.state.fxserve = state
     problems.install(app)
-    for noun in (operations, models, extractors, features, inference_v2, repository_v2):
+    for noun in (operations, models, transforms, extractors, exports, features, inference_v2, repository_v2):
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from service.settings import Settings
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
-Format = Literal["table", "code", "dot", "svg", "mermaid", "json"]
+Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Precision = Literal["float32", "bfloat16", "float16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -67,7 +67,7 @@ def _told(error: Exception) -> tuple[str, int] | None:
 
 
 app = typer.Typer(
-    cls=Commands, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False, no_args_is_help=False
+    name="fxserve", cls=Commands, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
 )
 
 

@@ -73,6 +73,7 @@ def extract_files(paths: Sequence[Path], spec: ExtractorSpec, pool: str, setting
             "max_inflight_bytes": _NO_LIMIT,
             "request_timeout": 7 * 86400.0,
             "preload": (),
+            "lowering": False,  # a backend that takes over half-way would round the later rows differently
             "models": None,
         }
     )

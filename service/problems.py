@@ -88,6 +88,49 @@ KINDS: dict[str, Kind] = {
         "backend 'openvino' is not available here; available: auto, eager",
         {"field": "backend", "value": "openvino", "available": ["auto", "eager"]},
     ),
+    "backend-refused": Kind(
+        422,
+        "Backend refused",
+        "openvino in int8 has a cosine similarity to float32 of 0.9412, under 0.98; ask for backend=auto, or for another "
+        "precision",
+        {"backend": "openvino", "max_abs_error": 3.1, "max_rel_error": 0.34, "min_cosine": 0.9412},
+    ),
+    "unknown-transform": Kind(
+        422,
+        "Unknown transform",
+        "there is no transform 'fuse_conv'; did you mean fuse_conv_bn?",
+        {"name": "fuse_conv", "suggestions": ["fuse_conv_bn"]},
+    ),
+    "bad-parameter": Kind(
+        422,
+        "Bad parameter",
+        "remove has no parameter 'relu'; it has dropout, identity",
+        {"transform": "remove", "parameter": "relu"},
+    ),
+    "cannot-transform": Kind(
+        422,
+        "Cannot transform",
+        "insert_after: the graph has no node 'layer9'; see the list of nodes",
+        {"transform": "insert_after", "node": "layer9"},
+    ),
+    "cannot-keep": Kind(
+        422,
+        "Cannot keep a node",
+        "remove cannot keep the node 'layer4', which is asked for",
+        {"transform": "remove", "node": "layer4"},
+    ),
+    "cannot-export": Kind(
+        422,
+        "Cannot export",
+        "quantized_resnet18 holds torch's own int8 layers, which onnx cannot express",
+        {"format": "onnx"},
+    ),
+    "export-unavailable": Kind(
+        422,
+        "Export not available here",
+        "export to openvino needs openvino, not installed here; install it, or ask for another format: fx, onnx",
+        {"format": "openvino", "missing": ["openvino"]},
+    ),
     "no-heat-map": Kind(422, "No heat-map", "this node gives one vector an image, and a heat-map needs a feature map"),
     "name-taken": Kind(
         409,

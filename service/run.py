@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 from socket import socket
@@ -15,7 +16,7 @@ from service.settings import Settings
 
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGINT end the process with exit code 0.
+    """Make SIGTERM and SIGINT end the process at once, with exit code 0.
 
     While it serves, uvicorn has its own handlers, which drain first and then hand the signal on to these. Before that
     they are all there is: the first process of a container ignores a signal that it has no handler for.
@@ -54,4 +55,7 @@ class _Server(uvicorn.Server):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    # Python's own way out collects every object of torch first: seconds on a busy machine, out of a grace period of ten.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

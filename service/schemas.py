@@ -12,6 +12,9 @@ OutputKey = Annotated[str, Field(min_length=1, max_length=256)]
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
 WeightsName = Annotated[str, Field(min_length=1, max_length=256)]
 
+_Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
+ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
+
 MAX_NODES = 1024
 """The most nodes one extractor may return: more than any model's levels, fewer than a request could hide work in."""
 
@@ -20,10 +23,23 @@ Backend = Literal["auto", "eager", "inductor", "openvino"]
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
-Preprocess = Literal["default", "exact", "none"]
+Preprocess = Literal["default", "fast", "none"]
 Encoding = Literal["json", "base64"]
 State = Literal["building", "ready", "failed"]
 GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid"]
+
+
+class TransformStep(BaseModel):
+    """A transform with parameters: names of nodes and operations, and numbers; never code."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(max_length=64)] = Field(
+        description="A name from `GET /v1/transforms`.", examples=["remove"]
+    )
+    params: Annotated[dict[Annotated[str, Field(max_length=64)], ParameterValue], Field(max_length=16)] = Field(
+        default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
+    )
 
 
 class ExtractorSpec(BaseModel):
@@ -68,8 +84,10 @@ class ExtractorSpec(BaseModel):
     backend: Backend = Field(
         default="auto", description="What runs the model; one that is named is used or refused, never replaced."
     )
-    transforms: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
-        default_factory=list, description="Names of graph transforms to apply, in order."
+    transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
+        default_factory=list,
+        description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name` and "
+        "`params`.",
     )
     image_size: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = Field(
         default=None, description="Side in pixels of the square that images are cropped to; null: the weights' own."
@@ -232,6 +250,25 @@ class ExtractorDetail(BaseModel):
     problem: dict[str, Any] | None = Field(
         default=None, description="Why the build failed, where the state is `failed`.", examples=[None]
     )
+
+
+class TransformDetail(BaseModel):
+    """A pass over graphs."""
+
+    name: str = Field(examples=["remove"])
+    description: str = Field(examples=["Take out operations that do nothing in eval mode."])
+    parameters: dict[str, dict[str, Any]] = Field(
+        description="JSON Schema by parameter; one without a `default` must be given.",
+        examples=[{"dropout": {"type": "boolean", "default": True}}],
+    )
+    exact: bool = Field(description="The values stay what they were, up to rounding.", examples=[True])
+    changes_input: bool = Field(description="The model takes another input afterwards.", examples=[False])
+    adds_nodes: bool = Field(description="It brings new nodes.", examples=[False])
+    served: bool = Field(description="Whether an extractor's `transforms` may name it.", examples=[True])
+
+
+class TransformList(BaseModel):
+    transforms: list[TransformDetail]
 
 
 class ExtractorList(BaseModel):

@@ -18,6 +18,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_cache_dir() -> Path:
+    """``~/.cache/fxserve``, or where ``XDG_CACHE_HOME`` says."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
+
+
 class Settings(BaseSettings):
     """What the service is told from outside; each field is the environment variable ``FXSERVE_<FIELD>``.
 
@@ -37,6 +42,19 @@ class Settings(BaseSettings):
     encode_threads: int = Field(default=2, ge=1, description="Threads that write answers.")
     build_threads: int = Field(default=2, ge=1, description="Threads that trace models and build extractors.")
 
+    lowering: bool = Field(
+        default=True,
+        description="Whether backend=auto looks for a faster backend than eager for extractors that are used; float32 "
+        "values change by about 1e-6 when one takes over.",
+    )
+    cache_dir: Path | None = Field(
+        default_factory=default_cache_dir,
+        description="Folder that compiled models are kept in between starts, at most 4 GiB; empty keeps none.",
+    )
+    calibration_dir: Path | None = Field(
+        default=None, description="Folder of photographs that int8 is calibrated on; without it, ones that are shipped."
+    )
+
     models: Annotated[tuple[str, ...], NoDecode] | None = Field(
         default=None, description="The only models served, separated by commas; all where not set."
     )
@@ -50,10 +68,10 @@ class Settings(BaseSettings):
     )
 
     max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
-    exact_images: bool = Field(
+    fast_images: bool = Field(
         default=False,
-        description="Decode and resize by PIL, bit for bit as the weights' own transform, in about twice the time; by "
-        "default pixels are within one grey level of that. One request: preprocess=exact.",
+        description="Decode and resize in about half the time, within a grey level or two of the weights' own "
+        "transform, which is kept to the bit by default. One request: preprocess=fast.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Largest image, in pixels.")
     max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")
@@ -69,6 +87,11 @@ class Settings(BaseSettings):
     memory_budget: int = Field(
         default=8 * GiB, ge=1, description="Bytes of weights and extractors kept; the least recently used go first."
     )
+
+    @field_validator("cache_dir", "calibration_dir", mode="before")
+    @classmethod
+    def _no_folder(cls, value: object) -> object:
+        return None if value == "" else value
 
     @field_validator("models", mode="before")
     @classmethod

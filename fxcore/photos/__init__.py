@@ -17,11 +17,13 @@ from torch import Tensor
 from fxcore.graphs import TensorSpec
 from fxcore.images import Preprocessing, open_image
 
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+
 
 def photos(folder: Path | None = None) -> list[PIL.Image.Image]:
     """The photographs that are shipped, or those in ``folder``, by name."""
     files = sorted((folder or Path(__file__).parent).iterdir())
-    return [open_image(file.read_bytes()) for file in files if file.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
+    return [open_image(file.read_bytes()) for file in files if file.suffix.lower() in _SUFFIXES]
 
 
 def check_rows(

@@ -1,8 +1,8 @@
 """Attention weights as nodes that can be asked for.
 
 The weights of ViT's and Swin's attention live and die inside one call. A pass adds, beside each such call, a node that
-makes the same call for its weights; the call itself stays as it was, so every other node keeps its value to the bit, and
-who asks for no weights does not pay for them (an extractor prunes what it does not need).
+makes the same call for its weights; the call itself stays as it was, so every other node keeps its value to the bit,
+and who asks for no weights does not pay for them (an extractor prunes what it does not need).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tenso
     with _Softmax() as softmax:
         function(images, *args, **kwargs)
     assert softmax.weights is not None
-    weights = softmax.weights
+    weights: Tensor = softmax.weights
     return weights.view(images.shape[0], -1, *weights.shape[1:])
 
 

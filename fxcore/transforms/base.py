@@ -43,7 +43,8 @@ class UnknownTransform(FxError):
 
 
 class BadParameter(FxError):
-    """A pass was given a parameter that it does not have or a value that it does not take; ``transform``, ``parameter``."""
+    """A pass was given a parameter that it does not have or a value that it does not take; ``transform``,
+    ``parameter``."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Swin's relative position biases, ViT's reshaped parameters: the graph computes them anew for every batch.
 
-``torch.fx.experimental.const_fold`` is not used: it computes at the first forward pass (so that two threads may do it at
-once), makes parameters of the results, renames every module, and loses node names.
+``torch.fx.experimental.const_fold`` is not used: it computes at the first forward pass (so that two threads may do it
+at once), makes parameters of the results, renames every module, and loses node names.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.out_of_place import mutated_argument
 
 _RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial",
-    "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "empty",
-    "empty_like", "new_empty", "rrelu",
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+    "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "empty", "empty_like", "new_empty", "rrelu",
 }  # fmt: skip
 
 

@@ -168,7 +168,8 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
 
 
 def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
-    """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there were."""
+    """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there
+    were."""
     if (
         not isinstance(module, nn.Sequential)
         or type(module).forward is not nn.Sequential.forward
@@ -208,7 +209,8 @@ def _channels(convolution: nn.Module) -> int:
 
 
 def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
-    """Nodes from the one before ``norm`` back to a convolution that only ``norm`` gets to read, the convolution last."""
+    """Nodes from the one before ``norm`` back to a convolution that only ``norm`` gets to read, the convolution
+    last."""
     way: list[fx.Node] = []
     node = norm.args[0] if norm.args else norm.kwargs.get("input")
     while isinstance(node, fx.Node):

@@ -25,8 +25,8 @@ def insert_after(
     Args:
         node: public or fx name.
         function: a function of one argument, a module, or the name of an activation function.
-        outputs: whether the graph's own outputs read the new value too. If not, a node that is returned keeps its value.
-        name: the new node's name beside ``node``; the function's own where none is given.
+        outputs: whether the graph's own outputs read the new value too. If not, a node that is returned keeps its
+        value. name: the new node's name beside ``node``; the function's own where none is given.
 
     Raises:
         CannotTransform: no such node, or nothing would read the new value.
@@ -62,8 +62,8 @@ def insert_after(
 def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
 
-    ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never. The
-    node's name goes to what it returns, and so do the outputs that return it.
+    ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never.
+    The node's name goes to what it returns, and so do the outputs that return it.
 
     >>> import torch
     >>> from torch import fx

@@ -1,7 +1,7 @@
 """Subgraphs found by example and replaced by others.
 
-``torch.fx.subgraph_rewriter`` is not used: it finds a module by its path only, never by its class, wants literals spelled
-as the model spells them, and gives the new nodes no names, so that nodes that could be asked for are lost.
+``torch.fx.subgraph_rewriter`` is not used: it finds a module by its path only, never by its class, wants literals
+spelled as the model spells them, and gives the new nodes no names, so that nodes that could be asked for are lost.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class _Match:
 def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]) -> int:
     """Replace every subgraph that looks like ``pattern`` by what ``replacement`` makes.
 
-    Both are functions of the same arguments, which are wildcards: they stand for any value or literal. Operations of the
-    pattern are written as the model writes them, or as ``op(nn.Conv2d, name="conv")(x)``. A replacement gets the named
-    ones as keyword arguments that make the matched call with other arguments. Matches whose inner values something
-    else reads, the output included, stay as they are. The result has the last matched node's name. How many were
-    replaced is said by ``applied(module)[-1].changes``.
+    Both are functions of the same arguments, which are wildcards: they stand for any value or literal. Operations of
+    the pattern are written as the model writes them, or as ``op(nn.Conv2d, name="conv")(x)``. A replacement gets
+    the named ones as keyword arguments that make the matched call with other arguments. Matches whose inner values
+    something else reads, the output included, stay as they are. The result has the last matched node's name. How
+    many were replaced is said by ``applied(module)[-1].changes``.
 
     Raises:
         BadPattern: the pattern does not return the result of one operation.

@@ -20,7 +20,8 @@ _DROPOUT_FUNCTIONS = {
     ops.drop_block2d,
     ops.drop_block3d,
 }
-# Where each function takes its ``training``, which is True where it is not given, so that it is random in eval mode too.
+# Where each function takes its ``training``, which is True where it is not given, so that it is random in eval mode
+# too.
 _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 5}
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fxcore.transforms.base import CannotTransform, finish, find_node, public_name, require_eval
+from fxcore.transforms.base import CannotTransform, find_node, finish, public_name, require_eval
 
 
 class Halves(NamedTuple):

@@ -34,6 +34,11 @@ BUILD_PROBLEMS = (
     "not-traceable",
     "bad-tensor",
     "unsupported",
+    "unknown-transform",
+    "bad-parameter",
+    "cannot-transform",
+    "cannot-keep",
+    "backend-refused",
     "invalid-request",
     "name-taken",
     "draining",
@@ -51,7 +56,9 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
     """A record as :class:`service.schemas.ExtractorDetail` says it."""
     checks = record.checks
     if checks is None and record.state == "ready" and record.spec.precision == "float32" and record.backend == "eager":
-        checks = _IS_THE_REFERENCE
+        checks = _IS_THE_REFERENCE if record.transformed is None else None
+    if record.transformed is not None and record.state == "ready":
+        checks = record.transformed.checks(checks)
     return {
         "id": record.id,
         "name": record.name,

@@ -102,7 +102,7 @@ async def model_metadata(state: Shared, name: Name, target: Target) -> ModelMeta
 )
 async def model_ready(state: Shared, name: Name, target: Target) -> ModelReady:
     """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
-    entry = named.entry_of(state, target)
+    [entry] = named.entries(state, [target])
     if entry.state != "READY":
         raise NotReady(f"{name}: {entry.reason}")
     return ModelReady(name=name, ready=True)

@@ -6,13 +6,13 @@ node. Its weights are ``DEFAULT``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fxcore.catalog import ModelEntry
-from fxcore.errors import BadTensor, FxError, UnknownModel
+from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graphs import ModelGraph, TensorSpec, model_graph
 from fxcore.images import Preprocessing
 from service.api.state import State
@@ -127,21 +127,25 @@ def _values(
     return found
 
 
-def entry_of(state: State, target: ExtractorRecord | ModelEntry) -> RepositoryEntry:
-    """The state of one: an extractor's own, a model's is that of its default weights."""
-    if isinstance(target, ExtractorRecord):
-        name, problem = target.name or target.id, target.problem
-        loaded, building = target.state == "ready", target.state == "building"
-    else:
-        name, problem = target.name, None
-        loaded = (target.name, target.default_weights) in state.engine.models_loaded()
-        building = any(record.build is not None for record in over(state, target))
-    if loaded:
-        return RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
-    if building:
-        return RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
-    reason = problem.detail if isinstance(problem, FxError) else "it is not loaded"
-    return RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
+    """The state of each: an extractor's own, a model's is that of its default weights."""
+    loaded = state.engine.models_loaded()
+    building = {(record.spec.model, record.weights) for record in state.engine.list() if record.build is not None}
+    for target in targets:
+        if isinstance(target, ExtractorRecord):
+            name, problem = target.name or target.id, target.problem
+            is_ready, is_coming = target.state == "ready", target.state == "building"
+        else:
+            name, problem = target.name, None
+            weights = (target.name, target.default_weights)
+            is_ready, is_coming = weights in loaded, weights in building
+        if is_ready:
+            yield RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
+        elif is_coming:
+            yield RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
+        else:
+            reason = problem.detail if problem is not None else "it is not loaded"
+            yield RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
 
 
 def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:

@@ -14,6 +14,7 @@ from fxcore.catalog import ModelEntry
 from service.api import named_v2 as named
 from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented, small_json
 from service.api.state import Shared, State
+from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
 from service.problems import Refusal, invalid_request
 from service.schemas import ExtractorSpec
@@ -31,10 +32,9 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG], route_class=Route)
 async def repository_index(request: Request, state: Shared) -> Response:
     """Every extractor and every model. A model is ready where its default weights are loaded."""
     asked = await small_json(request, state, IndexRequest)
-    targets = [*state.engine.list(), *state.models()]
-    entries = [named.entry_of(state, target).model_dump() for target in targets]
-    found = [entry for entry in entries if entry["state"] == "READY" or not asked.ready]
-    return Response(orjson.dumps(found), media_type="application/json")
+    targets: list[ExtractorRecord | ModelEntry] = [*state.engine.list(), *state.models()]
+    entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
+    return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
 
 
 @router.post(

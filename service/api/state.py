@@ -52,6 +52,8 @@ class State:
     graphs: KeptAnswers = field(default_factory=KeptAnswers)
     # Tracing and drawing graphs: a few at a time, so that listing models cannot take the machine from features.
     tracing: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
+    # An export holds the weights a second time; one at a time.
+    exporting: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
 
     def models(self) -> list[ModelEntry]:
         """The models that are served here."""
@@ -77,6 +79,10 @@ class State:
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` on a graph off the event loop."""
         return await anyio.to_thread.run_sync(work, limiter=self.tracing)
+
+    async def in_exporter(self, work: Callable[[], Result]) -> Result:
+        """Run ``work``, which writes an extractor down, off the event loop."""
+        return await anyio.to_thread.run_sync(work, limiter=self.exporting)
 
 
 async def get_state(request: Request) -> State:  # async: a plain function would be run in a thread

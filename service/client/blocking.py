@@ -204,7 +204,8 @@ class Extractor(Described):
             pool: one vector an image instead of a map.
             dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
             normalize: ``l2``: unit length over the channels.
-            preprocess: ``exact`` is what PIL would give to the last bit, slower; ``none`` only scales pixels to [0, 1].
+            preprocess: ``fast`` is quicker and within a grey level or two of the weights' own transform; ``none`` only
+                scales pixels to [0, 1].
             as_torch: torch tensors instead of arrays.
 
         Raises:

@@ -11,7 +11,7 @@ from service.client.flows import Patience
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
-Preprocess = Literal["default", "exact", "none"]
+Preprocess = Literal["default", "fast", "none"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 
 # A request that is large enough to fill a batch and small enough that one is decoded while another is computed. What

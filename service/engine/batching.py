@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from service.engine.options import FeatureOptions
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
+
+
+T = TypeVar("T")
 
 
 class Job:
@@ -128,6 +131,31 @@ class Item:
         )
 
 
+class Errand:
+    """Something else that the device worker does: when nothing waits, or once it has waited long enough itself.
+
+    Args:
+        function: what to do.
+        patience: seconds after which it goes before batches that wait.
+    """
+
+    def __init__(self, function: Callable[[], Any], patience: float) -> None:
+        self.answer: Future[Any] = Future()
+        self.latest = time.monotonic() + patience
+        self._function = function
+
+    def run(self) -> None:
+        """Do it; what it returns or raises goes to ``answer``."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(result)
+
+
 class Queue:
     """Lines of waiting items, one for each key; safe to use from several threads.
 
@@ -140,6 +168,7 @@ class Queue:
         self.max_rows = max_rows
         self.max_bytes = max_bytes
         self._lines: dict[Hashable, deque[Item]] = {}
+        self._errands: deque[Errand] = deque()
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
 
@@ -154,18 +183,33 @@ class Queue:
         for item in items:
             item.job.fail(self._closed)
 
-    def take(self) -> list[Item] | None:
-        """The next batch, waiting until there is one; None once the queue is closed.
+    def errand(self, function: Callable[[], T], patience: float = 1.0) -> Future[T]:
+        """Have the worker call ``function`` when nothing waits, or after ``patience`` seconds between two batches."""
+        errand = Errand(function, patience)
+        with self._changed:
+            if self._closed is None:
+                self._errands.append(errand)
+                self._changed.notify()
+            else:
+                errand.answer.set_exception(self._closed)
+        return errand.answer
+
+    def take(self) -> list[Item] | Errand | None:
+        """The next batch or errand, waiting until there is one; None once the queue is closed.
 
         It is the largest that fits of the line whose first item has waited longest. Items whose job is no longer
         wanted are dropped here, so nothing is computed for a client that left or a deadline that passed.
         """
         with self._changed:
             while self._closed is None:
+                if self._errands and self._errands[0].latest < time.monotonic():
+                    return self._errands.popleft()
                 while self._lines:
                     batch = self._form()
                     if batch:
                         return batch
+                if self._errands:
+                    return self._errands.popleft()
                 self._changed.wait()
             return None
 
@@ -175,7 +219,11 @@ class Queue:
             self._closed = reason
             waiting = [item for line in self._lines.values() for item in line]
             self._lines.clear()
+            errands, self._errands = self._errands, deque()
             self._changed.notify_all()
+        for errand in errands:
+            with suppress(InvalidStateError):
+                errand.answer.set_exception(reason)
         for item in waiting:
             item.job.fail(reason)
 

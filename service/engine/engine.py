@@ -29,6 +29,7 @@ from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.preload import preload_spec
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with
+from service.engine.tiers import Tiers
 from service.engine.worker import DeviceWorker
 from service.settings import Settings
 
@@ -60,8 +61,9 @@ class Engine:
         # Reading headers decides over admission and must not wait behind what was admitted.
         self._intake = ThreadPoolExecutor(1, "fxserve-intake", compute_with, (1,))
         self._models = ModelStore(self.device, settings.weights_dir, self._builders)
+        self._tiers = Tiers(self.device, self._queue, settings)
         self._extractors = Extractors(
-            self._models, self.device, self._builders, settings.memory_budget, settings.models
+            self._models, self.device, self._builders, settings.memory_budget, self._tiers, settings.models
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -89,6 +91,7 @@ class Engine:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("closing with %d requests unfinished", self._inflight)
+        self._tiers.close()
         await asyncio.to_thread(self._worker.stop, 5.0)
         for pool in (self._decoders, self._intake, self._builders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -224,6 +227,7 @@ class Engine:
             "queue": max(0.0, time.monotonic() - decoded - job.computed),
             "compute": job.computed,
         }
+        self._tiers.used(record, job.rows)
         return FeatureResult(
             {key: outputs[key] for key in record.return_nodes},
             {stage: seconds * 1000 for stage, seconds in timings.items()},
@@ -234,8 +238,8 @@ class Engine:
         self, record: ExtractorRecord, images: Inputs, options: FeatureOptions
     ) -> tuple[Plan, dict[RowShape, int], int]:
         """Read the headers; how to decode, the bytes that a row of each shape takes, and those of the answer."""
-        if self.settings.exact_images and options.preprocess == "default":
-            options = replace(options, preprocess="exact")
+        if self.settings.fast_images and options.preprocess == "default":
+            options = replace(options, preprocess="fast")
         plan = inputs.plan(record, images, options, self.settings.max_pixels)
         answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
         return plan, {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
@@ -276,6 +280,9 @@ class Engine:
                 record, _ = await self.extractor(preload_spec(text))
                 record.pinned = True
                 await self.load(record)
+                search = self._tiers.improve(record)
+                if search is not None:  # ready means as fast as it gets
+                    await asyncio.wait({search})
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
         except (FxError, ValueError) as error:

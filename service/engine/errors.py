@@ -117,14 +117,24 @@ class Unsupported(EngineError):
 
     status = 422
 
-    def __init__(self, field: str, value: str, available: Sequence[str]) -> None:
+    def __init__(self, field: str, value: str, available: Sequence[str], why: str | None = None) -> None:
         listed = ", ".join(available) if available else "none"
+        reason = f" ({why})" if why else ""
         super().__init__(
-            f"{field} {value!r} is not available here; available: {listed}",
+            f"{field} {value!r} is not available here{reason}; available: {listed}",
             field=field,
             value=value,
             available=list(available),
         )
+
+
+class BackendRefused(EngineError):
+    """The ``backend`` that was asked for by name cannot run this model, or is too far from eager, by which figures."""
+
+    status = 422
+
+    def __init__(self, detail: str, backend: str, **figures: Any) -> None:
+        super().__init__(f"{detail}; ask for backend=auto, or for another precision", backend=backend, **figures)
 
 
 class ExtractorFailed(EngineError):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from fxcore.backends import BACKENDS
 from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, FxError, UnknownModel
 from fxcore.extractor import build_extractor
@@ -25,6 +26,8 @@ from fxcore.graphs import ModelGraph, model_graph
 from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
+from service.engine.tiers import Tiers
+from service.engine.transforming import steps, transformed
 
 if TYPE_CHECKING:
     from service.schemas import ExtractorSpec
@@ -32,9 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("fxserve.extractors")
 
 T = TypeVar("T")
-
-BACKENDS = ("auto", "eager")
-"""Backends that can be asked for; ``auto`` takes the only one there is."""
 
 NODE_BYTES = 3 * 1024
 """What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
@@ -50,6 +50,7 @@ class Extractors:
         device: where extractors run.
         pool: the threads that trace and build.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
+        tiers: decides what runs an extractor.
         allowed: the only models served; None for all.
     """
 
@@ -59,8 +60,10 @@ class Extractors:
         device: torch.device,
         pool: Executor,
         memory_budget: int,
+        tiers: Tiers,
         allowed: Sequence[str] | None = None,
     ) -> None:
+        self._tiers = tiers
         self._models = models
         self._device = device
         self._pool = pool
@@ -137,7 +140,11 @@ class Extractors:
     def bytes(self) -> int:
         """What the loaded models and the built extractors take."""
         models = sum(model.bytes for model in self._models.loaded().values())
-        return models + sum(_overhead(record) for record in self._records.values() if record.run is not None)
+        running = [record for record in self._records.values() if record.run is not None]
+        storages: dict[int, int] = {}
+        for record in running:
+            storages |= record.storages()
+        return models + sum(storages.values()) + sum(map(_overhead, running))
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left."""
@@ -170,10 +177,8 @@ class Extractors:
             )
         entry = get_model(spec.model)
         weights = entry.canonical_weights(spec.weights)
-        _check_served("backend", spec.backend, BACKENDS)
-        _check_served("precision", spec.precision, ("float32",) if entry.is_quantized(weights) else tuple(PRECISIONS))
-        for transform in spec.transforms:
-            _check_served("transforms", transform, ())
+        _check_backend(spec, self._device, entry.is_quantized(weights))
+        steps(spec)  # refused before anything is loaded
         graph = model_graph(entry, weights)
         return_nodes = graph.resolve(spec.return_nodes)
         if spec.image_size is not None:
@@ -207,9 +212,12 @@ class Extractors:
                 record.return_nodes,
                 record.dtype,
             )
+            if record.spec.transforms:
+                record.transformed = await self._in_pool(transformed, record, extractor, steps(record.spec))
+                extractor = record.transformed.extractor
             record.outputs = extractor.outputs
             record.extractor = extractor
-            record.run = extractor.module
+            await self._tiers.first(record, extractor, self._pool)
             record.state = "ready"
         except FxError as problem:
             record.state, record.problem = "failed", problem
@@ -246,7 +254,34 @@ def _overhead(record: ExtractorRecord) -> int:
 
 def _unload(record: ExtractorRecord) -> None:
     record.extractor = None
+    record.transformed = None
     record.run = None
+    record.tier = None
+    record.images = 0
+
+
+def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
+    """Whether the backend and the precision that ``spec`` names can be had here, together.
+
+    Raises:
+        Unsupported: they cannot; it says why.
+    """
+    if quantized:  # torch's own int8 kernels, which nothing else knows
+        _check_served("backend", spec.backend, ("auto", "eager"))
+        _check_served("precision", spec.precision, ("float32",))
+    names = ("auto", "eager", "openvino", "inductor")
+    if spec.backend != "auto":
+        why = BACKENDS[spec.backend].unavailable(device, "float32")
+        if why is not None:
+            here = [n for n in names if n == "auto" or BACKENDS[n].unavailable(device, "float32") is None]
+            raise Unsupported("backend", spec.backend, here, why)
+    backend = BACKENDS[{"auto": "openvino" if spec.precision == "int8" else "eager"}.get(spec.backend, spec.backend)]
+    why = backend.unavailable(device, spec.precision)
+    if why is not None:
+        here = [p for p in PRECISIONS if backend.unavailable(device, p) is None] if spec.backend != "auto" else [
+            p for p in PRECISIONS if p != "int8"
+        ]
+        raise Unsupported("precision", spec.precision, here, why)
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

@@ -106,15 +106,15 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: Feat
     decoded = sum(3 * height * width * _FLOAT_BYTES for height, width in sizes)
     shapes: list[RowShape] = [((3, *size),) for size in sizes]
     # Images of one size are written into one batch. The memory is not touched, and so not taken, until then. What is
-    # exact keeps the memory format of the reference too: convolutions round differently in another.
+    # bit for bit the weights' own transform keeps the memory format of the reference too: convolutions round differently in another.
     same = pad is None and len(set(sizes)) == 1
-    rows = batch(len(images), sizes[0]) if same and options.preprocess != "exact" else None
+    rows = batch(len(images), sizes[0]) if same and options.preprocess != "default" else None
 
     def prepare(index: int) -> Tensor:
         out = None if rows is None else rows[index]
         if raw:
             return _scaled(decode(images[index], max_pixels).permute(2, 0, 1), out)
-        if options.preprocess == "exact":
+        if options.preprocess == "default":
             return preprocessing.image(open_image(images[index], max_pixels))
         return record.decoder.image(images[index], max_pixels, out)
 
@@ -216,7 +216,7 @@ def _prepared(record: ExtractorRecord, tensor: Tensor, options: FeatureOptions) 
         return tensor.to(torch.float32).contiguous()
     if options.preprocess == "none":
         return _scaled(tensor.movedim(-1, 1))
-    if options.preprocess == "exact" or record.preprocessing.layout != "NCHW":
+    if options.preprocess == "default" or record.preprocessing.layout != "NCHW":
         return record.preprocessing.tensor(tensor)
     rows = batch(tensor.shape[0], record.preprocessing.output_size(*tensor.shape[1:3]))
     for pixels, row in zip(tensor, rows, strict=True):

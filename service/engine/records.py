@@ -6,21 +6,22 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
+from fxcore.backends import Lowered
 from fxcore.catalog import ModelEntry
 from fxcore.decoding import Decoder
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graphs import ModelGraph, TensorSpec
 from fxcore.images import Preprocessing
+from service.engine.transforming import Transformed, steps
 
 if TYPE_CHECKING:
     from service.engine.inputs import RowShape
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
     from service.schemas import ExtractorSpec
 
 State = Literal["building", "ready", "failed"]
-
-Run = Callable[..., dict[str, Tensor]]
-"""What computes a batch: called with the model's inputs in order, on the device, it gives the outputs by key. Another
-backend takes over by replacing :attr:`ExtractorRecord.run`, which the worker reads once a batch."""
 
 ModelKey = tuple[str, str, str]
 """Model, canonical weights, precision: what extractors with the same loaded weights have in common."""
@@ -55,6 +52,11 @@ class ExtractorRecord:
         backend: what computes it.
         checks: how far the backend's values are from eager float32; None where it *is* that.
         pinned: preloaded, never evicted.
+        run: what computes a batch, called with the model's inputs in order, on the device. Another backend takes over
+            by replacing it; the worker reads it once a batch.
+        images: how many it has answered.
+        tier: the search for a faster backend, once that has begun.
+        transformed: what the transforms did, where there are any.
     """
 
     id: str
@@ -74,14 +76,17 @@ class ExtractorRecord:
     checks: dict[str, Any] | None = None
     pinned: bool = False
     build: asyncio.Task[None] | None = None
-    run: Run | None = None
+    run: Lowered | None = None
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
     row_sizes: dict[RowShape, RowSize] = field(default_factory=dict)
+    images: int = 0
+    tier: asyncio.Task[None] | None = None
+    transformed: Transformed | None = None
 
     @property
     def model_key(self) -> ModelKey:
-        return self.entry.name, self.weights, self.spec.precision
+        return self.entry.name, self.weights, "float32" if self.spec.precision == "int8" else self.spec.precision
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,6 +113,10 @@ class ExtractorRecord:
         """Whether it must stay in memory now."""
         return self.pinned or self.users > 0 or self.build is not None
 
+    def storages(self) -> dict[int, int]:
+        """Bytes that what runs it holds beside the model's weights, by address."""
+        return self.run.storages() if self.run is not None else {}
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep it in memory for a while."""
@@ -119,7 +128,8 @@ class ExtractorRecord:
             self.last_used = time.monotonic()
 
 
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float32}
+"""The dtype of the weights and the inputs; int8 arithmetic is inside its backend."""
 
 
 def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
@@ -130,7 +140,7 @@ def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]
         "return_nodes": list(return_nodes.items()),
         "precision": spec.precision,
         "backend": spec.backend,
-        "transforms": list(spec.transforms),
+        "transforms": steps(spec),
         "image_size": spec.image_size,
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

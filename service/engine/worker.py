@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.engine.batching import Item, Queue
+from service.engine.batching import Errand, Item, Queue
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
 from service.engine.inputs import joined
 from service.engine.options import FeatureOptions
@@ -69,13 +69,18 @@ class DeviceWorker:
 
     def _main(self) -> None:
         batch: Sequence[Item] | None = None
+        work: Sequence[Item] | Errand | None
         try:
             compute_with(self._threads)
-            while (batch := self._queue.take()) is not None:
+            while (work := self._queue.take()) is not None:
                 self._busy_since = time.monotonic()
-                self._serve(batch)
+                if isinstance(work, Errand):
+                    work.run()
+                else:
+                    batch = work
+                    self._serve(batch)
                 self._busy_since = None
-                batch = None  # an idle worker holds nobody's tensors
+                batch = work = None  # an idle worker holds nobody's tensors
         except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
             log.exception("the device worker died")
             self._died = f"the device worker died of {_said(error)}"

@@ -123,7 +123,7 @@ def test_many_images_are_many_requests_at_a_time(server, extractor, three, expec
 def test_batches_are_split_to_the_servers_limits(start, three, expected):
     size = max(map(len, three)) + 1000
     answer = 4 * (256 * 14 * 14 + 512 * 7 * 7)
-    small = start(max_body_bytes=2 * size, max_response_bytes=int(2.5 * answer), exact_images=True)
+    small = start(max_body_bytes=2 * size, max_response_bytes=int(2.5 * answer))
     with Client(small.url) as client:
         extractor = client.extractor("resnet18", NODES, weights="random")
         features = extractor(three * 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_failures_say_where_and_what_to_do(kind: type[nn.Module], expected: str,
     file, number, code = extra["source"].split(":", 2)
     assert file == "test_capture.py"
     assert code.strip() == line
-    assert open(__file__).read().splitlines()[int(number) - 1].strip() == line
+    assert Path(__file__).read_text().splitlines()[int(number) - 1].strip() == line
     assert advice in extra["advice"]
     assert line in caught.value.detail
     assert kind is Options or f'leaf_modules=("{path}",)' in caught.value.detail

@@ -18,7 +18,7 @@ class Client:
     """A started service and a client of it, for tests that are not async themselves."""
 
     def __init__(self, **settings: Any) -> None:
-        self.app = create_app(Settings(**settings))
+        self.app = create_app(Settings(**{"lowering": False, **settings}))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -51,7 +51,7 @@ class Client:
 @pytest.fixture(scope="session")
 def client() -> Iterator[Client]:
     """A service with settings as they come, but for images as PIL decodes them: values are compared with those."""
-    client = Client(exact_images=True)
+    client = Client()
     yield client
     client.close()
 

@@ -26,6 +26,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from typer.testing import CliRunner
 
 from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.decoding import Decoder
 from fxcore.pooling import pool
 from fxcore.render import render
 from service.cli import app
@@ -67,11 +68,10 @@ def expected(files: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor
     """What resnet18 with random weights gives, straight from fxcore."""
     entry, graph = get_model("resnet18"), model_graph("resnet18")
     extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(nodes))
-    images = [PIL.Image.open(photo).convert("RGB") for photo in files]
+    decoder = Decoder(entry.preprocessing())
     with torch.inference_mode():
-        answer: dict[str, torch.Tensor] = extractor.module(
-            torch.stack([entry.preprocessing().image(i) for i in images])
-        )
+        batch = torch.stack([decoder.image(file.read_bytes()) for file in files])
+        answer: dict[str, torch.Tensor] = extractor.module(batch)
     return answer
 
 
@@ -168,15 +168,11 @@ def test_nodes_of_weights_with_another_structure() -> None:
     assert "Nx3x518x518" in result.stdout
 
 
-def test_a_pipe_gets_whole_lines_whatever_the_terminals_width() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "from service.cli import main; main()", "nodes", "vit_b_16"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "30"},
-    )
-    assert "encoder.layers.encoder_layer_11.self_attention    -" in run.stdout
-    assert all(line == line.rstrip() for line in run.stdout.splitlines())
+def test_a_pipe_gets_whole_lines_whatever_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stdout = fxserve("nodes", "vit_b_16").stdout
+    assert re.search(r"^encoder\.layers\.encoder_layer_11\.self_attention +- ", stdout, re.MULTILINE)
+    assert all(line == line.rstrip() for line in stdout.splitlines())
 
 
 @pytest.mark.parametrize("format", ["table", "code", "dot", "svg", "mermaid"])
@@ -211,7 +207,7 @@ def test_extract_writes_safetensors(files: list[Path], tmp_path: Path) -> None:
         metadata = file.metadata()
         assert set(file.keys()) == {"C4", "last"}
         for key, value in right.items():
-            torch.testing.assert_close(file.get_tensor(key), value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(file.get_tensor(key), value, rtol=1e-4, atol=1e-4)
     assert metadata["model"] == "resnet18"
     assert metadata["weights"] == "random"
     assert json.loads(metadata["nodes"]) == {"C4": "layer3.1.relu_1", "last": "layer4.1.relu_1"}
@@ -230,10 +226,10 @@ def test_extract_writes_numpy_files_and_pools(files: list[Path], tmp_path: Path)
     assert fxserve(*base, "--nodes", "layer3", "--out", tmp_path / "f.npy").exit_code == 0
     assert fxserve(*base, "--nodes", "layer3,layer4", "--out", tmp_path / "f.npz").exit_code == 0
     right = {k: pool(v, "NCHW", "avg").numpy() for k, v in expected(files, {"layer3": "a", "layer4": "b"}).items()}
-    np.testing.assert_allclose(np.load(tmp_path / "f.npy"), right["a"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "f.npy"), right["a"], rtol=1e-4, atol=1e-5)
     archive = np.load(tmp_path / "f.npz")
     assert archive.files == ["layer3", "layer4"]
-    np.testing.assert_allclose(archive["layer4"], right["b"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(archive["layer4"], right["b"], rtol=1e-4, atol=1e-5)
 
 
 def test_extract_keeps_the_order_over_many_files(files: list[Path], tmp_path: Path) -> None:
@@ -267,7 +263,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["nodes", "resnet18", "--weights", "V9"], 1, "no weights 'V9'; ask for one of DEFAULT, IMAGENET1K_V1"),
         (["graph", "resnet18", "--height", "64"], 2, "--height and --width go together (see fxserve graph --help)"),
         (["graph", "vit_b_16", "--height", "64", "--width", "64"], 1, "cannot take an input of 64 x 64"),
-        (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'table'"),
+        (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'json', 'table'"),
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
         (["grph"], 2, "No such command 'grph'. Did you mean 'graph'"),
         (["--verbose"], 2, "No such option: --verbose"),
@@ -317,20 +313,24 @@ def test_images_whose_maps_differ_need_pooling(files: list[Path], tmp_path: Path
     out = tmp_path / "f.npy"
     tall = tmp_path / "tall.png"
     PIL.Image.open(files[0]).rotate(90, expand=True).save(tall)
-    result = fxserve("extract", files[0], tall, *common, "--out", out)
-    assert result.exit_code == 1
-    assert result.stderr.count("\n") == 1
-    assert "different sizes" in result.stderr
+    for others in (files[:1], files[:1] * 8):  # in one batch, and in two
+        result = fxserve("extract", *others, tall, *common, "--out", out)
+        assert result.exit_code == 1
+        assert result.stderr.count("\n") == 1
+        assert "40 x 65 x 98 and 40 x 98 x 65" in result.stderr
+        assert "pool" in result.stderr
     assert fxserve("extract", files[0], tall, *common, "--pool", "avg", "--out", out).exit_code == 0
     assert np.load(out).shape == (2, 40)
 
 
 def test_a_detectors_values_do_not_depend_on_the_other_images(files: list[Path], tmp_path: Path) -> None:
-    common = ["--model", "ssdlite320_mobilenet_v3_large", "--weights", "random", "--pool", "max", "--nodes", "C4"]
+    # Alone the second photo is padded to 480 pixels, in a batch with the first to 512.
+    common = ["--model", "fasterrcnn_mobilenet_v3_large_320_fpn", "--weights", "random", "--nodes", "C4"]
+    common += ["--device", "cpu", "--pool", "avg"]
     alone, both = tmp_path / "alone.npy", tmp_path / "both.npy"
-    assert fxserve("extract", files[0], *common, "--out", alone).exit_code == 0
+    assert fxserve("extract", files[1], *common, "--out", alone).exit_code == 0
     assert fxserve("extract", *files, *common, "--out", both).exit_code == 0
-    np.testing.assert_array_equal(np.load(alone)[0], np.load(both)[0])
+    np.testing.assert_array_equal(np.load(alone)[0], np.load(both)[1])
 
 
 def test_serve_answers_until_it_is_told_to_end() -> None:
@@ -356,12 +356,16 @@ def test_serve_answers_until_it_is_told_to_end() -> None:
 
 
 def test_serve_tells_of_a_port_that_is_taken() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-c", "from service.cli import main; main()", "serve"]
-        port = str(taken.getsockname()[1])
-        run = subprocess.run([*command, "--port", port, "--device", "cpu"], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 3
-    assert "address already in use" in run.stderr
-    assert "Traceback" not in run.stderr
+        try:
+            result = fxserve("serve", "--device", "cpu", "--port", taken.getsockname()[1])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "address already in use" in result.stderr

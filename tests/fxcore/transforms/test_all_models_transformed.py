@@ -50,15 +50,20 @@ def test_values_stay(name: str) -> None:
     code = traced.code
 
     pure = out_of_place(traced)
-    found = verify(traced, pure, x, rtol=TOLERANCE, atol=TOLERANCE)
+    original = tapped(pure)
+    # Each model runs as seldom as can be: half of these are billions of operations.
+    with torch.no_grad():
+        expected = original(x.clone())
+    found = verify(traced, lambda v: expected["out"], x)
     assert found.max_abs == 0.0
     assert not any(getattr(m, "inplace", None) is True for m in pure.modules())
 
-    original = tapped(pure)
-    fused = fuse_conv_bn(original)
-    checked = [fused, fold_constants(original)]
-    for transformed in checked:
-        found = verify(original, transformed, x, rtol=TOLERANCE, atol=TOLERANCE)
+    fused, folded = fuse_conv_bn(original), fold_constants(original)
+    for transformed in (fused, folded):
+        if applied(transformed)[-1].changes == 0:
+            assert transformed.code == original.code
+            continue
+        found = verify(lambda v: expected, transformed, x, rtol=TOLERANCE, atol=TOLERANCE)
         assert found.allclose, (applied(transformed), found.outputs)
         assert found.relative < TOLERANCE, applied(transformed)
     assert batch_norms(fused) + applied(fused)[-1].changes >= batch_norms(original)
@@ -66,7 +71,7 @@ def test_values_stay(name: str) -> None:
 
     normalized = fold_normalization(original, mean=MEAN.tolist(), std=STD.tolist())
     shape = (1, 3, *[1] * (x.ndim - 2))
-    found = verify(original, lambda v: normalized(v * STD.view(shape) + MEAN.view(shape)), x)
+    found = verify(lambda v: expected, lambda v: normalized(v * STD.view(shape) + MEAN.view(shape)), x)
     assert found.relative < TOLERANCE
     assert found.allclose
 

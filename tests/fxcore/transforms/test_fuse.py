@@ -73,7 +73,9 @@ def test_statistics_of_the_batch_stay() -> None:
 
 @pytest.mark.parametrize("mode", ["reflect", "circular", "replicate"])
 def test_other_paddings(mode: str) -> None:
-    check(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode), nn.BatchNorm2d(4)), torch.randn(1, 3, 8, 8), 1)
+    check(
+        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode), nn.BatchNorm2d(4)), torch.randn(1, 3, 8, 8), 1
+    )
 
 
 def test_frozen_batch_norm() -> None:
@@ -224,7 +226,11 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 def test_memory_format_stays() -> None:
     model = lived(nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16))).to(memory_format=torch.channels_last)
-    assert fuse_conv_bn(fx.symbolic_trace(model)).get_submodule("0").weight.is_contiguous(memory_format=torch.channels_last)
+    assert (
+        fuse_conv_bn(fx.symbolic_trace(model))
+        .get_submodule("0")
+        .weight.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def linear(*before: nn.Module) -> fx.GraphModule:

@@ -37,7 +37,8 @@ def engine() -> MakeEngine:
 
     @asynccontextmanager
     async def make(**settings: Any) -> AsyncIterator[Engine]:
-        running = Engine(Settings(device="cpu", **settings))
+        # Nothing takes over in the midst of a test unless that is what it is about.
+        running = Engine(Settings(**{"device": "cpu", "lowering": False, "cache_dir": None, **settings}))
         await running.start()
         try:
             yield running

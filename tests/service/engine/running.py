@@ -50,6 +50,9 @@ class Watched:
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
         record.run = self
 
+    def storages(self) -> dict[int, int]:
+        return {}
+
     @property
     def sizes(self) -> list[int]:
         return [len(batch) for batch in self.batches]

@@ -12,6 +12,7 @@ import torch
 
 from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
+from fxcore.transforms import UnknownTransform
 from service.engine.errors import NameTaken, UnknownExtractor, Unsupported
 from tests.service.engine.running import MakeEngine, Watched, built, spec
 
@@ -69,9 +70,9 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
         ({"weights": "V9"}, UnknownWeights),
         ({"nodes": ["features.99"]}, UnknownNode),
         ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
-        ({"backend": "openvino"}, Unsupported),
-        ({"precision": "int8"}, Unsupported),
-        ({"transforms": ["fuse"]}, Unsupported),
+        ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
+        ({"backend": "eager", "precision": "int8"}, Unsupported),
+        ({"transforms": ["fuse"]}, UnknownTransform),
         ({"model": "vgg11"}, UnknownModel),
     ],
 )
@@ -84,9 +85,10 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, ob
 
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
     async with engine() as running:
-        with pytest.raises(Unsupported, match=r"available: auto, eager") as caught:
-            await running.extractor(spec(backend="inductor"))
-    assert caught.value.extra == {"field": "backend", "value": "inductor", "available": ["auto", "eager"]}
+        with pytest.raises(Unsupported, match=r"\(eager has no int8 arithmetic\); available: float32, bfloat16") as caught:
+            await running.extractor(spec(backend="eager", precision="int8"))
+    available = ["float32", "bfloat16", "float16"]
+    assert caught.value.extra == {"field": "precision", "value": "int8", "available": available}
 
 
 async def test_names(engine: MakeEngine) -> None:
@@ -152,9 +154,9 @@ async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes
 
 
 async def test_eviction(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    """Of resnet18 (45 MiB), squeezenet (5) and mobilenet (10) two fit; what was used least recently goes."""
+    """Of resnet18 (45 MiB, and 42 folded), squeezenet (5) and mobilenet (10 and 4) two fit; the least recently used goes."""
     large, small, third = ("resnet18", "random"), ("squeezenet1_1", "random"), ("mobilenet_v3_small", "random")
-    async with engine(memory_budget=57 * MiB) as running:
+    async with engine(memory_budget=103 * MiB) as running:
         records = {
             large: await built(running, "resnet18", ["layer4"]),
             small: await built(running, "squeezenet1_1", ["features.12"]),
@@ -169,7 +171,7 @@ async def test_eviction(engine: MakeEngine, jpegs: list[bytes]) -> None:
         assert running.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert torch.equal(again, expected)
-        assert running._extractors.bytes() <= 57 * MiB
+        assert running._extractors.bytes() <= 103 * MiB
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs

@@ -1,0 +1,272 @@
+"""fxserve, its peers and what the cores could do at most, side by side: one table with ratios.
+
+    python benchmarks/serve.py                                     # every case but memory, some ten minutes
+    python benchmarks/serve.py --cases mobilenet-32 --seconds 3    # one case, a minute or two
+    python benchmarks/serve.py --cases memory                      # 6,000 requests
+
+All serve torchvision's architectures with random weights on 127.0.0.1: the same JPEG files in, the same two feature
+maps out as safetensors. Servers are measured one after another, each alone on the machine with the load generator.
+Needs the extra ``bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import load
+import photos
+import servers
+from load import Load
+from servers import HERE, Server
+
+SAFETENSORS = "application/x-safetensors"
+NODES = {
+    "mobilenet_v3_small": "features.8:C4,features.12:C5",
+    "resnet50": "layer3:C4,layer4:C5",
+}
+# Each peer takes images as its own documentation sends them.
+PEERS = {
+    "plain_fastapi": ("/predict", "multipart"),
+    "litserve_api": ("/predict", "multipart"),
+    "mosec_workers": ("/inference", "raw"),
+    "ray_serve": ("/predict", "raw"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. ``of_peer`` and ``of_ceiling`` are the bars: of the rate, or of p50 where ``latency``."""
+
+    name: str
+    model: str
+    connections: int
+    images: int = 1
+    precision: str = "float32"
+    query: str = ""
+    latency: bool = False
+    of_peer: float | None = None
+    of_ceiling: float | None = None
+
+    def spec(self, backend: str) -> dict[str, Any]:
+        nodes = dict(pair.split(":") for pair in NODES[self.model].split(","))
+        return {
+            "model": self.model,
+            "weights": "random",
+            "return_nodes": nodes,
+            "precision": self.precision,
+            "backend": "openvino" if self.precision == "int8" else backend,
+        }
+
+
+CASES = (
+    Case("mobilenet-32", "mobilenet_v3_small", 32, of_peer=3.0, of_ceiling=0.75),
+    Case("mobilenet-8", "mobilenet_v3_small", 8),
+    Case("mobilenet-1", "mobilenet_v3_small", 1, latency=True, of_peer=0.35, of_ceiling=1.4),
+    Case("resnet50-8", "resnet50", 8, of_peer=1.7, of_ceiling=0.9),
+    Case("resnet50-int8-8", "resnet50", 8, precision="int8", of_peer=4.5),
+    Case("resnet50-multipart-32", "resnet50", 1, images=32, query="?pool=avg", of_ceiling=0.9),
+)
+NODE_LIST_BAR = 1500
+MEMORY_BAR = 1.6e9
+
+
+class Benchmark:
+    """Runs cases and keeps what peers and ceilings gave, which several cases share."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.files = photos.jpegs()
+        self.rows: list[tuple[str, ...]] = []
+        self._peers: dict[tuple[str, str, int], Load] = {}
+        self._ceilings: dict[str, dict[str, Any]] = {}
+
+    def case(self, case: Case) -> None:
+        with servers.fxserve() as server:
+            path, backend = extractor(server, case.spec(self.options.backend), self.options.settle)
+            result = self._load(server, path + case.query, case)
+        say(f"{case.name}: fxserve ({backend}) {shown(result, case.images)}")
+        self._row(case, f"fxserve, {backend}", result, result)
+        if case.images == 1:
+            for peer in self.options.peers:
+                if (found := self._peer(peer, case)) is not None:
+                    self._row(case, peer, found, result)
+        ceiling = self._ceiling(case)
+        mine = result.p50 / ceiling["p50"] if case.latency else result.rate * case.images / ceiling["rate"]
+        bar = "" if case.of_ceiling is None else f"{'≤' if case.latency else '≥'} {case.of_ceiling}"
+        rate = f"{1000 / ceiling['p50'] if case.latency else ceiling['rate']:.1f}"
+        p50 = f"{ceiling['p50']:.1f}"
+        self.rows.append((case.name, f"in-process, {ceiling['backend']}", rate, p50, "", f"{mine:.2f}", bar))
+
+    def node_list(self) -> None:
+        with servers.fxserve() as server:
+            path = "/v1/models/resnet50/nodes"
+            server.wait("GET", path)
+            result = load.run(
+                server.port, [load.http(server.port, path)], 32, self.options.seconds, wrk=self.options.wrk
+            )
+        say(f"nodes: {shown(result)}")
+        rate, p50, p99 = figures(result, 1)
+        self.rows.append(("nodes, warm", "fxserve", rate, p50, p99, "", f"≥ {NODE_LIST_BAR}/s"))
+
+    def memory(self) -> None:
+        case = next(case for case in CASES if case.name == "resnet50-8")
+        sizes = []
+        with servers.fxserve() as server:
+            path, backend = extractor(server, case.spec(self.options.backend), self.options.settle)
+            requests = self._requests(server, path)
+            for count in (1000, 5000):
+                done = 0
+                while done < count:
+                    done += load.run(server.port, requests, 8, 10, warm=0.0, wrk=False).requests
+                sizes.append(server.memory())
+                say(f"memory: {sizes[-1] / 1e9:.2f} GB resident after {count} requests more")
+        shares = f"{sizes[0] / 1e9:.2f} GB, then {sizes[1] / 1e9:.2f} GB"
+        self.rows.append(("memory", f"fxserve, {backend}", "", "", "", shares, f"< {MEMORY_BAR / 1e9} GB, level"))
+
+    def _load(self, server: Server, path: str, case: Case) -> Load:
+        if case.images > 1:
+            files = [self.files[i % len(self.files)] for i in range(case.images)]
+            body, kind = photos.multipart(files)
+            requests = [load.http(server.port, path, body, kind, SAFETENSORS)]
+        else:
+            requests = self._requests(server, path)
+        return load.run(
+            server.port, requests, case.connections, self.options.seconds, self.options.warm, wrk=self.options.wrk
+        )
+
+    def _requests(self, server: Server, path: str) -> list[bytes]:
+        return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for data in self.files]
+
+    def _peer(self, name: str, case: Case) -> Load | None:
+        key = (name, case.model, case.connections)
+        if key not in self._peers:
+            path, how = PEERS[name]
+            bodies = [photos.multipart([d]) if how == "multipart" else (d, "image/jpeg") for d in self.files]
+            try:
+                with servers.peer(name, case.model, NODES[case.model]) as server:
+                    server.wait("POST", path, content=bodies[0][0], headers={"content-type": bodies[0][1]})
+                    requests = [load.http(server.port, path, body, kind) for body, kind in bodies]
+                    for connections in {c.connections for c in CASES if c.model == case.model and c.images == 1}:
+                        if connections == case.connections or self._asked(case.model, connections):
+                            self._peers[name, case.model, connections] = load.run(
+                                server.port,
+                                requests,
+                                connections,
+                                self.options.seconds,
+                                self.options.warm,
+                                wrk=self.options.wrk,
+                            )
+            except RuntimeError as error:
+                say(f"{name} is left out: {error}")
+                return None
+        say(f"{case.name}: {name} {shown(self._peers[key])}")
+        return self._peers[key]
+
+    def _asked(self, model: str, connections: int) -> bool:
+        return any(c.model == model and c.connections == connections and c.name in self.options.cases for c in CASES)
+
+    def _ceiling(self, case: Case) -> dict[str, Any]:
+        spec = json.dumps(case.spec(self.options.backend))
+        key = spec + case.query
+        if key not in self._ceilings:
+            command = [sys.executable, str(HERE / "ceiling.py"), spec, "--seconds", str(self.options.seconds / 3)]
+            command += ["--settle", str(self.options.settle), *(["--pooled"] if "pool" in case.query else [])]
+            # As the service sets for itself, before torch is loaded.
+            environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "PASSIVE"}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            self._ceilings[key] = json.loads(done.stdout)
+        say(f"{case.name}: in-process {self._ceilings[key]}")
+        return self._ceilings[key]
+
+    def _row(self, case: Case, who: str, found: Load, mine: Load) -> None:
+        rate, p50, p99 = figures(found, case.images)
+        if found is mine:
+            ratio = bar = ""
+        else:
+            of = mine.p50 / found.p50 if case.latency else mine.rate / max(found.rate, 1e-9)
+            ratio = f"{of:.2f}"
+            bar = "" if case.of_peer is None else f"{'≤' if case.latency else '≥'} {case.of_peer}"
+        self.rows.append((case.name, who, rate, p50, p99, ratio, bar))
+
+
+def extractor(server: Server, spec: dict[str, Any], settle: float) -> tuple[str, str]:
+    """Make one; the path of its features, and the backend that serves it after ``settle`` seconds at most."""
+    made = server.http.post("/v1/extractors?wait=300", json=spec)
+    if made.status_code not in (200, 201) or made.json()["state"] != "ready":
+        raise SystemExit(f"fxserve makes no extractor of {spec}: {made.text}")
+    path = f"/v1/extractors/{made.json()['id']}"
+    deadline = time.monotonic() + settle
+    backend = made.json()["backend"]
+    while spec["backend"] == "auto" and backend == "eager" and time.monotonic() < deadline:
+        time.sleep(1)
+        backend = server.http.get(path).json()["backend"]
+    return f"{path}/features", backend
+
+
+def figures(found: Load, images: int) -> tuple[str, str, str]:
+    return f"{found.rate * images:.1f}", f"{found.p50:.1f}", f"{found.p99:.1f}"
+
+
+def shown(found: Load, images: int = 1) -> str:
+    rate, p50, p99 = figures(found, images)
+    others = {status: count for status, count in found.statuses.items() if status != "200"}
+    return f"{rate}/s, p50 {p50} ms, p99 {p99} ms{f', {others}' if others else ''}"
+
+
+def say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def machine() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        name = next((line.split(": ")[1].strip() for line in lines if line.startswith("model name")), "")
+        return f"{len(os.sched_getaffinity(0))} cores, {name or platform.machine()}"
+    return f"{os.cpu_count()} cores, {platform.machine()}"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, tuple("-" * width for width in widths), *rows):
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def main() -> None:
+    names = [case.name for case in CASES] + ["nodes", "memory"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
+    parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
+    parser.add_argument("--backend", default="auto", help="fxserve's, for float32")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that each load lasts")
+    parser.add_argument("--warm", type=float, default=3.0, help="seconds of load before that")
+    parser.add_argument("--settle", type=float, default=90.0, help="seconds that backend=auto gets to lower")
+    parser.add_argument("--no-wrk", dest="wrk", action="store_false", help="use the own load generator")
+    options = parser.parse_args()
+    options.cases = options.cases.split(",")
+    options.peers = [name for name in options.peers.split(",") if name]
+    if wrong := [name for name in options.cases if name not in names] + [p for p in options.peers if p not in PEERS]:
+        parser.error(f"there is no {', '.join(wrong)}")
+    benchmark = Benchmark(options)
+    for name in options.cases:
+        if name == "nodes":
+            benchmark.node_list()
+        elif name == "memory":
+            benchmark.memory()
+        else:
+            benchmark.case(next(case for case in CASES if case.name == name))
+    print(f"{machine()}. Images a second; milliseconds. The ratio is fxserve's figure to that of the row.\n")
+    print("\n".join(table(("case", "server", "images/s", "p50", "p99", "ratio", "bar"), benchmark.rows)))
+
+
+if __name__ == "__main__":
+    main()

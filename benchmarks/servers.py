@@ -1,0 +1,107 @@
+"""Servers as processes of their own, on free ports of 127.0.0.1, each ended with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+HERE = Path(__file__).parent
+READY_SECONDS = 180
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        port: where it listens.
+        http: a client for what is no load.
+    """
+
+    def __init__(self, command: list[str], port: int, environment: dict[str, str] | None = None) -> None:
+        self.port = port
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="benchmark-", suffix=".log")  # noqa: SIM115
+        self.process = psutil.Popen(
+            command,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            cwd=HERE.parent,
+            env={**os.environ, **(environment or {})},
+        )
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
+
+    def wait(self, method: str, path: str, **options: object) -> httpx.Response:
+        """Until it answers that request with 200.
+
+        Raises:
+            RuntimeError: it ended, or did not within three minutes; with the end of its log.
+        """
+        deadline = time.monotonic() + READY_SECONDS
+        answer = None
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                answer = self.http.request(method, path, **options)  # type: ignore[arg-type]
+                if answer.status_code == 200:
+                    return answer
+            time.sleep(0.2)
+        said = Path(self.log.name).read_text()[-3000:] + (answer.text[:500] if answer is not None else "")
+        raise RuntimeError(f"{self.process.args} does not serve:\n{said}")
+
+    def memory(self) -> int:
+        """Resident bytes of the process and its children."""
+        return sum(p.memory_info().rss for p in (self.process, *self.process.children(recursive=True)))
+
+    def stop(self) -> None:
+        self.http.close()
+        family = []
+        if self.process.poll() is None:
+            family = [*self.process.children(recursive=True), self.process]
+            self.process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5)
+        self.log.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def fxserve(**settings: object) -> Iterator[Server]:
+    """fxserve with ``FXSERVE_*`` settings, ready."""
+    port = free_port()
+    settings = {"fast_images": True, **settings}
+    environment = {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
+    command = [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(port)]
+    server = Server([*command, "--no-access-log"], port, environment)
+    try:
+        server.wait("GET", "/readyz")
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def peer(name: str, model: str, nodes: str) -> Iterator[Server]:
+    """``peers/<name>.py`` serving ``nodes`` (``node:key,node:key``) of ``model``."""
+    port = free_port()
+    server = Server([sys.executable, str(HERE / "peers" / f"{name}.py"), model, nodes, str(port)], port)
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,162 @@
+"""Compiling in a process of its own, and keeping what came out.
+
+Two reasons for the process: torch.export patches ``nn.Module`` for the whole process while it traces, so a module that
+another thread runs meanwhile fails; and it holds the interpreter for seconds, in which a service would stand still.
+
+An artifact is a folder under the cache, named by a hash of everything that decides it: the graph's code, every weight,
+the versions of the compilers, and the machine where it matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, tensors_of
+
+T = TypeVar("T")
+
+CACHE_BYTES = 4 * 1024**3
+"""Most bytes of artifacts that are kept; the least recently used go first."""
+
+_LONGEST = 900.0
+"""Seconds after which a compiler is given up."""
+
+
+def compiled(
+    backend: str,
+    module: fx.GraphModule,
+    example: Inputs,
+    options: Options,
+    packages: Sequence[str],
+    load: Callable[[Path], T],
+    **job: object,
+) -> T:
+    """``load(folder)`` of the artifact that :mod:`fxcore.backends.child` makes for ``backend``, or made before.
+
+    Args:
+        module: returns a tuple; see :func:`~fxcore.backends.base.distinct_outputs`.
+        packages: distributions whose version decides what comes out.
+        job: what else the child's function for ``backend`` is told; JSON.
+
+    Raises:
+        LoweringFailed: the child failed, took too long, or was cancelled.
+    """
+    settings: Json = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
+    calibration = options.calibration if options.precision == "int8" else ()
+    key = _key(module, settings, [*example, *(x for row in calibration for x in row)], packages)
+    with contextlib.ExitStack() as stack:
+        home = options.cache
+        if home is None or not _writable(home):
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True)))
+        kept = home / f"{backend}-{key}"
+        if kept.is_dir():
+            try:
+                os.utime(kept)
+                return load(kept)
+            except Exception:  # damaged, or of a compiler that no longer reads it: made anew below
+                shutil.rmtree(kept, ignore_errors=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
+        stack.callback(shutil.rmtree, fresh, True)
+        # Plain tensors and code, of which the child makes an ordinary module: no graph is traced again.
+        _, (body, imports) = module.__reduce__()[:2]
+        saved = {"body": body, "imports": imports, "example": example, "calibration": calibration}
+        torch.save(saved, fresh / "module.pt")
+        (fresh / "job.json").write_text(json.dumps(settings))
+        _run_child(backend, fresh, options)
+        (fresh / "module.pt").unlink()
+        with contextlib.suppress(OSError):  # another process was faster
+            fresh.rename(kept)
+        loaded = load(kept)
+        prune(home, CACHE_BYTES)
+        return loaded
+
+
+def prune(home: Path, limit: int) -> None:
+    """Delete artifacts that were not used for longest until what is left has at most ``limit`` bytes."""
+    artifacts = []
+    for folder in home.iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.startswith(".making-") and time.time() - folder.stat().st_mtime > 2 * _LONGEST:
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+            elif folder.is_dir() and not folder.name.startswith("."):
+                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                artifacts.append((folder.stat().st_mtime, size, folder))
+    total = sum(size for _, size, _ in artifacts)
+    for _, size, folder in sorted(artifacts)[:-1]:
+        if total <= limit:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        total -= size
+
+
+def _run_child(backend: str, folder: Path, options: Options) -> None:
+    # One thread: it works beside a service that answers requests.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    if options.cache is not None and backend == "inductor":
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(options.cache / ".inductor")
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fxcore.backends.child", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        deadline = time.monotonic() + _LONGEST
+        while True:
+            try:
+                child.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                if options.cancelled.is_set() or time.monotonic() > deadline:
+                    child.kill()
+                    child.wait()
+                    why = "was cancelled" if options.cancelled.is_set() else f"took over {_LONGEST:.0f} s"
+                    raise LoweringFailed(f"lowering to {backend} {why}", backend=backend) from None
+    if child.returncode:
+        lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
+        reason = lines[-1].strip()[:300] if lines else f"exit status {child.returncode}"
+        raise LoweringFailed(f"lowering to {backend} failed: {reason}", backend=backend)
+
+
+def _key(module: fx.GraphModule, settings: Json, inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
+    digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
+    digest.update(module.code.encode())
+    for name, child in module.named_modules():  # what the code calls: kernel sizes, strides, epsilons
+        kind, eps = type(child).__qualname__, getattr(child, "eps", "")
+        digest.update(f"{name} {kind} {child.extra_repr()} {eps}\n".encode())
+    for tensor in [*tensors_of(module), *inputs]:
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{list(value.shape)} {value.dtype}".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:24]
+
+
+def _processor() -> str:
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)

@@ -1,0 +1,204 @@
+"""PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last,
+activations in place where nobody can see it.
+
+What folding makes anew is shared by all extractors over a model: equal tensors are one tensor, so fifty extractors have
+two copies of the weights between them, the model's own and the folded ones, not fifty.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxcore.backends.base import Inputs, LoweringFailed, Options, said, storages_of, tensors_of
+from fxcore.transforms.fuse_conv_bn import (
+    _fused_sequence,
+    affine_of_module,
+    fuse_conv_bn,
+    fused_module,
+    is_convolution,
+)
+
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
+_ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
+
+# Operations whose result is always new memory. A view or an identity would hand the overwriting on to its source.
+_MAKE_NEW = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
+_FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
+
+_shared: weakref.WeakValueDictionary[tuple[Any, ...], nn.Parameter] = weakref.WeakValueDictionary()
+_folds: weakref.WeakKeyDictionary[nn.Module, list[tuple[Callable[[], nn.Module | None], nn.Module | None]]]
+_folds = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+class Eager:
+    """Runs the module's graph operation by operation; every model, device and floating precision."""
+
+    name = "eager"
+
+    def unavailable(self, device: torch.device, precision: str) -> str | None:
+        return "eager has no int8 arithmetic" if precision == "int8" else None
+
+    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule:
+        try:
+            return EagerModule(module)
+        except Exception as error:
+            raise LoweringFailed(f"eager could not prepare the model: {said(error)}", backend=self.name) from error
+
+
+class EagerModule:
+    """A :class:`~fxcore.backends.base.Lowered` that runs torch."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        own = set(storages_of(tensors_of(module)))
+        folded = with_shared_folds(module)
+        self.module = fuse_conv_bn(folded)
+        share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
+        activations_in_place(self.module)
+        self._own = own
+        self._channels_last = has_2d_convolutions(self.module)
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        if self._channels_last:
+            inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
+        with torch.inference_mode():
+            outputs: dict[str, Tensor] = self.module(*inputs)
+            return outputs
+
+    def storages(self) -> dict[int, int]:
+        return {at: size for at, size in storages_of(tensors_of(self.module)).items() if at not in self._own}
+
+
+def has_2d_convolutions(module: nn.Module) -> bool:
+    """Whether channels_last input is worth making."""
+    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+
+
+def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which convolutions with their batch norms are ones that other extractors over the model use too.
+
+    It knows pairs of modules, which are nearly all; :func:`fuse_conv_bn` finds the rest.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    made = fx.GraphModule(module, graph)
+    for node in list(graph.nodes):
+        called = made.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, nn.Sequential):
+            _put(made, node, _fold_of(called, None))
+        elif isinstance(called, nn.BatchNorm2d) and len(node.args) == 1 and not node.kwargs:
+            source = node.args[0]
+            before = made.get_submodule(str(source.target)) if source.op == "call_module" else None
+            if type(before) is nn.Conv2d and len(source.users) == 1 and (fold := _fold_of(before, called)) is not None:
+                _put(made, source, fold)
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+    made.delete_all_unused_submodules()
+    made.recompile()
+    return made.eval()
+
+
+def _put(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> None:
+    if called is not None:
+        target = f"folded_{str(node.target).replace('.', '_')}_{node.name}"
+        module.add_module(target, called)
+        node.target = target
+
+
+def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
+    """``first`` with ``norm`` folded in, or with the batch norms inside it; None where that cannot be done."""
+    with _guard:
+        known = _folds.setdefault(first, [])
+        for other, fold in known:
+            if other() is norm or (other() is None and norm is None):
+                return fold
+        fold = None
+        if norm is None:
+            sequence, pairs = _fused_sequence(first)
+            fold = sequence if pairs else None
+        else:
+            affine = affine_of_module(norm)
+            if affine is not None and is_convolution(first) and affine.scale.numel() == first.out_channels:
+                fold = fused_module(first, affine)
+        if fold is not None:
+            fold.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        known.append((weakref.ref(norm) if norm is not None else _nothing, fold))
+        return fold
+
+
+def _nothing() -> None:
+    return None
+
+
+def share_new_tensors(module: nn.Module, own: set[int]) -> None:
+    """Replace parameters that are not among the storages ``own`` by equal ones that another module holds already.
+
+    Convolution weights get channels_last memory on the way.
+    """
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.untyped_storage().data_ptr() not in own:
+                owner._parameters[name] = _shared_parameter(parameter.detach())
+
+
+def _shared_parameter(tensor: Tensor) -> nn.Parameter:
+    if tensor.ndim == 4:
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    channels_at_the_end = [0, *range(2, tensor.ndim), 1] if tensor.ndim > 1 else [0]
+    raw = (
+        tensor.cpu().permute(channels_at_the_end).contiguous()
+    )  # channels_last memory is walked in order, without a copy
+    digest = hashlib.sha256(raw.flatten().view(torch.uint8).numpy().data).digest()
+    key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
+    with _guard:
+        known = _shared.get(key)
+        if known is None:
+            known = _shared[key] = nn.Parameter(tensor, requires_grad=False)
+        return known
+
+
+def activations_in_place(module: fx.GraphModule) -> int:
+    """Let activations overwrite their input where it is new memory that only they read and that is no output.
+
+    Returns:
+        Number of activations that work in place now.
+    """
+    modules = dict(module.named_modules())
+    made: dict[int, nn.Module] = {}
+    count = 0
+    for node in module.graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source is None or len(source.users) != 1 or not _makes_new(source, modules):
+            continue
+        if node.op == "call_module" and type(modules.get(str(node.target))) in _ACTIVATIONS:
+            path = str(node.target)
+            # A copy: other extractors over this model call the original, and may have tapped its input.
+            if id(modules[path]) not in made:
+                made[id(modules[path])] = copy.copy(modules[path])
+                made[id(modules[path])].inplace = True  # type: ignore[assignment]
+            target = f"in_place_{len(made)}_{path.replace('.', '_')}"
+            module.add_module(target, made[id(modules[path])])
+            node.target = target
+            count += 1
+        elif node.op == "call_function" and node.target in _ACTIVATION_FUNCTIONS:
+            node.kwargs = {**node.kwargs, "inplace": True}
+            node.args = node.args[:1] if node.target in (F.relu, F.relu6, F.hardswish) else node.args
+            count += 1
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return count
+
+
+def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return isinstance(modules.get(str(node.target)), _MAKE_NEW)
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW

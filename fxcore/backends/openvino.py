@@ -1,0 +1,104 @@
+"""OpenVINO on the CPU: float32, and int8 through NNCF.
+
+The memory of inputs and outputs is torch's own, which OpenVINO reads and writes without a copy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.backends.artifacts import compiled
+from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs, said
+
+_REMEMBERED_SHAPES = 64
+
+
+class OpenVINO:
+    """The fastest on CPUs, where it is installed (extra ``openvino``)."""
+
+    name = "openvino"
+
+    def unavailable(self, device: torch.device, precision: str) -> str | None:
+        if importlib.util.find_spec("openvino") is None:
+            return "openvino is not installed; install fxserve[openvino]"
+        if device.type != "cpu":
+            return f"openvino runs on the CPU and this service on {device}"
+        if precision == "int8" and importlib.util.find_spec("nncf") is None:
+            return "int8 needs nncf; install fxserve[openvino]"
+        if precision not in ("float32", "int8"):
+            return f"openvino serves float32 and int8, not {precision}"
+        return None
+
+    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> OpenVINOModule:
+        int8 = options.precision == "int8"
+        if int8 and not options.calibration:
+            raise LoweringFailed("int8 needs images to calibrate on", backend=self.name)
+        unique, places = distinct_outputs(module)
+        packages = ("openvino", "nncf") if int8 else ("openvino",)
+        try:
+            return compiled(
+                self.name,
+                unique,
+                example,
+                options,
+                packages,
+                lambda folder: OpenVINOModule(folder / "model.xml", places, options.threads),
+                int8=int8,
+            )
+        except LoweringFailed:
+            raise
+        except Exception as error:
+            raise LoweringFailed(f"openvino could not compile the model: {said(error)}", backend=self.name) from error
+
+
+class OpenVINOModule:
+    """A :class:`~fxcore.backends.base.Lowered` over one inference request."""
+
+    def __init__(self, path: Path, places: dict[str, int], threads: int) -> None:
+        import openvino
+
+        self._tensor = openvino.Tensor
+        self._places = places
+        core = openvino.Core()
+        self._compiled: Any = core.compile_model(
+            core.read_model(path),
+            "CPU",
+            {
+                "INFERENCE_PRECISION_HINT": "f32",
+                "PERFORMANCE_HINT": "LATENCY",
+                "INFERENCE_NUM_THREADS": threads,
+                "ENABLE_CPU_PINNING": False,  # decoders share these cores
+            },
+        )
+        self._request = self._compiled.create_infer_request()
+        self._bytes = path.with_suffix(".bin").stat().st_size
+        self._shapes: dict[tuple[torch.Size, ...], list[tuple[list[int], torch.dtype]]] = {}
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        inputs = tuple(x.detach().contiguous() for x in inputs)
+        shapes = tuple(x.shape for x in inputs)
+        known = self._shapes.get(shapes)
+        # Which shapes come out is known only afterwards; from then on their memory is given beforehand.
+        request = self._request if known is not None else self._compiled.create_infer_request()
+        for place, x in enumerate(inputs):
+            request.set_input_tensor(place, self._tensor(x.numpy(), shared_memory=True))
+        if known is not None:
+            values = [torch.empty(shape, dtype=dtype) for shape, dtype in known]
+            for place, value in enumerate(values):
+                request.set_output_tensor(place, self._tensor(value.numpy(), shared_memory=True))
+            request.infer()
+        else:
+            request.infer()
+            values = [torch.from_numpy(tensor.data.copy()) for tensor in request.output_tensors]
+            if len(self._shapes) >= _REMEMBERED_SHAPES:
+                self._shapes.clear()
+            self._shapes[shapes] = [(list(v.shape), v.dtype) for v in values]
+        return by_key(self._places, values, inputs)
+
+    def storages(self) -> dict[int, int]:
+        return {id(self): self._bytes}

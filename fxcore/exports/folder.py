@@ -1,0 +1,322 @@
+"""A folder of Python: the generated code of the graph, the layers that it calls, and the weights as safetensors.
+
+What comes out imports torch (and torchvision, where the graph calls a function of it), and nothing of this package.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, fx, nn
+
+from fxcore.exports.base import CannotExport, description, description_json, require_float, zipped
+from fxcore.extractor import Extractor
+from fxcore.transforms.base import attribute, called_modules
+
+# Arguments of layers that the attribute of the same name does not tell.
+_TOLD_BY = {
+    "bias": lambda m: next((getattr(m, n) for n in ("bias", "in_proj_bias") if hasattr(m, n)), None) is not None,
+    "add_bias_kv": lambda m: m.bias_k is not None,
+}
+_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OURS = ("fxcore", "service", "__main__")
+
+_INIT = '''"""{title}"""
+
+from .module import Extractor, load
+
+__all__ = ["Extractor", "load"]
+'''
+
+_HEAD = '''"""{title}
+
+Generated from a torch.fx graph: layers and values have the names that they have in the model.
+"""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+{imports}
+
+OUTPUTS = {outputs}
+"""Key of each output, and the node of the model that it is the value of."""
+
+
+class Extractor(nn.Module):
+    """Takes {inputs}; returns a dict with the keys of OUTPUTS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+{layers}
+
+{forward}
+
+def load(weights: str | Path = Path(__file__).with_name("weights.safetensors")) -> Extractor:
+    """The extractor with its weights, in eval mode."""
+    with torch.device("meta"):  # the weights come from the file; no memory is filled beforehand
+        extractor = Extractor()
+    extractor.load_state_dict(load_file(weights), strict=True, assign=True)
+    return extractor.eval().requires_grad_(False)
+
+
+def _assemble(kind: type, attributes: dict, parts: dict) -> nn.Module:
+    """A layer of this class with these attributes, layers and tensors, without its __init__."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.__dict__.update(attributes)
+    for name, part in parts.items():
+        _place(made, name, part)
+    return made
+
+
+def _place(root: nn.Module, path: str, value: nn.Module | torch.Tensor) -> None:
+    """Set root.a.b.c where path is "a.b.c", making the modules between."""
+    *parents, name = path.split(".")
+    for part in parents:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]
+    if isinstance(value, nn.Module):
+        root.add_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        root.register_parameter(name, value)
+    else:
+        root.register_buffer(name, value)
+'''
+
+_README = """# {title}
+
+Made by fxserve; runs without it. Needs torch, safetensors{torchvision}.
+
+```python
+import torch
+from {package} import load
+
+extractor = load()
+with torch.inference_mode():
+    outputs = extractor({call})  # {{key: tensor}}
+```
+
+Run it from the folder that holds `{package}`. `extractor.json` says all of this for programs.
+
+## Inputs
+
+{inputs}
+
+Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
+
+{preprocessing}
+
+## Outputs
+
+| key | node | shape | layout |
+|---|---|---|---|
+{outputs}
+"""
+
+
+def export_folder(extractor: Extractor, path: Path) -> None:
+    """Write the package ``path``: ``__init__.py``, ``module.py``, ``weights.safetensors``, ``extractor.json`` and a
+    README. ``from name import load`` imports it.
+
+    Raises:
+        CannotExport: a layer or function has no source outside this package.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    for name, data in folder_files(extractor, path.name).items():
+        (path / name).write_bytes(data)
+
+
+def folder_zip(extractor: Extractor) -> bytes:
+    """The folder as a zip."""
+    package = f"{extractor.graph.entry.name}_extractor"
+    return zipped({f"{package}/{name}": data for name, data in folder_files(extractor, package).items()})
+
+
+def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
+    """The folder's files by name."""
+    require_float(extractor, "fx")
+    module, about = extractor.module, description(extractor)
+    title = f"Features of {about['model']} ({about['weights']}): {', '.join(o.key for o in extractor.outputs)}."
+    title = title.replace('"', "'").replace("\\", "/")
+    code = module.graph.python_code("self", verbose=False)
+    forward, layers = code.src, _layers(module)
+    imports = _imports(code.globals, forward, layers)
+    outputs = {o.key: o.node for o in extractor.outputs}
+    source = _HEAD.format(
+        title=title,
+        imports="\n".join(imports),
+        outputs=repr(outputs),
+        inputs=", ".join(f"{i.name} {i.layout}" for i in extractor.inputs),
+        layers="\n".join(f"        {line}" for line in layers) or "        pass",
+        forward=_indented(forward),
+    )
+    ast.parse(source)
+    readme = _README.format(
+        title=title,
+        package=package,
+        torchvision=", torchvision" if any("torchvision" in line for line in imports) else "",
+        call=", ".join(f"torch.zeros({[d or 1 for d in i.shape]}{_dtype(extractor)})" for i in extractor.inputs),
+        inputs="\n".join(f"- `{i.name}`: {i.layout}, {about['dtype']}, {list(i.shape)}" for i in extractor.inputs),
+        preprocessing="\n".join(f"- {key}: {value}" for key, value in about["preprocessing"].items()),
+        outputs="\n".join(f"| {o.key} | {o.node} | {o.shape} | {o.layout} |" for o in extractor.outputs),
+    )
+    return {
+        "__init__.py": _INIT.format(title=title).encode(),
+        "module.py": source.encode(),
+        "weights.safetensors": save(_tensors(module)),
+        "extractor.json": description_json(extractor),
+        "README.md": readme.encode(),
+    }
+
+
+def _dtype(extractor: Extractor) -> str:
+    return "" if extractor.dtype == torch.float32 else f", dtype={extractor.dtype}"
+
+
+def _indented(forward: str) -> str:
+    lines = forward.strip().splitlines()
+    return "\n".join(f"    {line}" if line else "" for line in lines) + "\n"
+
+
+def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
+    """What the graph uses, each in memory of its own: safetensors refuses two names for one storage."""
+    names = set(_attributes(module))
+    for target, layer in called_modules(module).items():
+        names |= {f"{target}.{name}" for name in layer.state_dict()}
+    return {name: attribute(module, name).detach().cpu().clone().contiguous() for name in sorted(names)}
+
+
+def _attributes(module: fx.GraphModule) -> list[str]:
+    """Targets of tensors that the graph reads itself, but those of layers that it also calls."""
+    called = tuple(f"{target}." for target in called_modules(module))
+    targets = dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "get_attr")
+    return [target for target in targets if not target.startswith(called)]
+
+
+def _layers(module: fx.GraphModule) -> list[str]:
+    """A line of ``__init__`` for each layer and tensor."""
+    lines = [f"_place(self, {target!r}, {_made(target, layer)})" for target, layer in called_modules(module).items()]
+    for target in _attributes(module):
+        value = attribute(module, target)
+        if not isinstance(value, Tensor):
+            raise CannotExport(
+                f"{target} is a {type(value).__name__}, and only tensors can be read from a file", format="fx"
+            )
+        empty = f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
+        parameter = isinstance(value, nn.Parameter)
+        lines.append(f"_place(self, {target!r}, {f'nn.Parameter({empty})' if parameter else empty})")
+    return lines
+
+
+def _made(target: str, layer: nn.Module) -> str:
+    """The expression that makes a layer like ``layer``, up to its weights.
+
+    Raises:
+        CannotExport: its class cannot be imported without this package, or it holds more than plain values.
+    """
+    kind = type(layer)
+    if getattr(nn, kind.__name__, None) is kind and kind is not nn.Sequential:
+        arguments = _arguments(layer)
+        if arguments is not None:
+            return f"nn.{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    children = {name: _made(f"{target}.{name}", child) for name, child in layer.named_children()}
+    if isinstance(layer, nn.Sequential) and kind.forward is nn.Sequential.forward:
+        return f"nn.Sequential({', '.join(children.values())})"
+    return _assembled(target, layer, children)
+
+
+def _arguments(layer: nn.Module) -> dict[str, Any] | None:
+    """What a layer of torch.nn was made with, or None if its attributes do not tell."""
+    kind = type(layer)
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in ("device", "dtype") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        told = _TOLD_BY.get(name)
+        if told is None and not hasattr(layer, name):
+            continue
+        value = told(layer) if told is not None else getattr(layer, name)
+        if parameter.default is parameter.empty or value != parameter.default:
+            arguments[name] = value
+    if not all(_is_literal(value) for value in arguments.values()):
+        return None
+    try:
+        with torch.device("meta"):
+            again = kind(**arguments)
+    except (TypeError, ValueError):
+        return None
+    same = {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in layer.state_dict().items()}
+    return arguments if same and repr(again) == repr(layer) else None
+
+
+def _assembled(target: str, layer: nn.Module, children: dict[str, str]) -> str:
+    """The expression that puts a layer together from its parts, as unpickling would."""
+    kind = type(layer)
+    where = f"{target} ({kind.__module__}.{kind.__qualname__})"
+    if kind.__module__.split(".")[0] in _OURS or "." in kind.__qualname__ or isinstance(layer, fx.GraphModule):
+        raise CannotExport(
+            f"{where} cannot be imported without this package; ask for another format", format="fx", module=target
+        )
+    plain = {key: value for key, value in vars(layer).items() if key not in _EVERY_MODULE and not callable(value)}
+    wrong = [key for key, value in plain.items() if not _is_literal(value)]
+    if wrong:
+        raise CannotExport(f"{where} holds {wrong[0]!r}, which is no plain value", format="fx", module=target)
+    tensors = {
+        name: f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
+        for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    }
+    parts = ", ".join(f"{name!r}: {made}" for name, made in {**children, **tensors}.items())
+    return f"_assemble({kind.__module__}.{kind.__name__}, {plain!r}, {{{parts}}})"
+
+
+def _is_literal(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_literal(v) for v in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
+
+
+def _imports(names: dict[str, Any], forward: str, layers: list[str]) -> list[str]:
+    """Import statements of what the generated code uses.
+
+    Raises:
+        CannotExport: some of it is of this package or has no name to import it by.
+    """
+    used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
+    lines = {"import torch", "from torch import nn"}
+    lines |= {f"import {module}" for line in layers for module in re.findall(r"_assemble\(([\w.]+)\.\w+,", line)}
+    for name, value in names.items():
+        if name not in used or name == "torch":
+            continue
+        if name in ("inf", "nan"):
+            lines.add(f"from math import {name}")
+        elif name == "NoneType":
+            lines.add("from types import NoneType")
+        elif isinstance(value, types.ModuleType):
+            lines.add(f"import {value.__name__} as {name}")
+        else:
+            lines.add(_import_of(name, value))
+    return sorted(lines)
+
+
+def _import_of(name: str, value: Any) -> str:
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    ours = module is None or module.split(".")[0] in _OURS
+    if ours or qualified is None or "." in qualified or "<" in qualified:
+        raise CannotExport(
+            f"the graph calls {module}.{qualified}, which a folder without this package cannot import; "
+            "ask for another format or leave that transform out",
+            format="fx",
+            function=f"{module}.{qualified}",
+        )
+    return f"from {module} import {qualified} as {name}" if qualified != name else f"from {module} import {name}"

@@ -1,0 +1,38 @@
+"""``torch.export``: an ExportedProgram that ``torch.export.load`` reads, for any number of rows."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from fxcore.exports.base import example, require_float
+from fxcore.extractor import Extractor
+
+
+def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
+    """``module`` captured with a free first dimension, the same for all inputs.
+
+    Args:
+        inputs: at least two rows; one row would be taken for a constant.
+    """
+    rows = Dim("rows", min=1, max=1 << 16)
+    shapes = tuple({0: rows} for _ in inputs)
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, inputs, dynamic_shapes=shapes)
+    except Exception:
+        # Windows and frames are folded into the rows by code that asks for equalities; torch may choose them itself.
+        shapes_of_its_own = tuple({0: Dim.AUTO} for _ in inputs)
+        with torch.no_grad():
+            return torch.export.export(module, inputs, dynamic_shapes=shapes_of_its_own)
+
+
+def export_program(extractor: Extractor) -> bytes:
+    """The bytes of a ``.pt2``; its module returns the extractor's dict."""
+    require_float(extractor, "torch_export")
+    buffer = io.BytesIO()
+    torch.export.save(exported(extractor.module, example(extractor)), buffer)
+    return buffer.getvalue()

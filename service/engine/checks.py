@@ -1,0 +1,181 @@
+"""How far a backend is from eager float32, and how fast it is: measured, on photographs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.backends import Lowered
+from fxcore.photos import augmented, check_rows, photos
+from fxcore.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from service.engine.records import ExtractorRecord
+
+Inputs = tuple[Tensor, ...]
+State = Literal["waiting", "lowering", "agrees", "differs", "faster", "slower", "serving", "replaced", "failed"]
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+"""Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision."""
+
+MIN_COSINE = 0.98
+"""Least cosine similarity between int8 and float32, for each output."""
+
+CALIBRATION_IMAGES = 32
+
+_FASTER = 0.95
+_NOT_SLOWER = 1.1
+
+
+@dataclass
+class Candidate:
+    """A backend that may run an extractor, and what was measured of it.
+
+    Attributes:
+        state: ``waiting``, ``lowering``, ``agrees``, ``differs``, ``faster``, ``slower``, ``serving``, ``replaced`` (it
+            served until another took over) or ``failed``.
+        max_rel_error: the largest error of any output in norm, relative to the output's norm.
+        min_cosine: the smallest cosine similarity of any output.
+        ms: milliseconds of a forward pass, by rows.
+        reason: why it does not serve, where it does not.
+        any_size: whether it agrees for inputs of another size too.
+    """
+
+    backend: str
+    state: State = "waiting"
+    max_abs_error: float | None = None
+    max_rel_error: float | None = None
+    min_cosine: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    any_size: bool = False
+
+    def take(self, found: Verification, precision: str) -> None:
+        """Take a comparison into account; sets the state to ``agrees`` or ``differs``."""
+        # Not-a-number is as far away as can be; min and max would let it pass.
+        lost = math.isnan(found.relative) or math.isnan(found.cosine)
+        relative, cosine = (math.inf, 0.0) if lost else (found.relative, found.cosine)
+        self.max_abs_error = max(self.max_abs_error or 0.0, math.inf if lost else found.max_abs)
+        self.max_rel_error = max(self.max_rel_error or 0.0, relative)
+        self.min_cosine = min(1.0 if self.min_cosine is None else self.min_cosine, cosine)
+        if precision == "int8":
+            far = self.min_cosine < MIN_COSINE
+            self.reason = f"has a cosine similarity to float32 of {self.min_cosine:.4f}, under {MIN_COSINE}"
+        else:
+            far = self.max_rel_error > TOLERANCE[precision]
+            self.reason = f"is {self.max_rel_error:.1e} away from eager, over {TOLERANCE[precision]:.0e}"
+        if self.state != "differs":
+            self.state = "differs" if far else "agrees"
+        if not far:
+            self.reason = None
+
+    def time(self, rows: int, seconds: float) -> None:
+        """Take a forward pass of ``rows`` rows into account; the fastest one counts."""
+        known = self.ms.get(str(rows), float("inf"))
+        self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it was near enough in every comparison."""
+        return self.state == "agrees"
+
+    def judge(self, other: Candidate) -> bool:
+        """Whether it is ``faster`` than ``other``: at some number of rows, and not slower at any."""
+        ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
+        fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
+        self.state = "faster" if fast else "slower"
+        if not fast:
+            self.reason = f"takes {max(ratios):.2f} of the time of {other.backend}"
+        return fast
+
+    def figures(self) -> dict[str, Any]:
+        """The errors, for a problem."""
+        return {
+            "max_abs_error": self.max_abs_error,
+            "max_rel_error": self.max_rel_error,
+            "min_cosine": self.min_cosine,
+        }
+
+
+class Reference:
+    """An extractor's own module on photographs, for others to be compared with. Its methods run on the device worker.
+
+    Args:
+        module: unchanged: nothing fused, nothing in place.
+        rows: each photograph as inputs with one row, all of one shape.
+        precision: the extractor's.
+    """
+
+    def __init__(self, module: fx.GraphModule, rows: list[Inputs], precision: str) -> None:
+        self._module = module
+        self._rows = rows
+        self.precision = precision
+
+    @property
+    def row_shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(x.shape[1:] for x in self._rows[0])
+
+    def batches(self) -> Iterator[Inputs]:
+        """What to compare on: each photograph alone, and two together twice, since a backend may do the first batch of
+        a size in another way than later ones."""
+        yield from self._rows
+        yield self.repeated(2)
+        yield self.repeated(2)
+
+    def repeated(self, rows: int) -> Inputs:
+        """A batch of ``rows`` rows."""
+        chosen = [self._rows[i % len(self._rows)] for i in range(rows)]
+        return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
+
+    def compare(self, lowered: Lowered, inputs: Inputs) -> Verification:
+        """How far ``lowered`` is from the module."""
+        return verify(self._module, lowered, inputs)
+
+    def takes_another_size(self, lowered: Lowered) -> bool:
+        """Whether ``lowered`` agrees with the module for inputs a quarter larger; False where either takes none."""
+        larger = []
+        for x in self._rows[0]:
+            size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
+            flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=size)
+            larger.append(flat.to(x.dtype).reshape(*x.shape[:-2], *size))
+        try:
+            found = verify(self._module, lowered, tuple(larger))
+        except Exception:
+            return False
+        if self.precision == "int8":
+            return found.cosine >= MIN_COSINE
+        return found.relative <= TOLERANCE[self.precision]
+
+    @staticmethod
+    def timed(run: Lowered, inputs: Inputs) -> float:
+        """Seconds of one forward pass."""
+        with torch.inference_mode():
+            started = time.perf_counter()
+            run(*inputs)
+            if inputs[0].is_cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+
+def example_rows(
+    record: ExtractorRecord, device: torch.device, folder: Path | None
+) -> tuple[list[Inputs], list[Inputs]]:
+    """Photographs as the extractor's inputs: those to compare on, and those that int8 is calibrated on.
+
+    Args:
+        folder: of photographs to calibrate on instead of those that are shipped.
+    """
+    size = record.preprocessing.nominal_size()
+    rows = check_rows(record.preprocessing, record.inputs, photos(), size)
+    calibration = []
+    if record.spec.precision == "int8":
+        images = photos(folder)[:256] if folder is not None else augmented(photos(), CALIBRATION_IMAGES)
+        calibration = check_rows(record.preprocessing, record.inputs, images, size)
+    return [tuple(x.to(device, record.dtype) for x in row) for row in rows], calibration

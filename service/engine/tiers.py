@@ -1,0 +1,308 @@
+"""Answer at once, then get faster: which backend runs an extractor, and how another takes over.
+
+``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered beside it, compared with eager
+float32 on photographs, and tried for speed; it takes over between two batches if it agrees and is faster. A backend
+that was asked for by name is lowered and compared before the first request, and used or refused.
+
+Lowering runs in processes of its own, one at a time. Comparing and trying run on the device worker, one forward pass at
+a time and when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
+from fxcore.backends.base import said
+from fxcore.extractor import Extractor
+from service.engine.batching import Queue
+from service.engine.checks import Candidate, Reference, example_rows
+from service.engine.errors import BackendRefused, EngineError
+from service.engine.records import ExtractorRecord
+from service.engine.threads import compute_with
+from service.settings import Settings
+
+log = logging.getLogger("fxserve.tiers")
+
+T = TypeVar("T")
+
+WORTH_A_COPY = 16
+"""Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
+
+_TRIAL_SECONDS = 0.5
+"""About the longest forward pass that requests are kept waiting for by a trial."""
+
+_ROUNDS = 3
+
+
+class Tiers:
+    """Chooses what runs each extractor. For one event loop.
+
+    Args:
+        device: where extractors run.
+        queue: the device worker's, for what has to run there.
+        settings: threads, cache, and whether ``auto`` looks for something faster.
+    """
+
+    def __init__(self, device: torch.device, queue: Queue, settings: Settings) -> None:
+        self._device = device
+        self._queue = queue
+        self._settings = settings
+        self._cancelled = threading.Event()
+        # What somebody waits for does not queue behind what nobody does.
+        self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_with, (1,))
+        self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_with, (1,))
+        self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """End what is being lowered."""
+        self._cancelled.set()
+        for record in self._improved:
+            if record.tier is not None:
+                record.tier.cancel()
+        for pool in (self._asked, self._unasked):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def first(self, record: ExtractorRecord, extractor: Extractor, pool: Executor) -> None:
+        """Give ``record`` what runs its first request.
+
+        Args:
+            pool: where eager is prepared, which takes no longer than building an extractor does.
+
+        Raises:
+            BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
+        """
+        spec = record.spec
+        if spec.backend in ("auto", "eager") and spec.precision != "int8":
+            eager, options = BACKENDS["eager"], self._options(record)
+            record.backend, record.checks = "eager", None
+            record.run = await asyncio.get_running_loop().run_in_executor(
+                pool, eager.lower, extractor.module, (), options
+            )
+            return
+        backend = BACKENDS["openvino" if spec.backend == "auto" else spec.backend]
+        candidate = Candidate(backend.name)
+        try:
+            lowered, reference = await self._lowered(record, extractor, backend, self._asked)
+            await self._compared(candidate, reference, lowered)
+        except LoweringFailed as error:
+            raise BackendRefused(error.detail, backend.name) from error
+        except PassFailed as error:
+            raise BackendRefused(f"{backend.name} failed on the check images: {error}", backend.name) from error
+        if not candidate.agrees:
+            detail = f"{backend.name} in {spec.precision} {candidate.reason}"
+            raise BackendRefused(detail, backend.name, **candidate.figures())
+        candidate.state = "serving"
+        record.backend = backend.name
+        record.checks = self._report(record, candidate, [candidate])
+        record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
+
+    def used(self, record: ExtractorRecord, images: int) -> None:
+        """Note that ``record`` answered a request; it may have become worth a faster backend."""
+        record.images += images
+        if not self._settings.lowering or record.spec.backend != "auto" or record.spec.precision == "int8":
+            return
+        if record.tier is None and (record.images >= WORTH_A_COPY or not self._has_copy(record)):
+            self.improve(record)
+
+    def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
+        """Start looking for a faster backend, unless that was done or there is none to look for."""
+        if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None:
+            return None
+        candidates = faster_than_eager(self._device, record.spec.precision)
+        if record.tier is None and candidates and not record.entry.is_quantized(record.weights):
+            self._improved.add(record)
+            record.tier = asyncio.create_task(self._improve(record, record.extractor, candidates))
+        return record.tier
+
+    async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
+        eager = record.run
+        if eager is None:
+            return
+        own = Candidate("eager")
+        candidates = [own, *(Candidate(backend.name) for backend in backends)]
+        own.state = "serving"
+        record.checks = self._report(record, own, candidates)
+        for candidate, backend in zip(candidates[1:], backends, strict=True):
+            try:
+                candidate.state = "lowering"
+                record.checks = self._report(record, own, candidates)
+                with record.in_use():
+                    lowered, reference = await self._lowered(record, extractor, backend, self._unasked)
+                    if own.max_rel_error is None:
+                        await self._compared(own, reference, eager)
+                        own.state = "serving"
+                    await self._compared(candidate, reference, lowered)
+                    faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+                if faster and record.run is eager:  # else it was evicted meanwhile
+                    own.state, candidate.state = "replaced", "serving"
+                    shapes = None if candidate.any_size else reference.row_shapes
+                    record.run = Swapped(lowered, eager, shapes, self._retirer(record, own, candidate, candidates))
+                    record.backend = candidate.backend
+                    own = candidate
+                    log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
+            except (LoweringFailed, EngineError, PassFailed) as error:
+                candidate.state, candidate.reason = "failed", getattr(error, "detail", str(error))
+                log.warning("extractor %s stays on %s: %s", record.id, record.backend, candidate.reason)
+            except Exception as error:
+                candidate.state, candidate.reason = "failed", said(error)
+                log.exception("looking for a faster backend for extractor %s failed", record.id)
+            record.checks = self._report(record, own, candidates)
+            if own.backend != "eager":
+                break
+
+    async def _lowered(
+        self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
+    ) -> tuple[Lowered, Reference]:
+        """Lower in ``pool``; with it come the photographs to compare on."""
+
+        def work() -> tuple[Lowered, Reference]:
+            options = self._options(record)
+            rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
+            two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
+            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
+            return lowered, Reference(extractor.module, rows, record.spec.precision)
+
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
+        for inputs in reference.batches():
+            found = await self._on_worker(reference.compare, lowered, inputs)
+            candidate.take(found, reference.precision)
+        candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
+
+    async def _tried(
+        self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
+    ) -> bool:
+        """Time both at one row and at a full batch, in turns; whether the candidate is the faster."""
+        rows = 1
+        for full in (False, True):
+            if full:
+                single = own.ms["1"] / 1000
+                rows = self._settings.max_batch
+                while rows > 2 and rows * single > _TRIAL_SECONDS:
+                    rows //= 2
+            inputs = reference.repeated(rows)
+            for _ in range(_ROUNDS):
+                for run, one in ((eager, own), (lowered, candidate)):
+                    one.time(rows, await self._on_worker(reference.timed, run, inputs))
+        return candidate.judge(own)
+
+    def _retirer(
+        self, record: ExtractorRecord, eager: Candidate, candidate: Candidate, candidates: list[Candidate]
+    ) -> Callable[[BaseException], None]:
+        """What to do on the event loop when a backend that took over fails a batch: eager takes over again."""
+        loop = asyncio.get_running_loop()
+
+        def retire(error: BaseException) -> None:
+            log.error("%s failed for extractor %s; eager goes on: %s", candidate.backend, record.id, said(error))
+            candidate.state, candidate.reason = "failed", said(error)
+            eager.state = "serving"
+            record.backend = "eager"
+            record.checks = self._report(record, eager, candidates)
+
+        def from_worker(error: BaseException) -> None:
+            loop.call_soon_threadsafe(retire, error)
+
+        return from_worker
+
+    def _has_copy(self, record: ExtractorRecord) -> bool:
+        """Whether weights of this model are in memory a second time, in a lowered form."""
+        return any(r.model_key == record.model_key and r.tier is not None and r.run is not None for r in self._improved)
+
+    def _options(self, record: ExtractorRecord) -> Options:
+        return Options(
+            device=self._device,
+            precision=record.spec.precision,
+            threads=self._settings.compute_threads,
+            cache=self._settings.cache_dir,
+            cancelled=self._cancelled,
+        )
+
+    def _report(self, record: ExtractorRecord, serving: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
+        same = record.spec.precision in ("float32", "int8")
+        return {
+            "reference": "eager float32" if same else f"eager {record.spec.precision}",
+            "max_abs_error": serving.max_abs_error,
+            "max_rel_error": serving.max_rel_error,
+            "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
+        }
+
+    async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
+        try:
+            return await asyncio.wrap_future(self._queue.errand(lambda: function(*args)))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise PassFailed(said(error)) from error
+
+
+class PassFailed(Exception):
+    """A forward pass for a comparison or a trial raised."""
+
+
+class OneSize:
+    """A backend that was asked for by name and only agrees with eager for inputs of the usual size."""
+
+    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
+        self._lowered = lowered
+        self._row_shapes = row_shapes
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        if tuple(x.shape[1:] for x in inputs) != self._row_shapes:
+            wanted = ", ".join(" x ".join(map(str, shape)) for shape in self._row_shapes)
+            raise ValueError(f"this backend was compiled for inputs of {wanted}; ask for backend=auto for other sizes")
+        return self._lowered(*inputs)
+
+    def storages(self) -> dict[int, int]:
+        return self._lowered.storages()
+
+
+class Swapped:
+    """A backend that took over, with eager behind it: for other input sizes, and should it ever fail.
+
+    Args:
+        lowered: what took over.
+        eager: what served before.
+        row_shapes: the only shapes of a row that ``lowered`` gets; None for any.
+        failed: told when ``lowered`` raised; it is not called again.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        eager: Lowered,
+        row_shapes: tuple[torch.Size, ...] | None,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._lowered: Lowered | None = lowered
+        self._eager = eager
+        self._row_shapes = row_shapes
+        self._failed = failed
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        lowered = self._lowered
+        if lowered is None or (self._row_shapes is not None and tuple(x.shape[1:] for x in inputs) != self._row_shapes):
+            return self._eager(*inputs)
+        try:
+            return lowered(*inputs)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # the worker halves the batch
+        except Exception as error:
+            outputs = self._eager(*inputs)  # where eager fails too, it was the input's fault
+            self._lowered = None
+            self._failed(error)
+            return outputs
+
+    def storages(self) -> dict[int, int]:
+        return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})

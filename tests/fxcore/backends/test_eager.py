@@ -1,0 +1,87 @@
+"""Eager: folded and in place, yet the same values, and little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxcore.backends import BACKENDS, Options
+from fxcore.backends.eager import EagerModule, activations_in_place
+from fxcore.verify import verify
+from tests.fxcore.backends.conftest import Build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes"),
+    [
+        ("resnet18", ["C2", "C5"]),
+        ("resnet18", ["layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu"]),
+        ("mobilenet_v3_small", ["features.0", "features.4.block.1", "C4", "C5"]),
+        ("densenet121", ["C3", "features.denseblock1.denselayer1.norm1"]),
+        ("efficientnet_b0", ["C3", "C5"]),
+        ("googlenet", ["inception3a"]),
+    ],
+)
+def test_values_stay(extractor: Build, batch: torch.Tensor, model: str, nodes: list[str]) -> None:
+    plain = extractor(model, *nodes)
+    before = {key: value.clone() for key, value in plain.module(batch).items()}
+    lowered = BACKENDS["eager"].lower(plain.module, (batch[:2],), Options())
+    found = verify(plain.module, lowered, batch)
+    assert found.relative < 1e-5, found
+    # The module that it was made from, whose submodules others share, does what it did.
+    assert all(torch.equal(value, before[key]) for key, value in plain.module(batch).items())
+
+
+def test_batch_norms_are_folded(extractor: Build) -> None:
+    lowered = EagerModule(extractor("resnet18", "layer4").module)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in lowered.module.modules())
+    # A tapped convolution keeps its own value, so its batch norm stays.
+    tapped = EagerModule(extractor("resnet18", "layer4.0.conv1", "layer4").module)
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in tapped.module.modules()) == 1
+
+
+def test_what_is_folded_is_shared(extractor: Build) -> None:
+    """Thirty extractors hold the folded weights once."""
+    many = [EagerModule(extractor("resnet18", node).module) for node in ("layer4", "layer3", "C5", "layer4.1.conv2")]
+    together: dict[int, int] = {}
+    for one in many:
+        together |= one.storages()
+    largest = max(sum(one.storages().values()) for one in many)
+    assert 40e6 < largest <= sum(together.values()) < 1.01 * largest
+
+
+def test_activations_work_in_place_where_nobody_sees_it(extractor: Build) -> None:
+    def in_place(*nodes: str) -> int:
+        module = EagerModule(extractor("resnet18", *nodes).module).module
+        return sum(getattr(m, "inplace", False) for m in module.modules())
+
+    assert in_place("layer1.1.relu_1") > 0
+    one = EagerModule(extractor("resnet18", "layer1.0.bn1", "layer1.0.relu").module).module
+    tapped = next(n for n in one.graph.nodes if n.meta.get("path") == "layer1.0.relu")
+    assert not getattr(one.get_submodule(str(tapped.target)), "inplace", False)
+
+
+def test_a_view_is_never_overwritten() -> None:
+    """ReLU of a view would overwrite what the view is of."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            total = x + 1
+            return {"a": self.relu(total.flatten(1)), "b": total}
+
+    module = fx.symbolic_trace(Model().eval())
+    assert activations_in_place(module) == 0
+    x = torch.full((1, 2, 2), -3.0)
+    assert torch.equal(module(x)["b"], x + 1)
+
+
+def test_int8_is_not_eagers() -> None:
+    assert BACKENDS["eager"].unavailable(CPU, "int8")
+    assert BACKENDS["eager"].unavailable(CPU, "bfloat16") is None

@@ -1,0 +1,45 @@
+"""Inductor: the same values, and a clear word where there is no compiler. CUDA graphs: where there is CUDA."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxcore.backends import BACKENDS, Options, faster_than_eager
+from fxcore.verify import verify
+from tests.fxcore.backends.conftest import Build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_values(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+    module = extractor("resnet18", "relu").module
+    lowered = BACKENDS["inductor"].lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
+    for inputs in (batch, batch[:1], batch[:3]):
+        assert verify(module, lowered, inputs).relative < 1e-4
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "needs a C++ compiler and there is no 'no-such-compiler'" in str(BACKENDS["inductor"].unavailable(CPU, "float32"))
+
+
+def test_what_is_tried_on_cpu() -> None:
+    names = [backend.name for backend in faster_than_eager(CPU, "float32")]
+    assert names == (["openvino"] if BACKENDS["openvino"].unavailable(CPU, "float32") is None else [])
+    assert "CUDA device" in str(BACKENDS["cudagraphs"].unavailable(CPU, "float32"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_graphs(extractor: Build, batch: torch.Tensor) -> None:
+    import copy
+
+    module = copy.deepcopy(extractor("resnet18", "layer1", "layer4").module).cuda()
+    x = batch.cuda()
+    lowered = BACKENDS["cudagraphs"].lower(module, (x[:2],), Options(device=torch.device("cuda")))
+    for inputs in (x[:1], x[:3], x, x[:1, :, :160, :160]):
+        assert verify(module, lowered, inputs).relative < 1e-4

@@ -1,0 +1,107 @@
+"""OpenVINO: the same values for every batch, from memory of torch's own, compiled once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
+from fxcore.backends.artifacts import prune
+from fxcore.photos import augmented, check_rows, photos
+from fxcore.verify import verify
+from tests.fxcore.backends.conftest import Build
+
+pytest.importorskip("openvino")
+CPU = torch.device("cpu")
+OPENVINO = BACKENDS["openvino"]
+
+
+@pytest.fixture(scope="module")
+def small(extractor: Build, batch: torch.Tensor, artifacts: Path) -> Lowered:
+    # A key twice over one node, and the input itself.
+    module = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
+    return OPENVINO.lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
+
+
+def test_values(extractor: Build, batch: torch.Tensor, small: Lowered) -> None:
+    plain = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
+    for inputs in (batch, batch[:1], batch[1:4], batch.repeat(5, 1, 1, 1), batch[:2, :, :160, :192]):
+        for _ in range(2):  # the first batch of a size tells which memory the next ones need
+            found = verify(plain, small, inputs)
+            assert found.relative < 1e-4, (inputs.shape, found)
+
+
+def test_answers_outlive_the_next_call(batch: torch.Tensor, small: Lowered) -> None:
+    for _ in range(2):
+        first = small(batch[:1])
+        kept = {key: value.clone() for key, value in first.items()}
+        small(batch[1:2])
+        assert all(torch.equal(value, kept[key]) for key, value in first.items())
+
+
+def test_inputs_of_any_memory_format(batch: torch.Tensor, small: Lowered) -> None:
+    strided = batch.contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), small(strided).values(), strict=True))
+
+
+def test_it_is_compiled_once(extractor: Build, batch: torch.Tensor, artifacts: Path, small: Lowered) -> None:
+    kept = sorted(artifacts.glob("openvino-*"))
+    module = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
+    started = time.monotonic()
+    again = OPENVINO.lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
+    assert sorted(artifacts.glob("openvino-*")) == kept
+    assert not list(artifacts.glob(".making-*"))
+    assert time.monotonic() - started < 5  # making it anew takes longer, in a process that must import torch first
+    assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), again(batch).values(), strict=True))
+
+
+def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+    pytest.importorskip("nncf")
+    plain = extractor("resnet18", "layer2")
+    graph = plain.graph
+    rows = check_rows(graph.preprocessing, graph.inputs, augmented(photos(), 8), (224, 224))
+    options = Options(threads=2, precision="int8", cache=artifacts, calibration=rows)
+    lowered = OPENVINO.lower(plain.module, (batch[:2],), options)
+    found = verify(plain.module, lowered, batch)
+    assert 1e-4 < found.relative < 0.15
+    assert found.cosine > 0.98
+    with pytest.raises(LoweringFailed, match="calibrate"):
+        OPENVINO.lower(plain.module, (batch[:2],), Options(precision="int8"))
+
+
+def test_a_lowering_can_be_cancelled(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
+    cancelled = threading.Event()
+    threading.Timer(1.0, cancelled.set).start()
+    with pytest.raises(LoweringFailed, match="was cancelled"):
+        OPENVINO.lower(extractor("resnet18", "C3").module, (batch[:2],), Options(cache=tmp_path, cancelled=cancelled))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_lowered_says_why(extractor: Build, tmp_path: Path) -> None:
+    module = extractor("resnet18", "C3").module
+    with pytest.raises(LoweringFailed, match="lowering to openvino failed: .+"):
+        OPENVINO.lower(module, (torch.zeros(2, 5, 64, 64),), Options(cache=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_it_is_not_available() -> None:
+    assert OPENVINO.unavailable(CPU, "float32") is None
+    assert "float32 and int8" in str(OPENVINO.unavailable(CPU, "float16"))
+    assert "runs on the CPU" in str(OPENVINO.unavailable(torch.device("cuda"), "float32"))
+
+
+def test_prune_keeps_what_was_used_last(tmp_path: Path) -> None:
+    import os
+
+    for age, name in enumerate(("a", "b", "c")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    prune(tmp_path, 250)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+    prune(tmp_path, 10)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]  # the last one was just made

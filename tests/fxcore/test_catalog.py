@@ -1,0 +1,170 @@
+"""What models there are, what they are built of, and that building them without weights takes no memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torchvision import models as tv
+
+from fxcore import get_model, list_models, model_graph
+from fxcore.errors import UnknownModel, UnknownWeights
+
+ALL = [entry.name for entry in list_models()]
+
+
+def test_tasks_are_torchvisions_packages() -> None:
+    packages = {
+        "quantization": tv.quantization,
+        "segmentation": tv.segmentation,
+        "detection": tv.detection,
+        "video": tv.video,
+        "optical_flow": tv.optical_flow,
+        "classification": torchvision.models,
+    }
+    for task, package in packages.items():
+        assert {e.name for e in list_models() if e.task == task} == set(tv.list_models(module=package)), task
+
+
+def test_weights_are_torchvisions() -> None:
+    for entry in list_models():
+        enum = tv.get_model_weights(entry.name)
+        assert entry.weights == tuple(w.name for w in enum)
+        assert entry.default_weights == enum.DEFAULT.name
+        for published in enum:
+            info = entry.weights_info(published.name)
+            assert (info.url, info.num_params) == (published.url, published.meta["num_params"])
+            assert info.metrics == published.meta["_metrics"]
+            assert list(info.categories) == list(published.meta.get("categories") or [])
+            assert info.file.name == published.url.rsplit("/", 1)[-1]
+        assert entry.weights_info("DEFAULT") == entry.weights_info(enum.DEFAULT.name)
+
+
+def test_cached_says_whether_the_file_is_there() -> None:
+    info = get_model("resnet18").weights_info("DEFAULT")
+    assert not info.cached
+    assert info.file.parent == Path(torch.hub.get_dir()) / "checkpoints"
+    info.file.parent.mkdir(parents=True)
+    info.file.write_bytes(b"")
+    assert info.cached
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_set_of_weights_gets_the_model_it_declares(name: str) -> None:
+    """The parameter counts that torchvision publishes are those of the models built to receive the weights."""
+    entry = get_model(name)
+    seen = set()
+    for weights in entry.weights:
+        info = entry.weights_info(weights)
+        if info.num_params in seen or entry.is_quantized(weights):
+            continue  # int8 models pack their parameters away
+        seen.add(info.num_params)
+        model = entry.build_weightless(weights)
+        count = sum(p.numel() for p in model.parameters())
+        if entry.task == "detection" and count != info.num_params:
+            # torchvision freezes the backbone's batch norms, and frozen ones have no parameters.
+            norms = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+            count -= sum(p.numel() for m in norms for p in m.parameters())
+        assert count == info.num_params, weights
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weightless_models_hold_nothing(name: str) -> None:
+    """HAZARDS 11, RegNet included: parameters and batch statistics are on the meta device, and little else is not."""
+    entry = get_model(name)
+    model = entry.build_weightless()
+    assert not any(module.training for module in model.modules())
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    held = [b for b in model.buffers() if b.device.type != "meta"]
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            assert module.running_mean is not None
+            assert module.running_mean.device.type == "meta"
+        held += [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+    # Attention models keep whole numbers that say which bias belongs where; Swin3D's are the largest.
+    assert sum(t.untyped_storage().nbytes() for t in held if t.is_floating_point()) < 2**20
+    assert sum(t.untyped_storage().nbytes() for t in held) < 2**25
+
+
+def test_listing_the_nodes_of_large_models_takes_no_memory() -> None:
+    """HAZARDS 11, measured: the weights of these two would take 5.1 GB. In a process of its own, for its own peak."""
+    script = (
+        "import resource, fxcore\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "assert len(fxcore.model_graph('regnet_y_128gf').eval_nodes) > 100\n"
+        "assert len(fxcore.model_graph('vit_h_14').eval_nodes) > 100\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    kilobytes = int(done.stdout) // (1024 if sys.platform == "darwin" else 1)
+    assert kilobytes < 400_000
+
+
+def test_building_leaves_the_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    for name in ("vit_b_32", "maxvit_t", "ssd300_vgg16", "shufflenet_v2_x0_5"):
+        get_model(name).build_weightless()
+    get_model("shufflenet_v2_x0_5").build()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_building_leaves_torch_as_it_was() -> None:
+    """Parameters of models made afterwards are real again, also after a builder that fails."""
+    entry = dataclasses.replace(get_model("resnet18"), builder=lambda **_: 1 / 0)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError):
+        entry.build_weightless()
+    get_model("resnet18").build_weightless()
+    assert nn.BatchNorm2d(3).running_mean.device.type == "cpu"  # type: ignore[union-attr]
+    assert nn.Linear(3, 3).weight.device.type == "cpu"
+
+
+def test_vit_is_built_for_the_size_of_its_weights() -> None:
+    """HAZARDS 14: vit_h_14's default weights want 518 px; the bare model asserts 224."""
+    for weights, size in (("random", 518), ("IMAGENET1K_SWAG_E2E_V1", 518), ("IMAGENET1K_SWAG_LINEAR_V1", 224)):
+        assert get_model("vit_h_14").build_weightless(weights).image_size == size
+    assert model_graph("vit_h_14").input_shape == [None, 3, 518, 518]
+
+
+@pytest.mark.parametrize(
+    ("asked", "canonical"),
+    [
+        ("DEFAULT", "IMAGENET1K_V2"),
+        ("IMAGENET1K_V1", "IMAGENET1K_V1"),
+        ("random", "random"),
+        ("file:mine.pth", "file:mine.pth"),
+    ],
+)
+def test_canonical_weights(asked: str, canonical: str) -> None:
+    assert get_model("resnet50").canonical_weights(asked) == canonical
+
+
+@pytest.mark.parametrize("asked", ["IMAGENET1K_V3", "default", "file:", "", "RANDOM", "COCO_V1"])
+def test_unknown_weights_are_answered_with_what_there_is(asked: str) -> None:
+    with pytest.raises(UnknownWeights) as caught:
+        get_model("resnet50").canonical_weights(asked)
+    assert caught.value.extra["available"] == ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"]
+    assert all(name in caught.value.detail for name in ("IMAGENET1K_V1", "IMAGENET1K_V2", "random", "file:NAME"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("resnet5", "resnet50"), ("vit_b16", "vit_b_16"), ("fasterrcnn", "fasterrcnn_resnet50_fpn")]
+)
+def test_unknown_models_are_answered_with_the_nearest(asked: str, meant: str) -> None:
+    with pytest.raises(UnknownModel) as caught:
+        get_model(asked)
+    assert meant in caught.value.extra["suggestions"]
+    assert meant in caught.value.detail
+    assert caught.value.extra["name"] == asked
+
+
+def test_an_unknown_model_like_no_other() -> None:
+    with pytest.raises(UnknownModel) as caught:
+        get_model("§" * 100_000)
+    assert caught.value.extra["suggestions"] == []

@@ -1,0 +1,203 @@
+"""Exports: each runs in a process that knows nothing of this package, and gives what the extractor gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import fx
+
+from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
+from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
+from fxcore.photos import check_rows, photos
+from fxcore.transforms import apply_transforms
+from fxcore.verify import verify
+
+# What each format needs to be loaded; ``inputs`` is a tuple of tensors and ``file`` what was downloaded.
+LOADERS = {
+    "fx": "import zipfile; zipfile.ZipFile(file).extractall('.')\n"
+    "import importlib, glob; name = glob.glob('*_extractor')[0]\n"
+    "out = importlib.import_module(name).load()(*inputs)",
+    "torch_export": "out = torch.export.load(file).module()(*inputs)",
+    "onnx": "import onnxruntime\ns = onnxruntime.InferenceSession(file, providers=['CPUExecutionProvider'])\n"
+    "keys = [o.name for o in s.get_outputs()]\n"
+    "feed = {i.name: x.numpy() for i, x in zip(s.get_inputs(), inputs)}\n"
+    "out = {k: torch.from_numpy(v) for k, v in zip(keys, s.run(keys, feed))}",
+    "openvino": "import zipfile; zipfile.ZipFile(file).extractall('.')\nimport openvino\n"
+    "m = openvino.Core().compile_model('model.xml', 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n"
+    "found = m([x.numpy() for x in inputs])\n"
+    "out = {o.any_name: torch.from_numpy(found[o].copy()) for o in m.outputs}",
+    "torchscript": "out = torch.jit.load(file)(*inputs)",
+}
+
+PROGRAM = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+torch.set_num_threads(1)
+sys.path.insert(0, ".")
+file = sys.argv[1]
+given = load_file("inputs.safetensors")
+inputs = tuple(given[key] for key in sorted(given))
+with torch.no_grad():
+    {load}
+assert not any(name.split(".")[0] in ("fxcore", "service") for name in sys.modules)
+save_file({{k: v.contiguous().clone() for k, v in out.items()}}, "outputs.safetensors")
+print("\\n".join(out))
+"""
+
+
+def make(name: str, nodes: dict[str, str]) -> Extractor:
+    graph = model_graph(name)
+    return build_extractor(graph, load_model(get_model(name), "random"), graph.resolve(nodes))
+
+
+def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
+    graph = extractor.graph
+    made = check_rows(graph.preprocessing, extractor.inputs, photos()[-rows:], graph.input_size)
+    return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
+
+
+def elsewhere(format: str, data: bytes, inputs: tuple[torch.Tensor, ...], folder: Path) -> dict[str, torch.Tensor]:
+    """What the export gives in a fresh process, keys in its order."""
+    file = folder / f"download{FORMATS[format].suffix}"
+    file.write_bytes(data)
+    save_file({str(i): x for i, x in enumerate(inputs)}, folder / "inputs.safetensors")
+    program = PROGRAM.format(load=LOADERS[format].replace("\n", "\n    "))
+    # -I: neither the working folder nor the environment brings this package onto the path.
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, file.name], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    values = load_file(folder / "outputs.safetensors")
+    return {key: values[key] for key in done.stdout.split()}
+
+
+@pytest.mark.parametrize("format", list(FORMATS))
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "resnet18"])
+def test_exports_run_elsewhere_and_agree(name: str, format: str, tmp_path: Path) -> None:
+    """On a photograph, and on three at once: the number of rows is free. Keys are not in the order of execution."""
+    needed = [*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])]
+    for package in needed:
+        pytest.importorskip(package)
+    extractor = make(name, {"C5": "late", "C4": "C4"})
+    data = export(extractor, format)
+    for rows in (1, 3):
+        inputs = photograph(extractor, rows)
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        values = elsewhere(format, data, inputs, folder)
+        assert list(values) == ["late", "C4"]
+        found = verify(extractor.module, lambda *x, v=values: v, inputs)
+        assert found.relative < 1e-4, found
+
+
+@pytest.mark.parametrize("format", ["fx", "torch_export", "onnx", "openvino"])
+def test_one_node_twice_and_the_input(format: str, tmp_path: Path) -> None:
+    for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
+        pytest.importorskip(package)
+    extractor = make("resnet18", {"layer1": "a", "x": "image", "C2": "b"})
+    inputs = photograph(extractor)
+    values = elsewhere(format, export(extractor, format), inputs, tmp_path)
+    assert list(values) == ["a", "image", "b"]
+    assert verify(extractor.module, lambda *x: values, inputs).relative < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("swin_t", "features.1"), ("convnext_tiny", "features.1"), ("vit_b_32", "encoder.ln")]
+)
+def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -> None:
+    """Window attention calls torchvision's functions, ViT reads a parameter and calls nn.MultiheadAttention."""
+    extractor = make(name, {node: "out"})
+    inputs = photograph(extractor)
+    values = elsewhere("fx", export(extractor, "fx"), inputs, tmp_path)
+    assert verify(extractor.module, lambda *x: values, inputs).relative < 1e-5
+
+
+def test_the_folder_tells_how_to_use_it(tmp_path: Path) -> None:
+    extractor = make("mobilenet_v3_small", {"C4": "C4"})
+    export_folder(extractor, tmp_path / "small")
+    files = {file.name for file in (tmp_path / "small").iterdir()}
+    assert files == {"__init__.py", "module.py", "weights.safetensors", "extractor.json", "README.md"}
+    about = json.loads((tmp_path / "small" / "extractor.json").read_text())
+    assert about["preprocessing"]["resize_size"] == [256]
+    assert about["outputs"][0]["node"] == extractor.outputs[0].node
+    readme = (tmp_path / "small" / "README.md").read_text()
+    assert extractor.outputs[0].node in readme
+    assert "[0.485, 0.456, 0.406]" in readme
+    code = readme.split("```python\n")[1].split("```")[0]
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_a_transformed_extractor_keeps_its_transform(tmp_path: Path) -> None:
+    extractor = make("resnet18", {"C2": "C2"})
+    fused = Extractor(
+        apply_transforms(extractor.module, ["fuse_conv_bn"]), extractor.graph, extractor.outputs, extractor.dtype
+    )
+    data = export(fused, "fx")
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    assert b"BatchNorm" not in archive.read("resnet18_extractor/module.py")
+    assert json.loads(archive.read("resnet18_extractor/extractor.json"))["transforms"][0]["name"] == "fuse_conv_bn"
+    values = elsewhere("fx", data, photograph(extractor), tmp_path)
+    assert verify(extractor.module, lambda *x: values, photograph(extractor)).relative < 1e-4
+
+
+def test_what_cannot_be_exported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    extractor = make("resnet18", {"C2": "C2"})
+    with pytest.raises(UnknownFormat, match="there are fx, torch_export, onnx"):
+        export(extractor, "coreml")
+    graph = model_graph("quantized_resnet18", get_model("quantized_resnet18").weights[0])
+    quantized = replace(extractor, graph=graph)
+    for format in FORMATS:
+        with pytest.raises(CannotExport, match="int8"):
+            export(quantized, format)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    with pytest.raises(ExportUnavailable, match="onnx needs onnxscript") as caught:
+        export(extractor, "onnx")
+    assert caught.value.extra["missing"] == ["onnxscript"]
+
+
+def test_functions_of_this_package_are_refused() -> None:
+    extractor = make("resnet18", {"C2": "C2"})
+    graph = fx.Graph()
+    graph.output({"C2": graph.call_function(model_graph, (graph.placeholder("x"),))})
+    own = Extractor(fx.GraphModule({}, graph), extractor.graph, extractor.outputs, extractor.dtype)
+    with pytest.raises(CannotExport, match=r"calls fxcore\.graphs\.model_graph"):
+        export(own, "fx")
+
+
+def test_exporting_disturbs_nothing() -> None:
+    """Inference in another thread while torch traces, and the module afterwards."""
+    extractor = make("mobilenet_v3_small", {"C4": "C4"})
+    inputs = photograph(extractor)
+    with torch.no_grad():
+        expected = extractor.module(*inputs)["C4"]
+    done, wrong = threading.Event(), []
+
+    def serve() -> None:
+        while not done.is_set():
+            with torch.inference_mode():
+                if not torch.equal(extractor.module(*inputs)["C4"], expected):
+                    wrong.append(1)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for format in ("torch_export", "torchscript", "fx"):
+            export(extractor, format)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    assert not any(m.training for m in extractor.module.modules())

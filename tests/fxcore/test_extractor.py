@@ -1,0 +1,230 @@
+"""Extractors: the values asked for, whatever else is asked for, and nothing disturbed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
+from fxcore.errors import UnknownNode
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    """Models with random weights, shared by extractors as the service shares them."""
+    names = ("resnet18", "convnext_tiny", "vit_b_32", "mobilenet_v3_small", "swin_t")
+    return {name: load_model(get_model(name), "random") for name in names}
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def run(extractor: Extractor, *inputs: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        values: dict[str, Tensor] = extractor.module(*inputs)
+    return values
+
+
+def make(name: str, model: nn.Module, nodes: list[str] | dict[str, str]) -> Extractor:
+    graph = model_graph(name)
+    return build_extractor(graph, model, graph.resolve(nodes))
+
+
+def reference(model: nn.Module, node: str, x: Tensor) -> Tensor:
+    """torchvision's own extractor, asked for one node (HAZARDS 1)."""
+    with torch.no_grad():
+        value: Tensor = create_feature_extractor(model, [node]).eval()(x)[node]
+    return value.clone()
+
+
+@pytest.mark.parametrize("name", ["convnext_tiny", "mobilenet_v3_small", "swin_t"])
+def test_values_do_not_depend_on_what_else_is_asked_for(name: str, models: dict[str, nn.Module]) -> None:
+    """Asked alone, together, in another order, under another name: bit for bit what torchvision gives for one node."""
+    graph, model, x = model_graph(name), models[name], noise(2, 3, 64, 64)
+    nodes = [n.name for n in graph.nodes if n.extractable]
+    whole = run(make(name, model, nodes), x)
+    assert list(whole) == nodes
+    chosen = [*random.Random(name).sample(nodes, 1), graph.levels["C4"].node]
+    shuffled = random.Random(1).sample(nodes, len(nodes))
+    again = run(make(name, model, shuffled), x)
+    assert list(again) == shuffled  # HAZARDS 8
+    for node in nodes:
+        assert torch.equal(whole[node], again[node]), node
+    for node in chosen:
+        alone = run(make(name, model, {node: "key"}), x)["key"]
+        assert torch.equal(alone, whole[node]), node
+        assert torch.equal(alone, reference(model, node, x)), node
+
+
+def test_overlapping_names_give_each_its_own(models: dict[str, nn.Module]) -> None:
+    """HAZARDS 1: in torchvision `features.7.2` beside `features.7` is wrong, and `encoder.ln` beside `encoder` lost."""
+    x = noise(1, 3, 64, 64)
+    values = run(make("convnext_tiny", models["convnext_tiny"], ["features.7", "features.7.2", "features"]), x)
+    expected = reference(models["convnext_tiny"], "features.7.2", x)
+    assert list(values) == ["features.7", "features.7.2", "features"]
+    assert all(torch.equal(value, expected) for value in values.values())
+    x = noise(1, 3, 224, 224)
+    values = run(make("vit_b_32", models["vit_b_32"], ["encoder", "encoder.ln"]), x)
+    expected = reference(models["vit_b_32"], "encoder.ln", x)
+    assert torch.equal(values["encoder"], expected)
+    assert torch.equal(values["encoder.ln"], expected)
+
+
+def test_one_node_under_many_names(models: dict[str, nn.Module]) -> None:
+    values = run(
+        make("resnet18", models["resnet18"], {"layer4": "a", "C5": "b", "layer4.1.relu_1": "c"}), noise(1, 3, 64, 64)
+    )
+    assert list(values) == ["a", "b", "c"]
+    assert torch.equal(values["a"], values["b"])
+    assert torch.equal(values["a"], values["c"])
+
+
+def test_the_input_itself_and_the_whole_model(models: dict[str, nn.Module]) -> None:
+    x = noise(2, 3, 64, 64)
+    values = run(make("resnet18", models["resnet18"], ["x", "fc"]), x)
+    with torch.no_grad():
+        assert torch.equal(values["fc"], models["resnet18"](x))
+    assert torch.equal(values["x"], x)
+
+
+def test_nothing_is_computed_that_was_not_asked_for(models: dict[str, nn.Module]) -> None:
+    extractor = make("resnet18", models["resnet18"], ["layer1.0.bn1"])
+    nodes = [n.name for n in extractor.module.graph.nodes]
+    assert nodes == ["x", "conv1", "bn1", "relu", "maxpool", "layer1_0_conv1", "layer1_0_bn1", "output"]
+    assert not hasattr(extractor.module, "layer4")
+
+
+def test_parameters_are_shared_with_the_model(models: dict[str, nn.Module]) -> None:
+    model = models["resnet18"]
+    own = {p.data_ptr() for p in model.parameters()}
+    for nodes in (["layer1"], ["layer4", "fc"], ["C3"]):
+        parameters = list(make("resnet18", model, nodes).module.parameters())
+        assert parameters
+        assert {p.data_ptr() for p in parameters} <= own
+
+
+def test_building_disturbs_neither_the_model_nor_other_extractors(models: dict[str, nn.Module]) -> None:
+    """HAZARDS 5: torchvision leaves the model in train mode when a name is unknown."""
+    model, graph, x = load_model(get_model("resnet18"), "random"), model_graph("resnet18"), noise(2, 3, 64, 64)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modules = {name: id(module) for name, module in model.named_modules()}
+    first = make("resnet18", model, ["layer2"])
+    quiet = run(first, x)["layer2"]
+    for nodes in (["layer1.0.bn1"], ["layer1", "layer4"]):
+        build_extractor(graph, model, graph.resolve(nodes))
+        assert not any(module.training for module in [*model.modules(), *first.module.modules()])
+    with pytest.raises(UnknownNode):
+        build_extractor(graph, model, graph.resolve(["layer1", "no such node"]))
+    assert not any(module.training for module in [*model.modules(), *first.module.modules()])
+    assert torch.equal(run(first, x)["layer2"], quiet)
+    assert {name: id(module) for name, module in model.named_modules()} == modules
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert int(after["bn1.num_batches_tracked"]) == 0
+
+
+def test_extractors_are_in_eval_mode(models: dict[str, nn.Module]) -> None:
+    """HAZARDS 7: torchvision's own come back from a copy in train mode."""
+    for name, model in models.items():
+        module = make(name, model, [model_graph(name).eval_nodes[-1]]).module
+        assert isinstance(module, torch.fx.GraphModule)
+        assert not any(m.training for m in module.modules())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_t", "vit_b_32"])
+def test_each_image_has_its_own_row(name: str, models: dict[str, nn.Module]) -> None:
+    """What one image gives does not depend on the others in the batch."""
+    size = 224 if name == "vit_b_32" else 64
+    graph, x = model_graph(name), noise(3, 3, size, size)
+    nodes = [n.name for n in graph.nodes if n.extractable]
+    extractor = make(name, models[name], random.Random(name).sample(nodes, 15))
+    together, alone = run(extractor, x), run(extractor, x[1:2])
+    for output in extractor.outputs:
+        rows = output.rows_per_image
+        assert together[output.key].shape[0] == 3 * rows
+        torch.testing.assert_close(together[output.key][rows : 2 * rows], alone[output.key], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "swin_t", "mobilenet_v3_small", "vit_b_32", "shufflenet_v2_x0_5"])
+def test_outputs_are_described_as_they_come(name: str) -> None:
+    graph = model_graph(name)
+    model = load_model(get_model(name), "random")
+    nodes = [n.name for n in graph.nodes if n.extractable]
+    extractor = make(name, model, nodes)
+    height, width = graph.input_size
+    values = run(extractor, noise(1, 3, height, width))
+    assert [o.key for o in extractor.outputs] == nodes
+    for output, info in zip(extractor.outputs, [n for n in graph.nodes if n.extractable], strict=True):
+        value = values[output.key]
+        assert output.node == info.name
+        assert [d if d is not None else r for d, r in zip(output.shape, value.shape, strict=True)] == list(value.shape)
+        assert output.shape[0] is None
+        assert list(value.shape[1:]) == info.shape[1:]  # type: ignore[index]
+        assert str(value.dtype) == f"torch.{output.dtype}" == f"torch.{info.dtype}"
+        assert output.bytes_per_image == value.numel() * value.itemsize
+        assert value.shape[0] == output.rows_per_image == info.rows_per_image
+    assert extractor.bytes_for(height, width) == sum(v.numel() * v.itemsize for v in values.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "layout", "shape"),
+    [
+        ("swin_t", "features.1", "NHWC", [56, 56, 96]),
+        ("swin_t", "permute", "NCHW", [768, 7, 7]),
+        ("convnext_tiny", "features.1.0.block.0", "NCHW", [96, 56, 56]),
+        ("convnext_tiny", "features.1.0.block.2", "NHWC", [56, 56, 96]),
+        ("vit_b_32", "encoder.layers.encoder_layer_3.mlp", "tokens", [50, 768]),
+        ("vit_b_32", "conv_proj", "NCHW", [768, 7, 7]),
+        ("vit_b_32", "getitem_5", "NC", [768]),
+        ("resnet18", "layer3", "NCHW", [256, 14, 14]),
+        ("resnet18", "flatten", "NC", [512]),
+    ],
+)
+def test_layouts_say_which_axis_is_what(name: str, node: str, layout: str, shape: list[int]) -> None:
+    """HAZARDS 15: Swin is NHWC inside, ViT is tokens."""
+    graph = model_graph(name)
+    exact = graph.resolve([node])[node]
+    info = next(n for n in graph.nodes if n.name == exact)
+    assert (info.layout, info.shape) == (layout, [None, *shape])
+
+
+def test_channels_and_strides_follow_the_layout() -> None:
+    info = {n.name: n for n in model_graph("swin_t").nodes}
+    assert (info["features.3.1.add_1"].channels, info["features.3.1.add_1"].stride) == (192, 8)
+    info = {n.name: n for n in model_graph("vit_b_32").nodes}
+    assert (info["conv_proj"].channels, info["conv_proj"].stride) == (768, 32)
+    assert (info["encoder.ln"].channels, info["encoder.ln"].stride) == (768, None)
+
+
+def test_other_sizes(models: dict[str, nn.Module]) -> None:
+    extractor = make("resnet18", models["resnet18"], ["layer3", "avgpool"])
+    for height, width in ((64, 64), (96, 160), (33, 47)):
+        values = run(extractor, noise(1, 3, height, width))
+        found = model_graph("resnet18").values_at([(3, height, width)], ["layer3.1.relu_1", "avgpool"])
+        assert found["layer3.1.relu_1"] == (list(values["layer3"].shape), torch.float32)
+        assert found["avgpool"] == (list(values["avgpool"].shape), torch.float32)
+
+
+def test_video_models_that_hold_immutable_lists() -> None:
+    """HAZARDS 14: swin3d's graph trips a plain interpreter on meta tensors."""
+    graph = model_graph("swin3d_t")
+    info = {n.name: n for n in graph.nodes}
+    assert info[graph.resolve(["features.0"])["features.0"]].shape == [None, 8, 56, 56, 96]
+    assert graph.input_shape == [None, 3, 16, 224, 224]
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3", "quantized_inception_v3"])
+def test_train_and_eval_graphs_differ(name: str) -> None:
+    """HAZARDS 13: the auxiliary heads run in training alone; what can be asked for is the eval graph."""
+    graph = model_graph(name)
+    only_in_training = set(graph.train_nodes) - set(graph.eval_nodes)
+    assert any(n.lower().startswith("aux") for n in only_in_training)
+    assert not any(n.lower().startswith("aux") for n in graph.eval_nodes)
+    assert set(graph.by_name) == set(graph.eval_nodes)
+    assert model_graph("resnet18").train_nodes == model_graph("resnet18").eval_nodes

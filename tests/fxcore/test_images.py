@@ -1,0 +1,371 @@
+"""Files to RGB images, and images to the tensor that the weights want, against PIL and torchvision's own presets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import pytest
+import skimage.data
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.models.detection.image_list import ImageList
+
+from fxcore import get_model, list_models, open_image
+from fxcore.errors import BadImage, BadTensor, ImageTooLarge
+from fxcore.images import FORMATS, DetectorPreprocessing, image_size
+
+
+@pytest.fixture(scope="module")
+def cat() -> PIL.Image.Image:
+    """300 x 451 pixels, RGB."""
+    return PIL.Image.fromarray(skimage.data.chelsea())
+
+
+def encoded(image: PIL.Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def pixels(image: PIL.Image.Image) -> np.ndarray:
+    return np.asarray(image)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str, cat: PIL.Image.Image) -> None:
+    data = encoded(cat, format)
+    image = open_image(data)
+    assert image.mode == "RGB"
+    expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    assert np.array_equal(pixels(image), pixels(expected))
+    if format in ("PNG", "BMP", "TIFF"):
+        assert np.array_equal(pixels(image), pixels(cat))
+    assert image_size(data) == (300, 451)
+
+
+@pytest.mark.parametrize("format", ["ICO", "PPM", "TGA", "PCX", "JPEG2000"])
+def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
+    """Each decoder is a way in for whoever sends files; only those that people use stay open."""
+    with pytest.raises(BadImage, match="JPEG, PNG"):
+        open_image(encoded(cat, format))
+
+
+# What a viewer must do to an image stored that way, by PIL's own operations.
+TURNS = {
+    1: [],
+    2: [PIL.Image.Transpose.FLIP_LEFT_RIGHT],
+    3: [PIL.Image.Transpose.ROTATE_180],
+    4: [PIL.Image.Transpose.FLIP_TOP_BOTTOM],
+    5: [PIL.Image.Transpose.FLIP_LEFT_RIGHT, PIL.Image.Transpose.ROTATE_90],
+    6: [PIL.Image.Transpose.ROTATE_270],
+    7: [PIL.Image.Transpose.FLIP_LEFT_RIGHT, PIL.Image.Transpose.ROTATE_270],
+    8: [PIL.Image.Transpose.ROTATE_90],
+}
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", TURNS)
+def test_exif_orientation(orientation: int, format: str, cat: PIL.Image.Image) -> None:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(cat, format, exif=exif)
+    expected = PIL.Image.open(io.BytesIO(data))
+    expected.getexif().clear()
+    upright = expected.convert("RGB")
+    if format == "TIFF":  # PIL turns these itself while it loads them
+        upright = cat
+    for turn in TURNS[orientation]:
+        upright = upright.transpose(turn)
+    image = open_image(data)
+    assert np.array_equal(pixels(image), pixels(upright))
+    assert image_size(data) == (image.height, image.width)
+    assert (image.height, image.width) == ((451, 300) if orientation > 4 else (300, 451))
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [("L", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGBA", "WEBP"),
+     ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "PNG"), ("1", "BMP")],
+)  # fmt: skip
+def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
+    data = encoded(cat.convert(mode), format)
+    image = open_image(data)
+    assert image.mode == "RGB"
+    assert np.array_equal(pixels(image), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+    assert abs(pixels(image).astype(float).mean() - pixels(cat).mean()) < 12
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
+def test_palettes_with_transparency(transparency: int | bytes, cat: PIL.Image.Image) -> None:
+    """One transparent colour, or an alpha for each: the colours count, the alpha does not."""
+    palette = cat.convert("P")
+    image = open_image(encoded(palette, "PNG", transparency=transparency))
+    assert np.array_equal(pixels(image), pixels(palette.convert("RGB")))
+
+
+def test_alpha_is_dropped(cat: PIL.Image.Image) -> None:
+    transparent = cat.copy()
+    transparent.putalpha(PIL.Image.linear_gradient("L").resize(cat.size))
+    assert np.array_equal(pixels(open_image(encoded(transparent, "PNG"))), pixels(cat))
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_16_bit_grey_keeps_its_upper_bits(format: str) -> None:
+    """PIL's own conversion clips everything above 255 to white."""
+    grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
+    image = open_image(encoded(PIL.Image.fromarray(grey), format))
+    assert np.array_equal(pixels(image), np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=-1))
+
+
+def test_of_an_animation_the_first_frame(cat: PIL.Image.Image) -> None:
+    frames = [cat.convert("P"), cat.transpose(PIL.Image.Transpose.ROTATE_180).convert("P")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.array_equal(pixels(open_image(data)), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.6, 0.9])
+def test_truncated_files(format: str, part: float, cat: PIL.Image.Image) -> None:
+    data = encoded(cat, format)
+    with pytest.raises(BadImage) as caught:
+        open_image(data[: int(len(data) * part)])
+    assert caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"II*\0", b"<svg/>", bytes(5000)],
+)
+def test_what_is_no_image(data: bytes) -> None:
+    for read in (open_image, image_size):
+        with pytest.raises(BadImage) as caught:
+            read(data)
+        assert "0 bytes" in caught.value.detail if not data else "not an image" in caught.value.detail
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 5), st.data())
+def test_damage_is_a_bad_image_or_none(which: int, data: st.DataObject) -> None:
+    """Whatever bytes are overwritten: an image, or BadImage, never another error."""
+    file = bytearray(encoded(PIL.Image.fromarray(skimage.data.chelsea()[:40, :60]), FORMATS[which]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        position = data.draw(st.integers(0, min(len(file), 700) - 1))
+        file[position] = data.draw(st.integers(0, 255))
+    for read in (open_image, image_size):
+        with contextlib.suppress(BadImage, ImageTooLarge):
+            read(bytes(file), 10_000_000)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60))
+def test_a_damaged_exif_block_spoils_no_image(block: bytes) -> None:
+    small = PIL.Image.fromarray(skimage.data.chelsea()[:40, :60])
+    for header in (b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
+        data = encoded(small, "JPEG", exif=header + block)
+        image = open_image(data)
+        assert {image.height, image.width} == {40, 60}
+        assert image_size(data) == (image.height, image.width)
+
+
+# -- size limits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
+    data = encoded(cat, "PNG")
+    assert open_image(data, 300 * 451).size == (451, 300)
+    for read in (open_image, image_size):
+        with pytest.raises(ImageTooLarge) as caught:
+            read(data, 300 * 451 - 1)
+        assert caught.value.extra == {"pixels": 300 * 451, "limit": 300 * 451 - 1}
+        # The header is enough: of these bytes no pixel could be decoded.
+        with pytest.raises(ImageTooLarge):
+            read(data[:60], 1000)
+
+
+def test_a_decompression_bomb_is_never_decoded() -> None:
+    """30,000 x 30,000 pixels in a file of 110 kB."""
+    data = encoded(PIL.Image.new("1", (30_000, 30_000)), "PNG")
+    assert len(data) < 200_000
+    with pytest.raises(ImageTooLarge) as caught:
+        open_image(data, 50_000_000)
+    assert caught.value.extra["pixels"] == 900_000_000
+
+
+# -- preprocessing -----------------------------------------------------------------------------------------------------
+
+SIZES = [(300, 451), (451, 300), (37, 41), (500, 500), (640, 33)]
+
+
+def photo(height: int, width: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(skimage.data.chelsea()).resize((width, height))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("resnet50", "IMAGENET1K_V1"),
+        ("resnet50", "IMAGENET1K_V2"),
+        ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
+        ("vit_h_14", "IMAGENET1K_SWAG_LINEAR_V1"),
+        ("swin_v2_t", "IMAGENET1K_V1"),
+        ("efficientnet_v2_s", "IMAGENET1K_V1"),
+        ("efficientnet_b1", "IMAGENET1K_V2"),
+        ("inception_v3", "IMAGENET1K_V1"),
+        ("convnext_tiny", "IMAGENET1K_V1"),
+        ("quantized_resnet18", "IMAGENET1K_FBGEMM_V1"),
+        ("lraspp_mobilenet_v3_large", "COCO_WITH_VOC_LABELS_V1"),
+        ("fcn_resnet50", "COCO_WITH_VOC_LABELS_V1"),
+    ],
+)
+def test_images_become_what_the_preset_makes(name: str, weights: str) -> None:
+    ours = get_model(name).preprocessing(weights)
+    preset = torchvision.models.get_model_weights(name)[weights].transforms()
+    for height, width in SIZES:
+        image = photo(height, width)
+        expected = preset(image)
+        value = ours.image(image)
+        assert value.dtype == torch.float32
+        assert torch.equal(value, expected)
+        assert ours.output_size(height, width) == tuple(expected.shape[-2:])
+        array = torch.from_numpy(np.array(image))[None]
+        assert torch.equal(ours.tensor(array), expected[None])
+    described = ours.describe()
+    assert described["mean"] == preset.mean
+    assert described["std"] == preset.std
+    assert described["resize_size"] == preset.resize_size
+    assert described["crop_size"] == getattr(preset, "crop_size", None)
+    assert described["interpolation"] == preset.interpolation.value
+    assert described["antialias"] == preset.antialias
+
+
+@pytest.mark.parametrize("weights", ["random", "file:own.pth", "DEFAULT"])
+def test_what_says_nothing_of_its_preprocessing_gets_the_defaults(weights: str) -> None:
+    """`random` and files have no preset of their own; resnet50's two published ones differ."""
+    preset = torchvision.models.ResNet50_Weights.DEFAULT.transforms()
+    image = photo(300, 451)
+    assert torch.equal(get_model("resnet50").preprocessing(weights).image(image), preset(image))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fasterrcnn_mobilenet_v3_large_320_fpn",
+        "retinanet_resnet50_fpn",
+        "maskrcnn_resnet50_fpn_v2",
+        "ssd300_vgg16",
+        "ssdlite320_mobilenet_v3_large",
+    ],
+)
+def test_detectors_transform_images_as_they_do_themselves(name: str) -> None:
+    entry = get_model(name)
+    ours = entry.preprocessing()
+    own = entry.build_weightless().transform.eval()
+    preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    for height, width in SIZES[:3]:
+        image = photo(height, width)
+        expected: ImageList = own([preset(image)])[0]
+        value = ours.image(image)
+        assert torch.equal(value, expected.tensors[0])
+        assert ours.output_size(height, width) == tuple(expected.tensors.shape[-2:])
+    # Several images of one request are padded to one size, as the detector does it.
+    images = [photo(150, 225), photo(225, 150)]
+    together: ImageList = own([preset(image) for image in images])[0]
+    assert torch.equal(ours.stack([ours.image(image) for image in images]), together.tensors)
+    assert ours.describe()["mean"] == own.image_mean
+
+
+@settings(max_examples=60, deadline=None)
+@given(height=st.integers(1, 700), width=st.integers(1, 700))
+def test_detectors_sizes_are_foretold(height: int, width: int) -> None:
+    ours = get_model("fasterrcnn_mobilenet_v3_large_320_fpn").preprocessing()
+    if min(ours.output_size(height, width)) == 0:
+        return  # less than a pixel is left of the shorter side
+    value = ours.image(PIL.Image.new("RGB", (width, height)))
+    assert ours.output_size(height, width) == tuple(value.shape[-2:])
+
+
+def test_clips_become_what_the_preset_makes() -> None:
+    clip = torch.from_numpy(skimage.data.chelsea()).expand(2, 5, -1, -1, -1)
+    clip = clip * torch.tensor([1, 0, 1, 0, 1], dtype=torch.uint8)[:, None, None, None]
+    for name in ("r3d_18", "mvit_v2_s", "swin3d_t", "s3d"):
+        ours = get_model(name).preprocessing()
+        preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+        expected = preset(clip.permute(0, 1, 4, 2, 3))
+        value = ours.tensor(clip)
+        assert torch.equal(value, expected)
+        assert value.shape[:3] == (2, 3, 5)
+        assert ours.output_size(300, 451) == tuple(value.shape[-2:])
+        assert ours.layout == "NCTHW"
+        with pytest.raises(BadTensor, match="clips"):
+            ours.image(photo(30, 30))
+        assert ours.describe()["crop_size"] == preset.crop_size
+
+
+def test_frames_become_what_the_preset_makes() -> None:
+    ours = get_model("raft_small").preprocessing()
+    preset = torchvision.models.optical_flow.Raft_Small_Weights.DEFAULT.transforms()
+    for height, width in SIZES:
+        image = photo(height, width)
+        expected, _ = preset(image, image)
+        assert torch.equal(ours.image(image), expected)
+        assert ours.output_size(height, width) == (height, width)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vit_b_16", "fcn_resnet50", "fasterrcnn_resnet50_fpn", "raft_small", "r3d_18"]
+)
+def test_another_size_may_be_asked_for(name: str) -> None:
+    ours = get_model(name).preprocessing("DEFAULT", 96)
+    assert ours.fixed_size
+    assert ours.nominal_size() == (96, 96)
+    for height, width in SIZES:
+        assert ours.output_size(height, width) == (96, 96)
+        if name != "r3d_18":
+            assert ours.image(photo(height, width)).shape == (3, 96, 96)
+    if name == "r3d_18":
+        assert ours.tensor(torch.zeros(1, 2, 64, 80, 3, dtype=torch.uint8)).shape == (1, 3, 2, 96, 96)
+    # The published preprocessing of the same model is as it was.
+    assert get_model(name).preprocessing().nominal_size() != (96, 96)
+
+
+def test_every_model_says_how_it_wants_its_images() -> None:
+    keys = {"resize_size", "crop_size", "mean", "std", "interpolation", "antialias"}
+    for entry in list_models():
+        described = entry.preprocessing().describe()
+        assert keys <= described.keys(), entry.name
+        assert len(described["mean"]) == len(described["std"]) == 3
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.zeros(1, 3, 30, 30, dtype=torch.uint8),
+        torch.zeros(30, 30, 3, dtype=torch.uint8),
+        torch.zeros(0, 30, 30, 3, dtype=torch.uint8),
+        torch.zeros(1, 30, 30, 3),
+        torch.zeros(1, 2, 30, 30, 3, dtype=torch.uint8),
+    ],
+)
+def test_arrays_of_another_form_are_refused(array: torch.Tensor) -> None:
+    with pytest.raises(BadTensor, match=r"uint8 \[N, H, W, 3\]"):
+        get_model("resnet18").preprocessing().tensor(array)
+    if array.ndim != 5:
+        with pytest.raises(BadTensor, match=r"uint8 \[N, T, H, W, 3\]"):
+            get_model("r3d_18").preprocessing().tensor(array)
+
+
+def test_sizes_that_differ_cannot_be_stacked() -> None:
+    ours = get_model("fcn_resnet50").preprocessing()
+    with pytest.raises(BadTensor, match="520 x 520, 520 x 700"):
+        ours.stack([torch.zeros(3, 520, 700), torch.zeros(3, 520, 520)])
+    assert ours.stack([torch.ones(3, 20, 30)] * 2).shape == (2, 3, 20, 30)
+    assert isinstance(get_model("ssd300_vgg16").preprocessing(), DetectorPreprocessing)

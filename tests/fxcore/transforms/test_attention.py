@@ -1,0 +1,100 @@
+"""Attention weights: nodes that can be asked for, and the very weights that the modules use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torchvision.models import VisionTransformer
+from torchvision.models.swin_transformer import shifted_window_attention
+
+from fxcore import trace
+from fxcore.transforms import applied, attention_maps
+from tests.fxcore.models import filled, small_input
+
+
+def opened(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A traced model, and the same with its attention weights among its outputs."""
+    original = fx.GraphModule(model, trace(model, leaf_functions=(shifted_window_attention,))).eval()
+    module = attention_maps(original)
+    output = module.graph.find_nodes(op="output")[0]
+    maps = {
+        n.meta["path"]: n for n in module.graph.nodes if n.meta.get("path", "").split(".")[-1].startswith("attention")
+    }
+    output.args = ({"out": output.args[0], **maps},)
+    module.recompile()
+    return original, module
+
+
+SHAPES = {
+    "vit_b_32": (12, (1, 12, 17, 17)),
+    "swin_t": (12, (1, 9, 3, 49, 49)),
+    "swin_v2_t": (12, (1, 64, 3, 64, 64)),
+    "maxvit_t": (22, (1, 64, 2, 49, 49)),
+    "swin3d_t": (12, (1, None, 3, None, None)),
+    "mvit_v1_b": (16, (1, 1, None, None)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_of_each_family(name: str) -> None:
+    original, module = opened(filled(name, shrink=True))
+    x = small_input(name)
+    with torch.no_grad():
+        found = module(x)
+        # Nothing else changed, not by a bit.
+        assert torch.equal(found.pop("out"), original(x))
+    count, shape = SHAPES[name]
+    assert applied(module)[-1].changes == count == len(found)
+    first = next(iter(found.values()))
+    assert len(first.shape) == len(shape)
+    assert all(want in (None, got) for want, got in zip(shape, first.shape, strict=True))
+    for path, weights in found.items():
+        assert weights.shape[0] == 1, path
+        assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-4), path
+        assert bool((weights >= 0).all()), path
+
+
+def test_multi_head_attention_made_of_its_weights() -> None:
+    """Weights times values, projected, is what the module returns."""
+    torch.manual_seed(0)
+    vit = VisionTransformer(32, 16, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8).eval()
+    module = attention_maps(fx.GraphModule(vit, trace(vit)))
+    attention = vit.encoder.layers[0].self_attention
+    seen: dict[str, Tensor] = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            value = super().run_node(n)
+            seen[n.meta.get("path", n.name)] = value
+            return value
+
+    with torch.no_grad():
+        Watch(module).run(torch.randn(3, 3, 32, 32))
+        x = seen["encoder.layers.encoder_layer_0.ln"]
+        weights = seen["encoder.layers.encoder_layer_0.self_attention.attention"]
+        values = (x @ attention.in_proj_weight[16:].T + attention.in_proj_bias[16:]).view(3, 5, 2, 4).transpose(1, 2)
+        mixed = attention.out_proj((weights @ values).transpose(1, 2).reshape(3, 5, 8))
+    assert torch.allclose(mixed, seen["encoder.layers.encoder_layer_0.self_attention"][0], atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_window_attention_made_of_its_weights(batch: int) -> None:
+    """Without a shift a window's weights times its values, projected, is what Swin's attention returns."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(batch, 4, 4, 6), torch.randn(1, 2, 4, 4)
+    qkv, proj = torch.randn(18, 6), torch.randn(6, 6)
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return shifted_window_attention(x, qkv, proj, bias, [2, 2], 2, [0, 0], training=False)
+
+    _, module = opened(Net().eval())
+    found = module(x)
+    weights = found["attention"]
+    assert weights.shape == (batch, 4, 2, 4, 4)
+    windows = x.view(batch, 2, 2, 2, 2, 6).permute(0, 1, 3, 2, 4, 5).reshape(batch, 4, 4, 6)
+    values = (windows @ qkv[12:].T).view(batch, 4, 4, 2, 3).transpose(2, 3)
+    mixed = (weights @ values).transpose(2, 3).reshape(batch, 4, 4, 6) @ proj.T
+    image = mixed.view(batch, 2, 2, 2, 2, 6).permute(0, 1, 3, 2, 4, 5).reshape(batch, 4, 4, 6)
+    assert torch.allclose(image, found["out"], atol=1e-5)

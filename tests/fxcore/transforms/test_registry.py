@@ -1,0 +1,93 @@
+"""Passes by name, with parameters as JSON carries them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torchvision.models import resnet18
+
+from fxcore import trace
+from fxcore.errors import FxError
+from fxcore.transforms import BadParameter, UnknownTransform, applied, apply_transforms, described, list_transforms
+
+
+@pytest.fixture(scope="module")
+def module() -> fx.GraphModule:
+    model = resnet18().eval()
+    return fx.GraphModule(model, trace(model)).eval()
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "replace_activation": {"old": "relu", "new": "silu"},
+    "insert_after": {"node": "layer1.0.conv1", "function": "tanh"},
+    "fold_normalization": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},
+}
+
+
+@pytest.mark.parametrize("name", [t.name for t in list_transforms()])
+def test_each_runs_by_name_and_leaves_the_original(module: fx.GraphModule, name: str) -> None:
+    x = torch.randn(1, 3, 32, 32)
+    before, code = module(x), module.code
+    wanted = json.loads(json.dumps({"name": name, **EXAMPLES.get(name, {})}))
+    changed = apply_transforms(module, [wanted])
+    assert changed is not module
+    assert module.code == code
+    assert torch.equal(module(x), before)
+    assert changed(x).shape == before.shape
+    assert applied(changed)[-1].name == name
+    assert set(EXAMPLES.get(name, {})) <= set(applied(changed)[-1].parameters)
+    exact = next(t for t in list_transforms() if t.name == name)
+    if exact.exact and not exact.changes_input:
+        assert torch.allclose(changed(x), before, atol=1e-4)
+
+
+def test_descriptions_are_json() -> None:
+    listed = [described(t) for t in list_transforms()]
+    assert json.loads(json.dumps(listed)) == listed
+    assert all(d["description"].endswith(".") for d in listed)
+
+
+def test_passes_are_remembered_in_order(module: fx.GraphModule) -> None:
+    changed = apply_transforms(module, ["fuse_conv_bn", {"name": "remove", "identity": False}, "out_of_place"])
+    assert [(a.name, a.changes) for a in applied(changed)] == [
+        ("fuse_conv_bn", 20),
+        ("remove", 0),
+        ("out_of_place", 17),
+    ]
+    assert applied(changed)[1].parameters == {"dropout": True, "identity": False}
+    assert applied(module) == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        ("fuse", UnknownTransform),
+        ({"nam": "remove"}, UnknownTransform),
+        ({"name": 3}, UnknownTransform),
+        ({"name": "remove", "dropouts": True}, BadParameter),
+        ({"name": "remove", "dropout": "yes"}, BadParameter),
+        ({"name": "replace_activation", "old": "relu"}, BadParameter),
+        ({"name": "replace_activation", "old": "relu", "new": "os.system"}, BadParameter),
+        ({"name": "decompose", "operations": "relu"}, BadParameter),
+        ({"name": "decompose", "operations": ["eval"]}, BadParameter),
+        ({"name": "fold_normalization", "mean": ["a"], "std": [1]}, BadParameter),
+        ({"name": "fold_normalization", "mean": [True], "std": [1]}, BadParameter),
+        ({"name": "insert_after", "node": 3, "function": "tanh"}, BadParameter),
+        ({"name": "insert_after", "node": "nowhere", "function": "tanh"}, FxError),
+    ],
+)
+def test_bad_requests_are_refused(module: fx.GraphModule, wanted: Any, error: type[FxError]) -> None:
+    with pytest.raises(error) as caught:
+        apply_transforms(module, [wanted])
+    json.dumps(caught.value.extra)
+    assert caught.value.detail
+
+
+def test_suggestions(module: fx.GraphModule) -> None:
+    with pytest.raises(UnknownTransform) as caught:
+        apply_transforms(module, ["fuse_conv"])
+    assert "fuse_conv_bn" in caught.value.extra["suggestions"]

@@ -1,0 +1,350 @@
+"""Passes that rewrite: fold, remove, replace, insert, wrap, decompose, patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision.models import mobilenet_v3_small, resnet18
+from torchvision.ops import StochasticDepth
+
+from fxcore import trace
+from fxcore.transforms import (
+    BadParameter,
+    BadPattern,
+    CannotKeep,
+    CannotTransform,
+    applied,
+    decompose,
+    fold_constants,
+    fold_normalization,
+    insert_after,
+    op,
+    out_of_place,
+    remove,
+    replace_activation,
+    replace_module,
+    replace_op,
+    replace_pattern,
+    split_at,
+    transform,
+    wrap,
+)
+from fxcore.transforms.decompose import RULES
+from fxcore.transforms.replace import ACTIVATIONS
+from fxcore.verify import verify
+
+
+def traced(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model.eval(), trace(model)).eval()
+
+
+def paths(module: fx.GraphModule) -> list[str]:
+    return [n.meta["path"] for n in module.graph.nodes if "path" in n.meta]
+
+
+# constants
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 3))
+        self.register_buffer("index", torch.tensor([0, 2, 1, 3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table[self.index].permute(1, 0).contiguous()
+        return x.view(-1, self.table.size(1), self.table.shape[0]) + bias + torch.arange(4)
+
+
+def test_constants_are_computed_once() -> None:
+    module = traced(Constant())
+    folded = fold_constants(module)
+    assert {n.op for n in folded.graph.nodes} == {"placeholder", "get_attr", "call_method", "call_function", "output"}
+    assert sum(n.op.startswith("call_") for n in folded.graph.nodes) == 3
+    assert verify(module, folded, torch.randn(2, 3, 4)).max_abs == 0
+
+
+def test_what_is_random_or_overwritten_is_no_constant() -> None:
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chance = nn.Parameter(torch.full((100,), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.bernoulli(self.chance)
+            total = self.chance + 0
+            total.add_(1)
+            return x + noise.exp() + total
+
+    folded = fold_constants(traced(Restless()))
+    assert any(n.target is torch.bernoulli for n in folded.graph.nodes)
+    assert any(n.target == "add_" for n in folded.graph.nodes)
+    first, second = folded(torch.zeros(100)), folded(torch.zeros(100))
+    assert not torch.equal(first, second)
+    # What is added in place is added once a run, not to what an earlier run left.
+    assert {round(float(v), 3) for run in (first, second) for v in run} == {2.5, round(1.5 + torch.e, 3)}
+
+
+# out of place
+
+
+def test_out_of_place_leaves_the_input_and_the_original() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.first(x)
+            z = F.relu(y, inplace=True)
+            z += 1
+            return {"y": y, "z": z.mul_(2)}
+
+    module = traced(InPlace())
+    x = -torch.ones(2, 3)
+    expected = module(x.clone())["z"]
+    pure = out_of_place(module)
+    assert torch.equal(pure(x)["z"], expected)
+    assert torch.equal(x, -torch.ones(2, 3))
+    assert module.get_submodule("first.0").inplace is True
+
+
+# normalisation
+
+
+@pytest.mark.parametrize("padding", [0, 2, "same", (1, 0)])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_normalisation_folds_exactly(padding: int | str | tuple[int, int], groups: int, mode: str) -> None:
+    conv = nn.Conv2d(3, 6, 4, padding=padding, groups=groups, padding_mode=mode, dilation=1)
+    module = traced(nn.Sequential(conv, nn.ReLU()))
+    mean, std = [0.1, 0.5, 0.7], [0.2, 0.3, 0.9]
+    folded = fold_normalization(module, mean=mean, std=std)
+    image = torch.rand(2, 3, 9, 9)
+    shape = (1, 3, 1, 1)
+    want = module((image - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape))
+    assert torch.allclose(folded(image), want, atol=1e-5)
+    pads = padding != 0 and mode == "zeros"
+    assert any("padded" in str(n.target) for n in folded.graph.nodes) == pads
+    assert not any("normalized" in str(n.target) for n in folded.graph.nodes)
+    with pytest.raises(CannotTransform):
+        fold_normalization(folded, mean=mean, std=std)
+
+
+def test_returned_images_stay_normalised() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.conv(x), x
+
+    module = traced(Both())
+    folded = fold_normalization(module, mean=[0.5] * 3, std=[0.25] * 3)
+    image = torch.rand(1, 3, 8, 8)
+    found = verify(lambda v: module((v - 0.5) / 0.25), folded, image)
+    assert found.relative < 1e-6
+
+
+def test_bad_normalisations_are_refused() -> None:
+    module = traced(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    for mean, std in (([0.5], [0.0]), ([0.5, 0.5], [1.0]), ([], [])):
+        with pytest.raises(BadParameter):
+            fold_normalization(module, mean=mean, std=std)
+
+
+# removal and replacement
+
+
+def test_removal() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.same, self.depth = nn.Dropout(), nn.Identity(), StochasticDepth(0.5, "row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.depth(self.same(self.drop(x)))
+            return F.dropout(F.dropout(x, training=self.training), p=0.5)
+
+    removed = remove(traced(Net()))
+    assert applied(removed)[-1].changes == 4
+    # The last dropout is random in eval mode too, and stays so.
+    assert [n.target for n in removed.graph.nodes if n.op.startswith("call_")] == [F.dropout]
+    assert applied(remove(traced(Net()), dropout=False))[-1].changes == 1
+
+
+def test_replacement_of_modules_by_class_and_pattern() -> None:
+    module = traced(resnet18())
+    swapped = replace_module(module, nn.ReLU, lambda old: nn.SiLU())
+    assert applied(swapped)[-1].changes == 17
+    assert sum(isinstance(m, nn.SiLU) for m in swapped.modules()) == 9
+    assert not any(isinstance(m, nn.SiLU) for m in module.modules())
+    some = replace_module(module, "layer4.*.relu", lambda old: nn.SiLU())
+    assert applied(some)[-1].changes == 4
+    assert paths(some) == paths(module)
+
+
+def test_replacement_of_functions_and_methods() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x) + x.exp()
+
+    module = traced(Net())
+    x = torch.randn(5)
+    assert torch.equal(replace_op(module, torch.relu, torch.sigmoid)(x), x.sigmoid() + x.exp())
+    assert torch.equal(replace_op(module, "exp", torch.cos)(x), x.relu() + x.cos())
+
+
+@pytest.mark.parametrize("new", sorted(ACTIVATIONS))
+def test_activations(new: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x) + torch.relu(x) + F.relu(x) + x.relu()
+
+    changed = replace_activation(traced(Net()), old="relu", new=new)
+    assert applied(changed)[-1].changes == 4
+    x = torch.randn(7)
+    assert torch.allclose(changed(x), 4 * ACTIVATIONS[new](x), atol=1e-6)
+
+
+# insertion
+
+
+def test_insertion_and_the_outputs() -> None:
+    module = traced(resnet18())
+    changed = insert_after(module, "layer4.1.relu_1", "tanh")
+    x = torch.randn(1, 3, 64, 64)
+    back = split_at(module, "layer4.1.relu_1")
+    assert torch.allclose(changed(x), back.back(*(v.tanh() for v in back.front(x))), atol=1e-6)
+    with pytest.raises(CannotTransform, match="outputs"):
+        insert_after(module, "fc", "sigmoid")
+    assert torch.allclose(insert_after(module, "fc", "sigmoid", outputs=True)(x), module(x).sigmoid())
+    assert "fc.probability" in paths(insert_after(module, "fc", "sigmoid", outputs=True, name="probability"))
+    with pytest.raises(CannotTransform):
+        insert_after(module, "nothing", "tanh")
+    with pytest.raises(BadParameter):
+        insert_after(module, "fc", "eval", outputs=True)
+
+
+def test_wrapping() -> None:
+    module = traced(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    wrapped = wrap(module, "0", lambda call, x: call(x) - call(torch.zeros_like(x)))
+    x = torch.randn(2, 3)
+    assert torch.allclose(wrapped(x), (x @ module.get_submodule("0").weight.T).relu(), atol=1e-6)
+    assert paths(wrapped)[-2:] == ["0", "1"]
+
+
+# decomposition
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_rules_say_what_torch_says(name: str) -> None:
+    function: Callable[[Tensor], Tensor] = ACTIVATIONS[name]
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    module = traced(Net())
+    simple = decompose(module, [name])
+    assert applied(simple)[-1].changes == 1
+    assert not any(n.target is function for n in simple.graph.nodes)
+    assert verify(module, simple, torch.linspace(-8, 8, 401), atol=1e-6, rtol=1e-6).allclose
+    assert simple.graph.find_nodes(op="output")[0].args[0].meta["path"] == paths(module)[-1]
+
+
+def test_own_rules_and_other_settings() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(torch.square(x), approximate="tanh").neg()
+
+    module = traced(Net())
+    simple = decompose(module, ["gelu"], rules={torch.square: lambda x: x * x, "neg": lambda x: 0 - x})
+    assert applied(simple)[-1].changes == 2
+    assert any(n.target is F.gelu for n in simple.graph.nodes)
+    x = torch.randn(9)
+    assert torch.equal(simple(x), module(x))
+    with pytest.raises(BadParameter):
+        decompose(module, ["softmax"])
+
+
+def test_decomposing_a_model() -> None:
+    model = mobilenet_v3_small().eval()
+    # Opened: by default torchvision's blocks of convolution, norm and activation are kept whole.
+    module = fx.GraphModule(model, trace(model, leaf_modules=(StochasticDepth,)))
+    simple = decompose(module)
+    assert applied(simple)[-1].changes > 20
+    assert verify(module, simple, torch.randn(1, 3, 64, 64)).relative < 1e-5
+
+
+# patterns
+
+
+def conv_then(x: Tensor) -> Tensor:
+    return op(nn.ReLU, F.relu, "relu")(op(nn.BatchNorm2d, name="norm")(op(nn.Conv2d, name="conv")(x)))
+
+
+def test_patterns_find_modules_by_class() -> None:
+    module = traced(resnet18())
+    changed = replace_pattern(module, conv_then, lambda x, conv, norm: F.silu(norm(conv(x))))
+    assert applied(changed)[-1].changes == 9
+    assert sum(n.target is F.silu for n in changed.graph.nodes) == 9
+    assert "layer1.0.relu" in paths(changed)
+    x = torch.randn(1, 3, 32, 32)
+    want = replace_module(module, "*.relu", lambda old: nn.SiLU())
+    assert changed(x).shape == want(x).shape
+    same = replace_pattern(module, conv_then, lambda x, conv, norm: norm(conv(x)).relu())
+    assert verify(module, same, x).max_abs == 0
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.matmul(x, y) + 1
+        return torch.matmul(z, y) + 2 + torch.matmul(z, z)
+
+
+def test_wildcards_stand_for_values_and_literals() -> None:
+    module = traced(Sums())
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    changed = replace_pattern(
+        module, lambda a, b, c: torch.matmul(a, b) + c, lambda a, b, c: torch.addmm(a * 0 + c, a, b)
+    )
+    assert applied(changed)[-1].changes == 2
+    assert torch.allclose(changed(x, y), module(x, y), atol=1e-5)
+    square = replace_pattern(module, lambda a: torch.matmul(a, a), lambda a: torch.linalg.matrix_power(a, 2))
+    assert applied(square)[-1].changes == 1
+    assert torch.allclose(square(x, y), module(x, y), atol=1e-4)
+    only = replace_pattern(module, lambda a, b: torch.matmul(a, b) + 2, lambda a, b: a)
+    assert applied(only)[-1].changes == 1
+
+
+def test_tapped_inner_values_keep_a_match_away() -> None:
+    class Tapped(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = torch.exp(x)
+            return torch.log(y), y
+
+    kept = replace_pattern(traced(Tapped()), lambda a: torch.log(torch.exp(a)), lambda a: a + 0)
+    assert applied(kept)[-1].changes == 0
+    assert torch.equal(kept(torch.zeros(2))[1], torch.ones(2))
+    with pytest.raises(BadPattern):
+        replace_pattern(traced(Tapped()), lambda a: a, lambda a: a)
+
+
+def test_a_pass_that_changes_the_outputs_is_stopped() -> None:
+    @transform
+    def lose(module: fx.GraphModule) -> int:
+        module.graph.find_nodes(op="output")[0].args = ((),)
+        return 1
+
+    with pytest.raises(CannotKeep):
+        lose(traced(nn.Sequential(nn.ReLU())))

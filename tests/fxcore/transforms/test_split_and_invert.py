@@ -1,0 +1,93 @@
+"""A module cut in two, and the inverse of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torchvision.models import resnet18
+
+from fxcore import trace
+from fxcore.transforms import NotInvertible, invert, split_at
+from fxcore.verify import verify
+
+
+def traced(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model.eval(), trace(model)).eval()
+
+
+def paths(module: fx.GraphModule) -> list[str]:
+    return [n.meta["path"] for n in module.graph.nodes if "path" in n.meta]
+
+
+# splitting
+
+
+@pytest.mark.parametrize("node", ["relu", "layer1.0.conv2", "layer2.0.downsample.0", "avgpool", "fc", "x"])
+def test_halves_make_the_whole(node: str) -> None:
+    module = traced(resnet18())
+    halves = split_at(module, node)
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(halves(x), module(x))
+    ours = {id(p) for half in halves[:2] for p in half.parameters()}
+    assert ours == {id(p) for p in module.parameters()}
+    if node != "x":
+        assert node in halves.crossing or node in ("layer1.0.conv2", "layer2.0.downsample.0")
+        assert paths(halves.front)[-1] == node
+
+
+def test_sizes_cross_too() -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            n = x.shape[0]
+            z = x.exp()
+            return {"a": z.view(n, -1), "b": y}
+
+    module = traced(Sized())
+    halves = split_at(module, "exp")
+    x, y = torch.randn(2, 3, 4), torch.randn(1)
+    assert verify(module, halves, (x, y)).max_abs == 0
+
+
+# inversion
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.tanh(2 * x + 1),
+        lambda x: 3 - x / 4,
+        lambda x: 5 / (x.exp() + 1),
+        lambda x: (x.permute(1, 0).flip(0) ** 3).roll(1, 0),
+        lambda x: 2.0**x,
+        lambda x: torch.sigmoid(x.neg()),
+    ],
+)
+def test_inverses(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.rand(3, 3) * 0.5 + 0.1
+    assert torch.allclose(invert(function)(function(x)), x, atol=1e-4)
+
+
+def test_inverse_of_a_module() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4)).double().eval()
+    module = traced(model)
+    x = torch.randn(5, 4, dtype=torch.float64) * 0.3
+    assert torch.allclose(invert(module)(module(x)), x, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: x + x, lambda x: x.relu(), lambda x: x**2, lambda x: x.exp() * x, lambda x: x - x]
+)
+def test_what_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotInvertible):
+        invert(function)
+
+
+def test_singular_layers_have_no_inverse() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight.data.fill_(1)
+    with pytest.raises(NotInvertible, match="singular"):
+        invert(traced(model))

@@ -1,0 +1,68 @@
+"""Downloads of extractors."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import zipfile
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def small(client):
+    spec = {"model": "mobilenet_v3_small", "weights": "random", "return_nodes": ["C4"], "backend": "eager"}
+    return client.post("/v1/extractors", json=spec).json()["id"]
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix", "kind"),
+    [
+        ("fx", ".zip", "application/zip"),
+        ("torch_export", ".pt2", "application/octet-stream"),
+        ("onnx", ".onnx", "application/octet-stream"),
+        ("openvino", ".zip", "application/zip"),
+    ],
+)
+def test_each_format_is_a_download(client, small, format, suffix, kind):
+    pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino"}.get(format, "torch"))
+    answer = client.get(f"/v1/extractors/{small}/export", params={"format": format})
+    assert answer.status_code == 200, answer.text
+    name = f"mobilenet_v3_small-{small}-{format}{suffix}"
+    assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
+    assert answer.headers["content-type"] == kind
+    assert int(answer.headers["content-length"]) == len(answer.content) > 100_000
+    if suffix == ".zip":
+        names = zipfile.ZipFile(io.BytesIO(answer.content)).namelist()
+        wanted = {
+            "fx": "mobilenet_v3_small_extractor/weights.safetensors",
+            "openvino": "model.xml",
+        }[format]
+        assert wanted in names
+    if format == "torch_export":
+        run = torch.export.load(io.BytesIO(answer.content)).module()
+        assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
+
+
+def test_what_cannot_be_downloaded(client, small, monkeypatch):
+    answer = client.get(f"/v1/extractors/{small}/export", params={"format": "coreml"})
+    assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-request")
+    assert client.get("/v1/extractors/nothing/export").status_code == 404
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
+    answer = client.get(f"/v1/extractors/{small}/export", params={"format": "openvino"})
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (422, "/problems/export-unavailable")
+    assert (document["format"], document["missing"]) == ("openvino", ["openvino"])
+
+
+def test_the_documentation_tells_of_both(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    export = paths["/v1/extractors/{extractor}/export"]["get"]["responses"]
+    assert "Content-Disposition" in export["200"]["headers"]
+    examples = export["422"]["content"]["application/problem+json"]["examples"]
+    assert {"cannot-export", "export-unavailable"} <= examples.keys()
+    made = paths["/v1/extractors"]["post"]["responses"]["422"]["content"]["application/problem+json"]["examples"]
+    assert {"unknown-transform", "bad-parameter", "cannot-transform", "cannot-keep"} <= made.keys()
+    assert "/v1/transforms" in paths

@@ -1,0 +1,119 @@
+"""Transforms over HTTP: the list, extractors made with them, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import fx, nn
+
+from fxcore.photos import photos
+from fxcore.transforms import Transform, list_transforms, registry
+
+
+def spec(*transforms: Any, **changed: Any) -> dict[str, Any]:
+    fields = {"model": "resnet18", "weights": "random", "return_nodes": ["C2", "layer1.0.conv1"], "backend": "eager"}
+    return {**fields, "transforms": list(transforms), **changed}
+
+
+def features(client: Any, id: str) -> dict[str, np.ndarray]:
+    pixels = np.array(photos()[0].resize((224, 224)))[None]
+    body = io.BytesIO()
+    np.save(body, pixels)
+    answer = client.post(
+        f"/v1/extractors/{id}/features", content=body.getvalue(), headers={"content-type": "application/x-npy"}
+    )
+    assert answer.status_code == 200, answer.text
+    return {o["name"]: np.array(o["data"]).reshape(o["shape"]) for o in answer.json()["outputs"]}
+
+
+def test_all_passes_are_listed_with_their_parameters(client):
+    found = {t["name"]: t for t in client.get("/v1/transforms").json()["transforms"]}
+    assert list(found) == [t.name for t in list_transforms()]
+    assert found["fuse_conv_bn"]["parameters"] == {}
+    assert found["remove"]["parameters"]["dropout"] == {"type": "boolean", "default": True}
+    assert all(t["description"].endswith(".") for t in found.values())
+    assert not found["fold_normalization"]["served"]
+
+
+def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(client):
+    plain = client.post("/v1/extractors", json=spec()).json()
+    made = client.post("/v1/extractors", json=spec("fuse_conv_bn", {"name": "remove", "params": {"identity": False}}))
+    assert made.status_code == 201, made.text
+    detail = made.json()
+    assert detail["id"] != plain["id"]
+    assert plain["checks"] == {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
+    assert 0 < detail["checks"]["max_rel_error"] < 1e-4
+    applied = {a["name"]: a["changes"] for a in detail["checks"]["transforms"]["applied"]}
+    assert applied == {"fuse_conv_bn": 4, "remove": 0}  # of five, the convolution that is asked for keeps its own
+    assert set(detail["checks"]["transforms"]["outputs"]) == {"C2", "layer1.0.conv1"}
+    before, after = features(client, plain["id"]), features(client, detail["id"])
+    for key, value in before.items():
+        assert np.linalg.norm(after[key] - value) <= 1e-4 * np.linalg.norm(value)
+    code = client.get(f"/v1/extractors/{detail['id']}/code").text
+    assert "layer1_0_bn2" not in code
+    assert "layer1_0_bn1" in code
+
+
+def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client):
+    def id_of(*transforms: Any) -> str:
+        return str(client.post("/v1/extractors", json=spec(*transforms)).json()["id"])
+
+    assert id_of("remove") == id_of({"name": "remove", "params": {"dropout": True}})
+    assert id_of("remove") != id_of({"name": "remove", "params": {"dropout": False}})
+    assert id_of("remove", "fuse_conv_bn") != id_of("fuse_conv_bn", "remove")
+
+
+def test_a_transform_that_changes_values_is_served_and_said(client):
+    change = {"name": "replace_activation", "params": {"old": "relu", "new": "gelu"}}
+    detail = client.post("/v1/extractors", json=spec(change)).json()
+    assert detail["state"] == "ready", detail
+    assert detail["checks"]["max_rel_error"] > 1e-3
+    assert detail["checks"]["transforms"]["allclose"] is False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "fields"),
+    [
+        ("fuse_conv", "unknown-transform", {"name": "fuse_conv"}),
+        ({"name": "remove", "params": {"relu": True}}, "bad-parameter", {"transform": "remove", "parameter": "relu"}),
+        ({"name": "remove", "params": {"dropout": 1}}, "bad-parameter", {"parameter": "dropout"}),
+        ({"name": "replace_activation", "params": {"old": "relu", "new": "os.system"}}, "bad-parameter", {}),
+        ({"name": "remove", "code": "import os"}, "invalid-request", {}),
+        (
+            {"name": "insert_after", "params": {"node": "layer9", "function": "relu"}},
+            "cannot-transform",
+            {"node": "layer9"},
+        ),
+        ("fold_normalization", "bad-parameter", {}),
+        ("attention_maps", "unsupported", {"field": "transforms", "value": "attention_maps"}),
+    ],
+)
+def test_what_is_refused(client, wrong, kind, fields):
+    answer = client.post("/v1/extractors", json=spec(wrong))
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (422, f"/problems/{kind}"), document
+    assert {key: document[key] for key in fields} == fields
+    assert kind != "unknown-transform" or document["suggestions"][0] == "fuse_conv_bn"
+
+
+def test_a_pass_that_loses_a_node_is_refused_by_the_nodes_name(client, monkeypatch):
+    """A pass with a defect: it says that it is exact, and forgets every ReLU."""
+
+    def forget(module: fx.GraphModule) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        for node in list(graph.nodes):
+            if node.op == "call_module" and isinstance(module.get_submodule(node.target), nn.ReLU):
+                node.replace_all_uses_with(node.args[0])
+        made = fx.GraphModule(module, graph).eval()
+        made.meta["transforms"] = (registry.Applied("forget", 1),)
+        return made
+
+    monkeypatch.setitem(registry._BY_NAME, "forget", Transform("forget", "Wrong.", {}, forget))
+    answer = client.post("/v1/extractors", json=spec("forget", return_nodes=["conv1", "layer1.0.relu"]))
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (422, "/problems/cannot-keep"), document
+    assert document["node"] == "layer1.0.relu"

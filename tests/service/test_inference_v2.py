@@ -1,0 +1,326 @@
+"""The Open Inference Protocol as it goes over the wire: what the parsers take, and that nothing else gets a 5xx."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import time
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.codecs import compression, v2
+from service.codecs.numbers import Document
+from service.problems import Refusal
+from service.schemas_v2 import TensorMetadata
+
+INFER = "/v2/models/tiny/infer"
+INPUTS = [
+    TensorMetadata(name="image", datatype="BYTES", shape=[-1]),
+    TensorMetadata(name="x", datatype="FP32", shape=[-1, 3, 4, 4]),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(client):
+    """The service with an extractor ``tiny``."""
+    config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "features.3": "b"}}
+    answer = client.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}})
+    assert answer.status_code == 200, answer.text
+    return client
+
+
+def png(side=8):
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (side, side), (200, 10, 10)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def binary(document, *tensors, **headers):
+    """A request's body with raw tensors, and its headers."""
+    head = json.dumps(document).encode()
+    return {
+        "content": head + b"".join(tensors),
+        "headers": {"Inference-Header-Content-Length": str(len(head)), **headers},
+    }
+
+
+def x_input(**changes):
+    shape = [1, 3, 16, 16]
+    size = {"binary_data_size": 4 * 3 * 16 * 16}
+    return {"name": "x", "datatype": "FP32", "shape": shape, "parameters": size} | changes
+
+
+RAW = np.zeros((1, 3, 16, 16), np.float32).tobytes()
+
+
+def test_servers_own_routes(client):
+    assert client.get("/v2").json()["extensions"] == ["binary_tensor_data", "model_repository"]
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    assert set(client.get("/v2/nothing").json()) == {"error"}
+
+
+def test_percent_encoded_names(tiny):
+    assert tiny.get("/v2/models/t%69n%79").json()["name"] == "tiny"
+    assert tiny.get("/v2/models/a%2Fb%20c").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs"),
+    [
+        (
+            "fcn_resnet50",
+            [("image", "BYTES", [-1]), ("x", "FP32", [-1, 3, -1, -1])],
+            {"C1": [-1, 64, -1, -1], "C2": [-1, 256, -1, -1], "C3": [-1, 2048, -1, -1]},
+        ),
+        ("raft_small", [("image", "BYTES", [-1]), ("image1", "FP32", [-1, 3, -1, -1])], None),
+        ("r3d_18", [("x", "FP32", [-1, 3, 16, 112, 112])], None),
+        ("vit_b_16", [("image", "BYTES", [-1]), ("x", "FP32", [-1, 3, 224, 224])], {"heads.head": [-1, 1000]}),
+    ],
+)
+def test_metadata_of_models(client, model, inputs, outputs):
+    answer = client.get(f"/v2/models/{model}").json()
+    found = [(i["name"], i["datatype"], i["shape"]) for i in answer["inputs"]]
+    assert found == inputs
+    if outputs is not None:
+        assert {o["name"]: o["shape"] for o in answer["outputs"]} == outputs
+
+
+def test_metadata_is_what_inference_gives(tiny):
+    declared = {o["name"]: (o["datatype"], o["shape"][1:]) for o in tiny.get("/v2/models/tiny").json()["outputs"]}
+    given = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3, 224, 224], "data": [0.5] * (2 * 3 * 224**2)}]}
+    outputs = tiny.post(INFER, json=given).json()["outputs"]
+    assert {o["name"]: (o["datatype"], o["shape"][1:]) for o in outputs} == declared
+    assert {o["shape"][0] for o in outputs} == {2}
+
+
+def test_json_and_raw_bytes_give_the_same(tiny):
+    values = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)).numpy()
+    wanted = [{"name": "b", "parameters": {"binary_data": True}}]
+    in_json = x_input(parameters={}, data=values.tolist())
+    answers = [
+        tiny.post(INFER, json={"inputs": [in_json], "outputs": wanted}),
+        tiny.post(INFER, **binary({"inputs": [x_input()], "outputs": wanted}, values.tobytes())),
+        tiny.post(INFER, json={"inputs": [in_json], "outputs": [{"name": "b"}]}),
+    ]
+    [first, second] = [a.content[int(a.headers["inference-header-content-length"]) :] for a in answers[:2]]
+    assert answers[0].headers["content-type"] == "application/octet-stream"
+    assert first == second != b""
+    [output] = answers[2].json()["outputs"]
+    assert np.array_equal(np.array(output["data"], np.float32), np.frombuffer(first, "<f4"))
+
+
+def test_a_raw_tensor_and_a_raw_image(tiny):
+    nothing = {"Inference-Header-Content-Length": "0"}
+    by_tensor = tiny.post(INFER, content=np.ones((2, 3, 224, 224), np.float32).tobytes(), headers=nothing)
+    length = int(by_tensor.headers["inference-header-content-length"])
+    head = json.loads(by_tensor.content[:length])
+    assert [o["shape"][0] for o in head["outputs"]] == [2, 2]
+    assert len(by_tensor.content) == length + sum(o["parameters"]["binary_data_size"] for o in head["outputs"])
+    for headers in (nothing, {"content-type": "image/png"}):
+        assert tiny.post(INFER, content=png(), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("sent", ["gzip", "deflate", "raw deflate", ""])
+@pytest.mark.parametrize("asked", ["gzip", "deflate", "gzip, deflate, br", "gzip;q=0"])
+def test_compression(tiny, sent, asked):
+    request = binary({"inputs": [x_input()]}, RAW)
+    raw = zlib.compressobj(wbits=-15)
+    pack = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+        "raw deflate": lambda data: raw.compress(data) + raw.flush(),
+        "": bytes,
+    }
+    request["content"] = pack[sent](request["content"])
+    request["headers"] |= {"Accept-Encoding": asked}
+    if sent:
+        request["headers"]["Content-Encoding"] = sent.split()[-1]
+    answer = tiny.post(INFER, **request)
+    assert answer.status_code == 200
+    assert answer.headers.get("content-encoding") == (asked if asked in ("gzip", "deflate") else None)
+    assert [o["name"] for o in answer.json()["outputs"]] == ["a", "b"]
+
+
+BAD = {
+    "no JSON": {"content": b"hello"},
+    "nothing": {"content": b""},
+    "no object": {"content": b"[]"},
+    "no inputs": {"json": {}},
+    "an empty list": {"json": {"inputs": []}},
+    "nested": {"content": b'{"inputs":' + b"[" * 60_000},
+    "many values": {"content": b'{"inputs":[' + b"{}," * 200_000 + b"{}]}"},
+    "many brackets": {"content": b'{"id":"' + b"[x" * 200_000 + b'"}'},
+    "long header": binary({}, **{"Inference-Header-Content-Length": "100000"}),
+    "negative header": binary({}, **{"Inference-Header-Content-Length": "-1"}),
+    "odd header": binary({}, **{"Inference-Header-Content-Length": "1_0"}),
+    "huge header": binary({}, **{"Inference-Header-Content-Length": "9" * 5000}),
+    "short header": binary({"inputs": [x_input()]}, RAW, **{"Inference-Header-Content-Length": "9"}),
+    "no bytes": binary({"inputs": [x_input()]}),
+    "few bytes": binary({"inputs": [x_input()]}, RAW[:-1]),
+    "more bytes": binary({"inputs": [x_input()]}, RAW + b"!"),
+    "wrong size": binary({"inputs": [x_input(shape=[1, 3, 16, 15])]}, RAW),
+    "negative size": binary({"inputs": [x_input(parameters={"binary_data_size": -4})]}, RAW),
+    "size of true": binary({"inputs": [x_input(parameters={"binary_data_size": True})]}, RAW),
+    "huge shape": {"json": {"inputs": [x_input(shape=[2**39] * 8, parameters={}, data=[1.0])]}},
+    "huge shape, long data": {"json": {"inputs": [x_input(shape=[2**30], parameters={}, data=[1.0] * 5000)]}},
+    "negative shape": {"json": {"inputs": [x_input(shape=[-1, 3, 16, 16], parameters={}, data=[1.0])]}},
+    "fractional shape": {"json": {"inputs": [x_input(shape=[1.5], parameters={}, data=[1.0])]}},
+    "empty batch": binary({"inputs": [x_input(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0})]}),
+    "both": binary({"inputs": [x_input(data=[1.0])]}, RAW),
+    "neither": {"json": {"inputs": [x_input(parameters={})]}},
+    "twice": binary({"inputs": [x_input(), x_input()]}, RAW, RAW),
+    "words": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=["one"])]}},
+    "nulls": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=[None])]}},
+    "a mark": {"json": {"inputs": [x_input(shape=[1], parameters={}, data={"\0numbers": 0})]}},
+    "unknown datatype": {"json": {"inputs": [x_input(datatype="FP8", parameters={}, data=[1.0])]}},
+    "BF16 in JSON": {"json": {"inputs": [x_input(datatype="BF16", shape=[1], parameters={}, data=[1.0])]}},
+    "too large for UINT8": {"json": {"inputs": [x_input(datatype="UINT8", shape=[1], parameters={}, data=[256])]}},
+    "no base64": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["é!"]}]}},
+    "numbers as BYTES": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [1]}]}},
+    "other BYTES": {"json": {"inputs": [{"name": "y", "datatype": "BYTES", "shape": [1], "data": ["aaaa"]}]}},
+    "long element": binary(
+        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 8}}]},
+        b"\xff\xff\xff\xff1234",
+    ),
+    "torn length": binary(
+        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 2}}]},
+        b"\0\0",
+    ),
+    "no gzip": {"content": b"hello", "headers": {"Content-Encoding": "gzip"}},
+    "cut gzip": {"content": gzip.compress(b"{}")[:-4], "headers": {"Content-Encoding": "gzip"}},
+    "gzip and more": {"content": gzip.compress(b"{}") + b"!", "headers": {"Content-Encoding": "gzip"}},
+    "empty gzip": {"content": b"", "headers": {"Content-Encoding": "gzip"}},
+    "parameters": binary({"inputs": [x_input()], "parameters": {"pool": ["avg"]}}, RAW),
+    "timeout": binary({"inputs": [x_input()], "parameters": {"timeout": "soon"}}, RAW),
+    "binary_data": binary({"inputs": [x_input()], "parameters": {"binary_data_output": "yes"}}, RAW),
+    "an output twice": binary({"inputs": [x_input()], "outputs": [{"name": "a"}, {"name": "a"}]}, RAW),
+    "no such output": binary({"inputs": [x_input()], "outputs": [{"name": "c"}]}, RAW),
+    "weights of an extractor": binary({"inputs": [x_input()], "parameters": {"weights": "random"}}, RAW),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_faults_of_clients(tiny, what):
+    began = time.monotonic()
+    answer = tiny.post(INFER, **BAD[what])
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"error"}
+    assert answer.json()["error"]
+    assert time.monotonic() - began < 5
+
+
+def test_other_statuses(tiny):
+    assert tiny.post(INFER, content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
+    assert tiny.post("/v2/models/tinny/infer", content=b"x").status_code == 404
+    assert tiny.post("/v2/models/tiny/versions/2/infer", content=b"x").status_code == 404
+    late = tiny.post(INFER, **binary({"inputs": [x_input()]}, RAW, **{"X-Request-Timeout": "0.000001"}))
+    assert late.status_code == 504
+    for config in ("nonsense", "[]", "{}", '{"model": 3}', '{"model": "resnet18", "what": 1}', '{"model": "resnet18"}'):
+        body = {"parameters": {"config": config}}
+        assert tiny.post("/v2/repository/models/no name!/load", json=body).status_code in (400, 404)
+    assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
+
+
+def test_what_unpacks_to_too_much_is_given_up_early(make_client):
+    small = make_client(max_body_bytes=1_000_000)
+    bomb = gzip.compress(b"x" * 500_000_000, 9)
+    assert len(bomb) < 1_000_000
+    began = time.monotonic()
+    answer = small.post("/v2/models/resnet18/infer", content=bomb, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 413
+    assert time.monotonic() - began < 1
+
+
+def test_unpacking_stops_at_the_limit():
+    assert compression.decompress(gzip.compress(b"x" * 1000), "gzip", 1000) == b"x" * 1000
+    with pytest.raises(Refusal, match="more than 999 bytes"):
+        compression.decompress(gzip.compress(b"x" * 1000), "gzip", 999)
+
+
+def test_long_arrays_are_read_as_a_json_parser_reads_them():
+    values = np.random.default_rng(0).normal(size=(3, 50, 41)).astype(np.float32) * 1e3
+    for indent in (None, 1):
+        text = bytearray(json.dumps({"a": values.tolist(), "b": [1, 2], "c": "[1,2" * 3000}, indent=indent), "ascii")
+        document = Document(text, len(text))
+        assert not isinstance(document.value["a"], list)
+        assert document.value["b"] == [1, 2]
+        assert document.value["c"] == "[1,2" * 3000
+        assert np.array_equal(document.numbers(document.value["a"], values.size, "FP32", "a"), values.ravel())
+        with pytest.raises(Refusal, match="needs 6151 values"):
+            document.numbers(document.value["a"], values.size + 1, "FP32", "a")
+        with pytest.raises(Refusal, match="has more"):
+            document.numbers(document.value["a"], values.size - 1, "FP32", "a")
+
+
+@pytest.mark.parametrize("spoiled", ["1 2", "1,,2", "[1]2", "--1", "1e", "[]", "01"])
+def test_long_arrays_that_are_no_numbers(spoiled):
+    text = bytearray(b'{"a":[' + b"1," * 4000 + spoiled.encode() + b"]}")
+    document = Document(text, len(text))
+    with pytest.raises(Refusal):
+        document.numbers(document.value["a"], 4001, "FP32", "a")
+
+
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    1.5,
+    2**70,
+    "",
+    "x",
+    "FP32",
+    "BYTES",
+    "AAAA",
+    [],
+    [1],
+    [[1, 2], [3]],
+    ["AAAA"],
+    {},
+    {"x": 1},
+]
+PLACES = [
+    ("inputs",),
+    ("outputs",),
+    ("parameters",),
+    ("id",),
+    ("inputs", 0),
+    ("outputs", 0),
+    ("outputs", 0, "parameters"),
+]
+FIELDS = ("name", "shape", "datatype", "parameters", "data")
+DEEPER = [("inputs", 0, "shape", 0), ("inputs", 0, "parameters", "binary_data_size")]
+SPOILED = st.sampled_from([*PLACES, *[("inputs", 0, field) for field in FIELDS], *DEEPER])
+
+
+@given(
+    st.lists(st.tuples(SPOILED, st.sampled_from(ODD)), max_size=3),
+    st.binary(max_size=40),
+    st.sampled_from([None, "0", "5", "right", "-1", "x", "100000"]),
+)
+def test_whatever_is_sent_is_parsed_or_refused(changes, tail, header):
+    document = {
+        "id": "1",
+        "inputs": [x_input(shape=[1, 3], parameters={"binary_data_size": 12})],
+        "outputs": [{"name": "a"}],
+    }
+    for path, value in changes:
+        place = document
+        with contextlib.suppress(LookupError, TypeError):
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = value
+    head = json.dumps(document).encode()
+    body = v2.Body(bytearray(head + tail), str(len(head)) if header == "right" else header, "", "application/json")
+    with contextlib.suppress(Refusal):
+        v2.read(body, 10_000, INPUTS)
