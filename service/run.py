@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # Python's own way out collects every object of torch first: seconds on a busy machine, out of a grace period of ten.
+    # Python's own way out collects every object of torch first: seconds, on a busy machine, of a grace period of ten.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,9 +33,11 @@ _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.
 _MAKE_NEW = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
+_Norm = weakref.ref[nn.Module] | None
+
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], nn.Parameter] = weakref.WeakValueDictionary()
-_folds: weakref.WeakKeyDictionary[nn.Module, list[tuple[Callable[[], nn.Module | None], nn.Module | None]]]
-_folds = weakref.WeakKeyDictionary()
+# Convolution → (its batch norm, the two in one); kept as long as some extractor runs it.
+_folds: weakref.WeakKeyDictionary[nn.Module, list[tuple[_Norm, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
 
 
@@ -60,7 +61,7 @@ class EagerModule:
 
     def __init__(self, module: fx.GraphModule) -> None:
         own = set(storages_of(tensors_of(module)))
-        folded = with_shared_folds(module)
+        folded = module
         self.module = fuse_conv_bn(folded)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
         activations_in_place(self.module)
@@ -118,8 +119,8 @@ def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
     """``first`` with ``norm`` folded in, or with the batch norms inside it; None where that cannot be done."""
     with _guard:
         known = _folds.setdefault(first, [])
-        for other, fold in known:
-            if other() is norm or (other() is None and norm is None):
+        for other, made in known:
+            if (other() if other is not None else None) is norm and (fold := made()) is not None:
                 return fold
         fold = None
         if norm is None:
@@ -129,14 +130,11 @@ def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
             affine = affine_of_module(norm)
             if affine is not None and is_convolution(first) and affine.scale.numel() == first.out_channels:
                 fold = fused_module(first, affine)
+        known[:] = [(other, made) for other, made in known if made() is not None]
         if fold is not None:
-            fold.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        known.append((weakref.ref(norm) if norm is not None else _nothing, fold))
+            fold.to(memory_format=torch.channels_last)
+            known.append((weakref.ref(norm) if norm is not None else None, weakref.ref(fold)))
         return fold
-
-
-def _nothing() -> None:
-    return None
 
 
 def share_new_tensors(module: nn.Module, own: set[int]) -> None:

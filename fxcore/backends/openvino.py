@@ -65,6 +65,7 @@ class OpenVINOModule:
         self._tensor = openvino.Tensor
         self._places = places
         core = openvino.Core()
+        core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
         self._compiled: Any = core.compile_model(
             core.read_model(path),
             "CPU",

@@ -1,6 +1,10 @@
-"""How many threads torch may use from the calling thread."""
+"""Threads that torch may use, and memory that nobody does."""
 
 from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
 
 import torch
 
@@ -13,3 +17,10 @@ def compute_with(threads: int) -> None:
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, which glibc keeps for itself after a build's large temporary tensors."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library, which has no such call
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

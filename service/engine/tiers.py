@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
 from fxcore.backends.base import said
@@ -29,7 +29,7 @@ from service.engine.batching import Queue
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with
+from service.engine.threads import compute_with, give_back_memory
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.tiers")
@@ -147,7 +147,9 @@ class Tiers:
                 if faster and record.run is eager:  # else it was evicted meanwhile
                     own.state, candidate.state = "replaced", "serving"
                     shapes = None if candidate.any_size else reference.row_shapes
-                    record.run = Swapped(lowered, eager, shapes, self._retirer(record, own, candidate, candidates))
+                    # For other sizes eager stays as fast as it was; a mere safeguard need not hold folded weights.
+                    behind = Plain(extractor.module) if candidate.any_size else eager
+                    record.run = Swapped(lowered, behind, shapes, self._retirer(record, own, candidate, candidates))
                     record.backend = candidate.backend
                     own = candidate
                     log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
@@ -160,6 +162,8 @@ class Tiers:
             record.checks = self._report(record, own, candidates)
             if own.backend != "eager":
                 break
+        del eager
+        await asyncio.get_running_loop().run_in_executor(self._unasked, give_back_memory)
 
     async def _lowered(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
@@ -249,6 +253,20 @@ class Tiers:
 
 class PassFailed(Exception):
     """A forward pass for a comparison or a trial raised."""
+
+
+class Plain:
+    """An extractor's own module, as it is."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self._module(*inputs)
+        return outputs
+
+    def storages(self) -> dict[int, int]:
+        return {}
 
 
 class OneSize:

@@ -16,7 +16,7 @@ SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 
 FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
 
 # Teraflops, and blocks that are all alike: of these a part is enough.
-LARGE = ("vit_h_14", "vit_l_16", "regnet_y_128gf")
+LARGE = ("vit_h_14", "vit_l_", "mvit_", "regnet_y_128gf", "swin3d_b", "efficientnet_v2_l", "convnext_large")
 
 # A prime number of values, so that no row of a weight repeats another.
 _VALUES = torch.empty(1_000_003).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(0))

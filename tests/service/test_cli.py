@@ -26,7 +26,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from typer.testing import CliRunner
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.decoding import Decoder
+from fxcore.images import open_image
 from fxcore.pooling import pool
 from fxcore.render import render
 from service.cli import app
@@ -68,9 +68,9 @@ def expected(files: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor
     """What resnet18 with random weights gives, straight from fxcore."""
     entry, graph = get_model("resnet18"), model_graph("resnet18")
     extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(nodes))
-    decoder = Decoder(entry.preprocessing())
+    preprocessing = entry.preprocessing()
     with torch.inference_mode():
-        batch = torch.stack([decoder.image(file.read_bytes()) for file in files])
+        batch = torch.stack([preprocessing.image(open_image(file.read_bytes())) for file in files])
         answer: dict[str, torch.Tensor] = extractor.module(batch)
     return answer
 

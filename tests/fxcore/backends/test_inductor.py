@@ -25,7 +25,9 @@ def test_values(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "needs a C++ compiler and there is no 'no-such-compiler'" in str(BACKENDS["inductor"].unavailable(CPU, "float32"))
+    assert "needs a C++ compiler and there is no 'no-such-compiler'" in str(
+        BACKENDS["inductor"].unavailable(CPU, "float32")
+    )
 
 
 def test_what_is_tried_on_cpu() -> None:

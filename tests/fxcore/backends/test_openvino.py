@@ -83,7 +83,7 @@ def test_a_lowering_can_be_cancelled(extractor: Build, batch: torch.Tensor, tmp_
 
 def test_what_cannot_be_lowered_says_why(extractor: Build, tmp_path: Path) -> None:
     module = extractor("resnet18", "C3").module
-    with pytest.raises(LoweringFailed, match="lowering to openvino failed: .+"):
+    with pytest.raises(LoweringFailed, match=r"lowering to openvino failed: .+"):
         OPENVINO.lower(module, (torch.zeros(2, 5, 64, 64),), Options(cache=tmp_path))
     assert list(tmp_path.iterdir()) == []
 

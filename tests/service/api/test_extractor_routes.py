@@ -114,7 +114,6 @@ def test_a_name_can_be_taken(client, name):
         ({"return_nodes": "layer3"}, 422, "invalid-request", {"errors"}),
         ({"return_nodes": ["x" * 300]}, 422, "invalid-request", {"errors"}),
         ({"precision": "float8"}, 422, "invalid-request", {"errors"}),
-        ({"precision": "int8"}, 422, "unsupported", {"field", "available"}),
         ({"backend": "eager", "precision": "int8"}, 422, "unsupported", {"field", "available"}),
         ({"transforms": ["magic"]}, 422, "unknown-transform", {"name", "suggestions"}),
         ({"image_size": 0}, 422, "invalid-request", {"errors"}),

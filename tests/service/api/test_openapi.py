@@ -27,6 +27,8 @@ def test_every_route(document):
         "GET /healthz",
         "GET /readyz",
         "GET /metrics",
+        "GET /v1/transforms",
+        "GET /v1/extractors/{extractor}/export",
         "GET /v1/models",
         "GET /v1/models/{model}",
         "GET /v1/models/{model}/nodes",

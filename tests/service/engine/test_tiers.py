@@ -213,7 +213,9 @@ async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) 
 
 
 async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, cache: Path) -> None:
-    async with engine(lowering=True, cache_dir=cache, preload="mobilenet_v3_small@random:features.8,features.12") as running:
+    async with engine(
+        lowering=True, cache_dir=cache, preload="mobilenet_v3_small@random:features.8,features.12"
+    ) as running:
         deadline = time.monotonic() + 120
         while not running.readiness()[0]:
             assert time.monotonic() < deadline, running.readiness()
