@@ -71,7 +71,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         closed: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
-        # torch.fx replaces what it wraps in the namespace of every module, for all threads. Functions still do their work
+        # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
         # there; classes would no longer be classes, and `isinstance` in another thread would fail.
         self._autowrap_function_ids -= {
             id(value) for value in vars(torchvision.ops).values() if isinstance(value, type)

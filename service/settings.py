@@ -38,7 +38,11 @@ class Settings(BaseSettings):
     compute_threads: int = Field(
         default_factory=available_cores, ge=1, description="Threads that one batch is computed with on CPU."
     )
-    decode_threads: int = Field(default=2, ge=1, description="Threads that decode and preprocess images.")
+    decode_threads: int = Field(
+        default_factory=lambda: max(1, available_cores() // 2),
+        ge=1,
+        description="Threads that decode and preprocess images; more than half the cores would fight with computing.",
+    )
     encode_threads: int = Field(default=2, ge=1, description="Threads that write answers.")
     build_threads: int = Field(default=2, ge=1, description="Threads that trace models and build extractors.")
 

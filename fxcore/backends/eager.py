@@ -61,7 +61,7 @@ class EagerModule:
 
     def __init__(self, module: fx.GraphModule) -> None:
         own = set(storages_of(tensors_of(module)))
-        folded = module
+        folded = with_shared_folds(module)
         self.module = fuse_conv_bn(folded)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
         activations_in_place(self.module)

@@ -196,6 +196,7 @@ def test_the_repository(triton_client, two):
         return {entry["name"]: entry["state"] for entry in triton_client.get_model_repository_index()}.get(name)
 
     assert state("r18-triton") == "READY"
+    triton_client.unload_model("squeezenet1_1")  # other tests may have asked this server for it
     assert state("squeezenet1_1") == "UNAVAILABLE"
     assert not triton_client.is_model_ready("squeezenet1_1")
     triton_client.load_model("squeezenet1_1")

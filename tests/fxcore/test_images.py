@@ -333,6 +333,8 @@ def test_another_size_may_be_asked_for(name: str) -> None:
             assert ours.image(photo(height, width)).shape == (3, 96, 96)
     if name == "r3d_18":
         assert ours.tensor(torch.zeros(1, 2, 64, 80, 3, dtype=torch.uint8)).shape == (1, 3, 2, 96, 96)
+    if name == "resnet18":  # 256 for a crop of 224: as much of the image is kept as before
+        assert ours.describe()["resize_size"] == [110]
     # The published preprocessing of the same model is as it was.
     assert get_model(name).preprocessing().nominal_size() != (96, 96)
 

@@ -10,7 +10,7 @@ from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 
-# torchvision name → timm name. Members of a family that differ in depth alone are left out. The `_tv` RegNets are
+# torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
 # timm's copies of torchvision's; its own have other widths.
 COUNTERPARTS = {
     "resnet18": "resnet18",
@@ -19,32 +19,25 @@ COUNTERPARTS = {
     "resnext50_32x4d": "resnext50_32x4d",
     "regnet_x_400mf": "regnetx_004_tv",
     "regnet_x_1_6gf": "regnetx_016",
-    "regnet_x_32gf": "regnetx_320",
     "regnet_y_400mf": "regnety_004",
     "regnet_y_800mf": "regnety_008_tv",
     "regnet_y_8gf": "regnety_080_tv",
-    "regnet_y_16gf": "regnety_160",
     "efficientnet_b0": "efficientnet_b0",
     "efficientnet_b3": "efficientnet_b3",
-    "efficientnet_b4": "efficientnet_b4",
     "efficientnet_v2_s": "tf_efficientnetv2_s",
     "mobilenet_v2": "mobilenetv2_100",
     "mobilenet_v3_large": "mobilenetv3_large_100",
     "mobilenet_v3_small": "mobilenetv3_small_100",
     "mnasnet0_5": "mnasnet_050",
-    "mnasnet0_75": "mnasnet_075",
     "mnasnet1_0": "mnasnet_100",
     "mnasnet1_3": "1.3",
     "densenet121": "densenet121",
-    "densenet161": "densenet161",
     "vgg11": "vgg11",
     "vgg16_bn": "vgg16_bn",
     "inception_v3": "inception_v3",
     "swin_t": "swin_tiny_patch4_window7_224",
-    "swin_b": "swin_base_patch4_window7_224",
     "swin_v2_t": "swinv2_tiny_window8_256",
     "convnext_tiny": "convnext_tiny",
-    "convnext_base": "convnext_base",
     "maxvit_t": "maxvit_tiny_tf_224",
 }
 

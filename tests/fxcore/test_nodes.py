@@ -6,9 +6,12 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import DuplicateKey, UnknownNode
+from fxcore.graphs import ModelGraph
+from tests.fxcore.conftest import OwnEntry
 
 
 def test_an_exact_name_comes_before_a_path() -> None:
@@ -93,6 +96,23 @@ def test_suggestions_go_by_target_too() -> None:
     with pytest.raises(UnknownNode) as caught:
         graph.resolve([f"{block}.ln_2"])
     assert caught.value.extra["suggestions"][0] == f"{block}.ln_1"
+
+
+def test_suggestions_go_by_target_where_the_name_is_quite_another(own_entry: OwnEntry) -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_123456789 = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.c_123456789(x)
+            return y
+
+    graph = ModelGraph(own_entry(Numbered))
+    assert graph.eval_nodes == ["x", "c"]
+    with pytest.raises(UnknownNode) as caught:
+        graph.resolve(["c_123456789"])
+    assert caught.value.extra["suggestions"] == ["c"]
 
 
 def test_every_suggestion_can_be_asked_for() -> None:
