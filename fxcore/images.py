@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,28 +105,28 @@ def opened(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     return image
 
 
-class Preprocessing:
+class Preprocessing(ABC):
     """What turns an image into a model's input. One subclass for each of torchvision's kinds."""
 
     layout = "NCHW"
     #: whether images of different sizes can form one batch by padding, as detectors do
     pads = False
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The parameters, in torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def image(self, image: PIL.Image.Image) -> Tensor:
         """One RGB image → float32 ``[C, H, W]``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of what :meth:`image` makes of an image of that size."""
-        raise NotImplementedError
 
+    @abstractmethod
     def nominal_size(self) -> tuple[int, int]:
         """The input size to annotate a graph for when nothing else is known."""
-        raise NotImplementedError
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the largest image that :meth:`image` makes on its way, of an image of that size.

@@ -91,8 +91,8 @@ KINDS: dict[str, Kind] = {
     "backend-refused": Kind(
         422,
         "Backend refused",
-        "openvino in int8 has a cosine similarity to float32 of 0.9412, under 0.98; ask for backend=auto, or for another "
-        "precision",
+        "openvino in int8 has a cosine similarity to float32 of 0.9412, under 0.98; ask for backend=auto, or for "
+        "another precision",
         {"backend": "openvino", "max_abs_error": 3.1, "max_rel_error": 0.34, "min_cosine": 0.9412},
     ),
     "unknown-transform": Kind(

@@ -148,7 +148,9 @@ def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
     title = f"Features of {about['model']} ({about['weights']}): {', '.join(o.key for o in extractor.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
     code = module.graph.python_code("self", verbose=False)
-    forward, layers = code.src, _layers(module)
+    # torch.fx marks functions for its own tracer at the head of the code; inside a class that is an error.
+    forward = re.sub(r"^torch\.fx\._symbolic_trace\.wrap\(.*\)\n", "", code.src, flags=re.MULTILINE)
+    layers = _layers(module)
     imports = _imports(code.globals, forward, layers)
     outputs = {o.key: o.node for o in extractor.outputs}
     source = _HEAD.format(

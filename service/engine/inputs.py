@@ -106,7 +106,7 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: Feat
     decoded = sum(3 * height * width * _FLOAT_BYTES for height, width in sizes)
     shapes: list[RowShape] = [((3, *size),) for size in sizes]
     # Images of one size are written into one batch. The memory is not touched, and so not taken, until then. What is
-    # bit for bit the weights' own transform keeps the memory format of the reference too: convolutions round differently in another.
+    # the weights' own transform to the bit keeps its memory format too: convolutions round differently in another.
     same = pad is None and len(set(sizes)) == 1
     rows = batch(len(images), sizes[0]) if same and options.preprocess != "default" else None
 

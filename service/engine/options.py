@@ -22,9 +22,9 @@ class FeatureOptions:
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
         normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
-        preprocess: ``default`` is the weights' own transform, to the bit; ``fast`` is within a grey level or two of it, or
-            ten at hard edges of images over four times as large as needed; ``none`` only scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are
-            taken as they are in any case.
+        preprocess: ``default`` is the weights' own transform, to the bit; ``fast`` is within a grey level or two of it,
+            or ten at hard edges of images over four times as large as needed; ``none`` only scales uint8 pixels to
+            [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
     """
 
     pool: str = "none"
