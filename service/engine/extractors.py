@@ -23,6 +23,7 @@ from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, FxError, UnknownModel
 from fxcore.extractor import build_extractor
 from fxcore.graphs import ModelGraph, model_graph
+from fxcore.memory import give_back
 from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
@@ -136,6 +137,7 @@ class Extractors:
         self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
             self._models.drop(record.model_key)
+            self._pool.submit(give_back)
 
     def bytes(self) -> int:
         """What the loaded models and the built extractors take."""
@@ -148,6 +150,7 @@ class Extractors:
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left."""
+        evicted = False
         while self.bytes() + wanted > self._memory_budget:
             over: dict[ModelKey, list[ExtractorRecord]] = {}
             for record in self._records.values():
@@ -159,13 +162,17 @@ class Extractors:
                 for record in over.get(key, ()):
                     _unload(record)
                 self._models.drop(key)
+                evicted = True
                 log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
                 continue
             loose = [record for records in over.values() for record in records if not record.busy]
             if not loose:
                 log.warning("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
-                return
+                break
             _unload(min(loose, key=lambda record: record.last_used))
+            evicted = True
+        if evicted:
+            self._pool.submit(give_back)
 
     def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
         """Everything that can be said of an extractor without weights. Runs in the pool: it may trace the model."""

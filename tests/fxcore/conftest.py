@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import nn
 from torchvision.transforms._presets import ImageClassification
 
 from fxcore import ModelEntry, WeightsInfo, get_model
+from fxcore.memory import give_back
 
 Put = Callable[[str, str, Mapping[str, torch.Tensor]], Path]
 OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]
@@ -23,6 +24,13 @@ def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "torch home"
     monkeypatch.setenv("TORCH_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def memory_given_back() -> Iterator[None]:
+    """For tests over every model: without it the weights of a hundred would be in memory at once."""
+    yield
+    give_back()
 
 
 @pytest.fixture

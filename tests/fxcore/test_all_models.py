@@ -138,6 +138,7 @@ def _hooked(module: nn.Module, graph: ModelGraph, wanted: list[str], x: torch.Te
     return {name: seen[name] for name in wanted if name in seen}
 
 
+@pytest.mark.usefixtures("memory_given_back")
 @pytest.mark.parametrize("name", ALL)
 def test_values_are_those_of_forward_hooks(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)

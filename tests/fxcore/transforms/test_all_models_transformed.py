@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import fx, nn
@@ -19,11 +16,7 @@ MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.2
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Graphs refer to themselves: without this a hundred models would be in memory at once."""
-    yield
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("memory_given_back")
 
 
 def batch_norms(module: nn.Module) -> int:
