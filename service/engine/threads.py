@@ -1,10 +1,6 @@
-"""Threads that torch may use, and memory that nobody does."""
+"""Threads that torch may use."""
 
 from __future__ import annotations
-
-import contextlib
-import ctypes
-import gc
 
 import torch
 
@@ -18,9 +14,3 @@ def compute_with(threads: int) -> None:
     torch.set_num_threads(threads)
     torch.get_num_threads()
 
-
-def give_back_memory() -> None:
-    """Return freed memory to the system, which glibc keeps for itself after a build's large temporary tensors."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library, which has no such call
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -25,11 +25,12 @@ from torch import Tensor, fx
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
 from fxcore.backends.base import said
 from fxcore.extractor import Extractor
+from fxcore.memory import give_back
 from service.engine.batching import Queue
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with, give_back_memory
+from service.engine.threads import compute_with
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.tiers")
@@ -163,7 +164,7 @@ class Tiers:
             if own.backend != "eager":
                 break
         del eager
-        await asyncio.get_running_loop().run_in_executor(self._unasked, give_back_memory)
+        await asyncio.get_running_loop().run_in_executor(self._unasked, give_back)
 
     async def _lowered(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
