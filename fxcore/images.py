@@ -27,6 +27,10 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
+# Palettes with transparency and odd EXIF are converted all the same. Said once for the process, as ``catch_warnings`` is
+# made for one thread: in several, its list of filters grew with every image.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+
 
 def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
     """Height and width from the header alone, as they will be once the EXIF orientation is applied.
@@ -53,13 +57,11 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     """
     image = opened(data, max_pixels)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # palettes with transparency and odd EXIF are converted all the same
-            image.load()
-            image = PIL.ImageOps.exif_transpose(image)
-            if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
-                image = PIL.Image.fromarray((np.asarray(image).clip(0, 0xFFFF) // 256).astype(np.uint8))
-            return image.convert("RGB")
+        image.load()
+        image = PIL.ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
+            image = PIL.Image.fromarray((np.asarray(image).clip(0, 0xFFFF) // 256).astype(np.uint8))
+        return image.convert("RGB")
     except Exception as error:  # decoders fail in as many ways as there are damaged files
         raise BadImage(
             f"the {image.format or 'image'} data is damaged or cut short: {error or type(error).__name__}"
@@ -73,9 +75,7 @@ def orientation(image: PIL.Image.Image) -> int:
         BadImage: the EXIF data is damaged.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
+        value = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
     except Exception as error:  # the parser fails in as many ways as there are damaged files
         raise BadImage(f"the EXIF data is damaged: {error or type(error).__name__}") from error
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -90,9 +90,7 @@ def opened(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     if not data:
         raise BadImage("the image is empty (0 bytes)")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:
         raise BadImage(f"these {len(data)} bytes are not an image; send one of {', '.join(FORMATS)}") from error
     pixels = image.width * image.height

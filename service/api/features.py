@@ -300,17 +300,26 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     Raises:
         ClientDisconnect: the client left first.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
+    left = False
+
+    def leave(watching: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not watching.cancelled():
+            left = True
+            task.cancel()
+
+    gone = asyncio.create_task(_disconnected(request))
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
+        gone.remove_done_callback(leave)
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

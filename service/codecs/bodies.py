@@ -62,7 +62,7 @@ async def read(
         return await multipart.read(request.stream(), parameters)
     chunks = [chunk async for chunk in request.stream()]
     parse = _PARSERS.get(kind, _image)
-    if sum(map(len, chunks)) < _SMALL:
+    if parse is _image or sum(map(len, chunks)) < _SMALL:
         return parse(chunks, first_input)
     return await run_in_pool(parse, chunks, first_input)
 

@@ -34,7 +34,8 @@ class Job:
     """One request on its way through the device worker.
 
     ``answer`` is the only state that two threads share: the event loop cancels it when nobody waits any more, the
-    worker sets it when all rows are there. After submission everything else belongs to the worker.
+    worker sets it when all rows are there. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues
+    its rows; after that everything else belongs to the worker.
 
     Args:
         record: the extractor.
@@ -49,6 +50,7 @@ class Job:
         self.rows = rows
         self.deadline = deadline
         self.answer: Future[dict[str, Tensor]] = Future()
+        self.queued = 0.0
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
         self._missing = rows

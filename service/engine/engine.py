@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,8 @@ import torch
 from fxcore.errors import FxError
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
-from service.engine.batching import Item, Job, Queue
+from service.engine.batching import Job, Queue
+from service.engine.decoding import Decoding
 from service.engine.errors import DeadlineExceeded, Draining
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
+
+# The headers of so much are read in less time than it takes to go to another thread and back.
+_SMALL_IMAGES = 8
+_SMALL_BYTES = 256 * 1024
 
 
 class Engine:
@@ -208,23 +213,21 @@ class Engine:
     ) -> FeatureResult:
         await self.load(record)
         started = time.monotonic()
-        plan, row_bytes, answer = await self._in(self._intake, self._planned, record, images, options)
+        plan = await self._quickly(_is_small(images), self._plan, record, images, options)
+        known = all(shape in record.row_sizes for shape in set(plan.shapes))
+        row_bytes, answer = await self._quickly(known, self._sizes, record, plan, options)
         ticket.claim(plan.bytes + answer)
         job = Job(record, options, len(plan.shapes), deadline)
-        batches = await self._decode(plan)
-        decoded = time.monotonic()
-        usual = max(row_bytes.values())
-        self._queue.put(
-            [
-                Item(job, rows, tensors, row_bytes.get(tuple(tuple(t.shape[1:]) for t in tensors), usual))
-                for rows, tensors in batches
-            ]
-        )
-        del plan, batches  # from here on the queue owns what was decoded
-        outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: the job is not wanted
+        decoding = Decoding(plan, job, self._queue, row_bytes)
+        decoding.start(self._decoders)
+        del plan  # from here on the queue owns what is decoded
+        try:
+            outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: nobody wants the job
+        finally:
+            decoding.cancel()
         timings = {
-            "decode": decoded - started,
-            "queue": max(0.0, time.monotonic() - decoded - job.computed),
+            "decode": job.queued - started,
+            "queue": max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
         self._tiers.used(record, job.rows)
@@ -234,27 +237,19 @@ class Engine:
             job.rows,
         )
 
-    def _planned(
-        self, record: ExtractorRecord, images: Inputs, options: FeatureOptions
-    ) -> tuple[Plan, dict[RowShape, int], int]:
-        """Read the headers; how to decode, the bytes that a row of each shape takes, and those of the answer."""
+    def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
         if self.settings.fast_images and options.preprocess == "default":
             options = replace(options, preprocess="fast")
-        plan = inputs.plan(record, images, options, self.settings.max_pixels)
-        answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
-        return plan, {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
+        return inputs.plan(record, images, options, self.settings.max_pixels)
 
-    async def _decode(self, plan: Plan) -> Sequence[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
-        """Decode all parts; of several that fail the first in the order sent is told."""
-        parts = await asyncio.gather(*(self._in(self._decoders, part) for part in plan.parts), return_exceptions=True)
-        decoded = []
-        for part in parts:
-            if isinstance(part, BaseException):
-                raise part
-            decoded.append(part)
-        if len(decoded) == 1:
-            return [(range(len(plan.shapes)), decoded[0])]
-        return await self._in(self._decoders, inputs.grouped, plan, decoded)
+    def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions) -> tuple[dict[RowShape, int], int]:
+        """The bytes that a row of each shape takes, and those of the answer."""
+        answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
+        return {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
+
+    async def _quickly(self, at_once: bool, function: Callable[..., T], *args: object) -> T:
+        """Call ``function``, here where that takes less than going to another thread and back."""
+        return function(*args) if at_once else await self._in(self._intake, function, *args)
 
     def _refuse_new_work(self) -> None:
         if self._draining:
@@ -294,6 +289,10 @@ class Engine:
     @staticmethod
     async def _in(pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+
+
+def _is_small(images: Inputs) -> bool:
+    return isinstance(images, Mapping) or (len(images) <= _SMALL_IMAGES and sum(map(len, images)) <= _SMALL_BYTES)
 
 
 def pick_device(asked: str) -> torch.device:

@@ -64,6 +64,8 @@ def plan(record: ExtractorRecord, inputs: Inputs, options: FeatureOptions, max_p
 
 def grouped(plan: Plan, parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
     """Decoded parts as batches of rows of one shape: ``(places in the request, inputs)``."""
+    if len(parts) == 1:
+        return [(range(len(plan.shapes)), parts[0])]
     if plan.whole is not None:
         return [(range(len(plan.shapes)), plan.whole)]
     if plan.pad is not None:

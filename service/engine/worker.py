@@ -17,9 +17,9 @@ from torch import Tensor
 
 from service.engine.batching import Errand, Item, Queue
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
-from service.engine.inputs import joined
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
+from service.engine.staging import Staging
 from service.engine.threads import compute_with
 
 log = logging.getLogger("fxserve.worker")
@@ -43,6 +43,7 @@ class DeviceWorker:
         self.device = device
         self._queue = queue
         self._threads = threads
+        self._staging = Staging(device)
         self._busy_since: float | None = None
         self._died: str | None = None
         self._thread = threading.Thread(target=self._main, name=f"fxserve-{device}", daemon=True)
@@ -130,7 +131,7 @@ class DeviceWorker:
         if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
             return
         with torch.inference_mode():
-            raw = run(*(self._to_device(tensor, dtype) for tensor in joined([item.inputs for item in items])))
+            raw = run(*(self._to_device(tensor, dtype) for tensor in self._staging.joined([i.inputs for i in items])))
             rows = _rows(items)
             values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
             del raw
