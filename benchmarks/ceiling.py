@@ -90,9 +90,10 @@ class Ceiling:
         run = self.record.run
         assert run is not None
         with torch.inference_mode():
-            outputs = run(inputs)
-            for info in self.record.outputs if self.pooled else ():
-                pool(outputs[info.key], info.layout, "avg")
+            outputs = run(inputs.to(self.record.device, self.record.dtype))
+            for info in self.record.outputs:
+                value = outputs[info.key]
+                (pool(value, info.layout, "avg") if self.pooled else value).cpu()
 
 
 def main() -> None:

@@ -1,0 +1,136 @@
+"""What a CUDA device does: models in-process by each backend, and the same through HTTP.
+
+    python benchmarks/gpu.py                                        # some ten minutes; needs a CUDA device
+    python benchmarks/gpu.py --models resnet50 --precisions bfloat16 --seconds 2
+
+In-process: images a second of the model alone, in batches of 32, 128 and 256 random images on the device, the best of
+them told. Through HTTP: JPEG files in, safetensors out, one or 32 files a request; the ratio is to the same decoding
+and computing in-process, without HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import load
+import photos
+import servers
+import torch
+from serve import SAFETENSORS, extractor, say, table
+
+from fxcore import build_extractor, get_model, model_graph
+from fxcore.backends import BACKENDS, LoweringFailed, Options
+from fxcore.weights import load_model
+
+NODES = {"resnet50": ["layer3", "layer4"], "vit_b_16": ["encoder.layers.encoder_layer_5", "encoder.ln"]}
+WAYS = ("eager", "cudagraphs", "inductor")
+BATCHES = (32, 128, 256)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HTTP = ((1, 64), (32, 8))
+"""Images a request, and connections."""
+
+
+def in_process(model: str, precision: str, seconds: float) -> list[tuple[str, ...]]:
+    """One row for each backend."""
+    device, dtype = torch.device("cuda"), DTYPES[precision]
+    module = load_model(get_model(model), "random", None).to(device, dtype)
+    graph = model_graph(model)
+    made = build_extractor(graph, module, graph.resolve(NODES[model]), dtype)
+    rows = []
+    for way in WAYS:
+        options = Options(device=device, precision=precision)
+        example = torch.randn(2, 3, 224, 224, device=device, dtype=dtype)
+        try:
+            lowered = BACKENDS[way].lower(made.module, (example,), options)
+        except LoweringFailed as error:
+            say(f"{model} {precision} {way}: {error.detail}")
+            continue
+        best = (0.0, 0)
+        for size in BATCHES:
+            x = torch.randn(size, 3, 224, 224, device=device, dtype=dtype)
+            best = max(best, (_rate(lambda x=x, lowered=lowered: lowered(x), size, seconds), size))  # type: ignore[misc]
+        rows.append((model, precision, f"in-process, {way}, batch {best[1]}", f"{best[0]:.0f}", "", "", ""))
+        say(" ".join(rows[-1]))
+    return rows
+
+
+def _rate(run: object, size: int, seconds: float) -> float:
+    assert callable(run)
+    with torch.inference_mode():
+        for _ in range(5):
+            run()
+        torch.cuda.synchronize()
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < seconds:
+            for _ in range(10):
+                run()
+            torch.cuda.synchronize()
+            done += 10 * size
+        return done / (time.perf_counter() - started)
+
+
+def over_http(model: str, precision: str, seconds: float, settle: float) -> list[tuple[str, ...]]:
+    """One row for each number of images a request, pooled and not."""
+    spec = {
+        "model": model,
+        "weights": "random",
+        "return_nodes": NODES[model],
+        "precision": precision,
+        "backend": "auto",
+    }
+    files = photos.jpegs()
+    rows = []
+    with servers.fxserve(max_batch=128, max_inflight_bytes=16 * 1024**3) as server:
+        path, backend = extractor(server, spec, settle)
+        for images, connections in HTTP:
+            for query in ("?pool=avg", ""):
+                if images == 1:
+                    requests = [load.http(server.port, path + query, f, "image/jpeg", SAFETENSORS) for f in files]
+                else:
+                    body, kind = photos.multipart([files[i % len(files)] for i in range(images)])
+                    requests = [load.http(server.port, path + query, body, kind, SAFETENSORS)]
+                found = load.run(server.port, requests, connections, seconds, 3.0)
+                ceiling = _ceiling(spec, bool(query), seconds / 3, settle)
+                rate = found.rate * images
+                what = f"HTTP, {backend}, {images} JPEG a request, {'pooled' if query else 'full maps'}"
+                ratio = f"{rate / ceiling['rate']:.2f}"
+                rows.append((model, precision, what, f"{rate:.0f}", f"{found.p50:.1f}", f"{found.p99:.1f}", ratio))
+                say(" ".join(rows[-1]))
+    return rows
+
+
+def _ceiling(spec: dict[str, object], pooled: bool, seconds: float, settle: float) -> dict[str, float]:
+    command = [sys.executable, str(servers.HERE / "ceiling.py"), json.dumps(spec), "--batches", "32,128"]
+    command += ["--seconds", str(seconds), "--settle", str(settle), *(["--pooled"] if pooled else [])]
+    environment = {**os.environ, "PYTHONPATH": str(servers.HERE.parent)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(NODES))
+    parser.add_argument("--precisions", default=",".join(DTYPES))
+    parser.add_argument("--seconds", type=float, default=4.0, help="that each measurement lasts")
+    parser.add_argument("--settle", type=float, default=120.0, help="seconds that backend=auto gets to lower")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here")
+    rows: list[tuple[str, ...]] = []
+    for model in options.models.split(","):
+        for precision in options.precisions.split(","):
+            rows += in_process(model, precision, options.seconds)
+            rows += over_http(model, precision, options.seconds, options.settle)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}. Images a second; milliseconds.\n")
+    head = ("model", "precision", "what", "images/s", "p50", "p99", "of decode + compute")
+    print("\n".join(table(head, rows)))
+
+
+if __name__ == "__main__":
+    main()
