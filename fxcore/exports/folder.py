@@ -150,8 +150,9 @@ def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
     code = module.graph.python_code("self", verbose=False)
     # torch.fx marks functions for its own tracer at the head of the code; inside a class that is an error.
     forward = re.sub(r"^torch\.fx\._symbolic_trace\.wrap\(.*\)\n", "", code.src, flags=re.MULTILINE)
-    layers = _layers(module)
-    imports = _imports(code.globals, forward, layers)
+    classes: dict[str, type] = {}
+    layers = _layers(module, classes)
+    imports = _imports(code.globals, forward, classes)
     outputs = {o.key: o.node for o in extractor.outputs}
     source = _HEAD.format(
         title=title,
@@ -204,9 +205,10 @@ def _attributes(module: fx.GraphModule) -> list[str]:
     return [target for target in targets if not target.startswith(called)]
 
 
-def _layers(module: fx.GraphModule) -> list[str]:
-    """A line of ``__init__`` for each layer and tensor."""
-    lines = [f"_place(self, {target!r}, {_made(target, layer)})" for target, layer in called_modules(module).items()]
+def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
+    """A line of ``__init__`` for each layer and tensor; ``classes`` gets the names that they use and torch.nn lacks."""
+    called = called_modules(module)
+    lines = [f"_place(self, {target!r}, {_made(target, layer, classes)})" for target, layer in called.items()]
     for target in _attributes(module):
         value = attribute(module, target)
         if not isinstance(value, Tensor):
@@ -219,7 +221,7 @@ def _layers(module: fx.GraphModule) -> list[str]:
     return lines
 
 
-def _made(target: str, layer: nn.Module) -> str:
+def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
     """The expression that makes a layer like ``layer``, up to its weights.
 
     Raises:
@@ -230,10 +232,10 @@ def _made(target: str, layer: nn.Module) -> str:
         arguments = _arguments(layer)
         if arguments is not None:
             return f"nn.{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-    children = {name: _made(f"{target}.{name}", child) for name, child in layer.named_children()}
+    children = {name: _made(f"{target}.{name}", child, classes) for name, child in layer.named_children()}
     if isinstance(layer, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return f"nn.Sequential({', '.join(children.values())})"
-    return _assembled(target, layer, children)
+    return _assembled(target, layer, children, classes)
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any] | None:
@@ -260,7 +262,7 @@ def _arguments(layer: nn.Module) -> dict[str, Any] | None:
     return arguments if same and repr(again) == repr(layer) else None
 
 
-def _assembled(target: str, layer: nn.Module, children: dict[str, str]) -> str:
+def _assembled(target: str, layer: nn.Module, children: dict[str, str], classes: dict[str, type]) -> str:
     """The expression that puts a layer together from its parts, as unpickling would."""
     kind = type(layer)
     where = f"{target} ({kind.__module__}.{kind.__qualname__})"
@@ -277,7 +279,10 @@ def _assembled(target: str, layer: nn.Module, children: dict[str, str]) -> str:
         for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     }
     parts = ", ".join(f"{name!r}: {made}" for name, made in {**children, **tensors}.items())
-    return f"_assemble({kind.__module__}.{kind.__name__}, {plain!r}, {{{parts}}})"
+    # A name without dots: torchvision.ops.stochastic_depth the module is hidden by the function of that name.
+    name = f"{kind.__module__}.{kind.__name__}".replace(".", "_")
+    classes[name] = kind
+    return f"_assemble({name}, {plain!r}, {{{parts}}})"
 
 
 def _is_literal(value: object) -> bool:
@@ -288,7 +293,7 @@ def _is_literal(value: object) -> bool:
     return value is None or type(value) in (bool, int, str)
 
 
-def _imports(names: dict[str, Any], forward: str, layers: list[str]) -> list[str]:
+def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> list[str]:
     """Import statements of what the generated code uses.
 
     Raises:
@@ -296,7 +301,7 @@ def _imports(names: dict[str, Any], forward: str, layers: list[str]) -> list[str
     """
     used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
     lines = {"import torch", "from torch import nn"}
-    lines |= {f"import {module}" for line in layers for module in re.findall(r"_assemble\(([\w.]+)\.\w+,", line)}
+    lines |= {_import_of(name, kind) for name, kind in classes.items()}
     for name, value in names.items():
         if name not in used or name == "torch":
             continue

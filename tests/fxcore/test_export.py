@@ -114,10 +114,11 @@ def test_one_node_twice_and_the_input(format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "node"), [("vit_b_32", "encoder.ln")]
+    ("name", "node"), [("vit_b_32", "encoder.ln"), ("swin_t", "features.1"), ("convnext_tiny", "features.1")]
 )
 def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -> None:
-    """ViT reads a parameter and calls nn.MultiheadAttention."""
+    """ViT reads a parameter and calls nn.MultiheadAttention; Swin calls a function of torchvision; both others have
+    layers of torchvision's own, from a module that a function of its name hides."""
     extractor = make(name, {node: "out"})
     inputs = photograph(extractor)
     values = elsewhere("fx", export(extractor, "fx"), inputs, tmp_path)
