@@ -1,8 +1,5 @@
 """Compiling in a process of its own, and keeping what came out.
 
-Two reasons for the process: torch.export patches ``nn.Module`` for the whole process while it traces, so a module that
-another thread runs meanwhile fails; and it holds the interpreter for seconds, in which a service would stand still.
-
 An artifact is a folder under the cache, named by a hash of everything that decides it: the graph's code, every weight,
 the versions of the compilers, and the machine where it matters.
 """
@@ -16,8 +13,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,15 +22,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx
 
+from fxcore import process
 from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, tensors_of
 
 T = TypeVar("T")
 
 CACHE_BYTES = 4 * 1024**3
 """Most bytes of artifacts that are kept; the least recently used go first."""
-
-_LONGEST = 900.0
-"""Seconds after which a compiler is given up."""
 
 
 def compiled(
@@ -73,13 +66,9 @@ def compiled(
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
         stack.callback(shutil.rmtree, fresh, True)
-        # Plain tensors and code, of which the child makes an ordinary module: no graph is traced again.
-        _, (body, imports) = module.__reduce__()[:2]
-        saved = {"body": body, "imports": imports, "example": example, "calibration": calibration}
-        torch.save(saved, fresh / "module.pt")
+        process.save_module(fresh, module, example=example, calibration=calibration)
         (fresh / "job.json").write_text(json.dumps(settings))
-        _run_child(backend, fresh, options)
-        (fresh / "module.pt").unlink()
+        _lower(backend, fresh, options)
         with contextlib.suppress(OSError):  # another process was faster
             fresh.rename(kept)
         loaded = load(kept)
@@ -92,7 +81,7 @@ def prune(home: Path, limit: int) -> None:
     artifacts = []
     for folder in home.iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.startswith(".making-") and time.time() - folder.stat().st_mtime > 2 * _LONGEST:
+            if folder.name.startswith(".making-") and time.time() - folder.stat().st_mtime > 2 * process.LONGEST:
                 shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
             elif folder.is_dir() and not folder.name.startswith("."):
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -105,35 +94,14 @@ def prune(home: Path, limit: int) -> None:
         total -= size
 
 
-def _run_child(backend: str, folder: Path, options: Options) -> None:
-    # One thread: it works beside a service that answers requests.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"}
+def _lower(backend: str, folder: Path, options: Options) -> None:
+    environment = {}
     if options.cache is not None and backend == "inductor":
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(options.cache / ".inductor")
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fxcore.backends.child", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-        deadline = time.monotonic() + _LONGEST
-        while True:
-            try:
-                child.wait(0.1)
-                break
-            except subprocess.TimeoutExpired:
-                if options.cancelled.is_set() or time.monotonic() > deadline:
-                    child.kill()
-                    child.wait()
-                    why = "was cancelled" if options.cancelled.is_set() else f"took over {_LONGEST:.0f} s"
-                    raise LoweringFailed(f"lowering to {backend} {why}", backend=backend) from None
-    if child.returncode:
-        lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
-        reason = lines[-1].strip()[:300] if lines else f"exit status {child.returncode}"
-        raise LoweringFailed(f"lowering to {backend} failed: {reason}", backend=backend)
+    try:
+        process.run("fxcore.backends.child", folder, environment, options.cancelled)
+    except process.ProcessFailed as error:
+        raise LoweringFailed(f"lowering to {backend} {error}", backend=backend) from None
 
 
 def _key(module: fx.GraphModule, settings: Json, inputs: Sequence[Tensor], packages: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The process in which torch.export and the compilers run: ``python -m fxcore.backends.child DIR``.
 
-DIR holds ``module.pt`` and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact. The last
+DIR holds a module and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact. The last
 line of what is printed is the reason where it fails.
 """
 
@@ -13,32 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxcore.backends.base import Inputs, said
-
-
-class Restored(nn.Module):
-    """A GraphModule's weights and generated code, without its graph."""
-
-    def __init__(self, body: dict[str, Any], imports: str) -> None:
-        super().__init__()
-        held = ("_modules", "_parameters", "_buffers", "training")
-        self.__dict__.update({key: value for key, value in body.items() if key in held})
-        scope: dict[str, Any] = {}
-        exec(imports + body["_code"], scope)
-        self._run = scope["forward"]
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._run(self, *inputs)
+from fxcore.process import load_module
 
 
 def main(folder: Path) -> None:
     os.nice(10)  # a service answers requests meanwhile
     job = json.loads((folder / "job.json").read_text())
-    # Written by the service itself a moment ago, into a folder of its own.
-    saved = torch.load(folder / "module.pt", weights_only=False, map_location="cpu")
-    module = Restored(saved["body"], saved["imports"]).eval().requires_grad_(False)
+    module, saved = load_module(folder)
     example: Inputs = saved["example"]
     if job["backend"] == "openvino":
         _to_openvino(module, example, saved["calibration"] if job["int8"] else None, folder)
@@ -53,10 +37,10 @@ def exported(module: nn.Module, example: Inputs) -> Any:
     )
     with torch.no_grad():
         try:
-            return torch.export.export(module, example, dynamic_shapes=(sizes,))
+            return torch.export.export(module, example, dynamic_shapes=sizes)
         except Exception:  # a model that computes with its sizes may still go for the usual one
             fixed = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
-            return torch.export.export(module, example, dynamic_shapes=(fixed,))
+            return torch.export.export(module, example, dynamic_shapes=fixed)
 
 
 def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs] | None, folder: Path) -> None:

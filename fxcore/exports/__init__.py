@@ -5,18 +5,13 @@ One format a file. Every export takes any number of rows; its outputs have the e
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fxcore.exports.base import CannotExport, ExportUnavailable, UnknownFormat, said
+from fxcore.exports.base import CannotExport, ExportUnavailable, UnknownFormat, require_float, said
+from fxcore.exports.captured import written
 from fxcore.exports.folder import export_folder, folder_zip
-from fxcore.exports.onnx import export_onnx
-from fxcore.exports.openvino import export_openvino
-from fxcore.exports.program import export_program
-from fxcore.exports.torchscript import export_torchscript
 from fxcore.extractor import Extractor
 
 __all__ = [
@@ -38,37 +33,38 @@ class ExportFormat:
         suffix: of the file, with its dot.
         media_type: of the file.
         packages: what must be installed to write it, beside torch.
-        write: the file's bytes.
+        named_outputs: outputs have names in the format itself, and each is a tensor of its own.
     """
 
     name: str
     suffix: str
     media_type: str
-    packages: tuple[str, ...]
-    write: Callable[[Extractor], bytes]
+    packages: tuple[str, ...] = ()
+    named_outputs: bool = False
 
 
 FORMATS = {
     f.name: f
     for f in (
-        ExportFormat("fx", ".zip", "application/zip", ("safetensors",), folder_zip),
-        ExportFormat("torch_export", ".pt2", "application/octet-stream", (), export_program),
-        ExportFormat("onnx", ".onnx", "application/octet-stream", ("onnx", "onnxscript"), export_onnx),
-        ExportFormat("openvino", ".zip", "application/zip", ("openvino",), export_openvino),
-        ExportFormat("torchscript", ".pt", "application/octet-stream", (), export_torchscript),
+        ExportFormat("fx", ".zip", "application/zip"),
+        ExportFormat("torch_export", ".pt2", "application/octet-stream"),
+        ExportFormat("onnx", ".onnx", "application/octet-stream", ("onnx", "onnxscript"), named_outputs=True),
+        ExportFormat("openvino", ".zip", "application/zip", ("openvino",), named_outputs=True),
+        ExportFormat("torchscript", ".pt", "application/octet-stream"),
     )
 }
 """By name. ``fx`` and ``openvino`` are zips of several files."""
 
-# torch's exporters keep state of the whole process while they trace.
-_ONE_AT_A_TIME = threading.Lock()
 
+def export(extractor: Extractor, format: str, cancelled: threading.Event | None = None) -> bytes:
+    """``extractor`` as the bytes of one file; it stays as it is, and other threads may run it meanwhile.
 
-def export(extractor: Extractor, format: str) -> bytes:
-    """``extractor`` as the bytes of one file; it stays as it is.
+    All formats but ``fx`` are written in a process of its own (see :mod:`fxcore.process`), which takes a few seconds
+    to start.
 
     Args:
         format: a key of :data:`FORMATS`.
+        cancelled: once set, an export that takes long ends early.
 
     Raises:
         UnknownFormat: no such format.
@@ -97,20 +93,14 @@ def export(extractor: Extractor, format: str) -> bytes:
             format=format,
             missing=missing,
         )
+    require_float(extractor, format)
     try:
-        with _ONE_AT_A_TIME:
-            return found.write(_on_cpu(extractor))
+        if format == "fx":
+            return folder_zip(extractor)
+        return written(extractor, format, found.named_outputs, cancelled)
     except CannotExport:
         raise
-    except Exception as error:  # torch's exporters raise of every kind
+    except Exception as error:  # code generation and pickling fail in many ways
         raise CannotExport(
             f"{extractor.graph.entry.name} cannot be exported to {format}: {said(error)}", format=format
         ) from error
-
-
-def _on_cpu(extractor: Extractor) -> Extractor:
-    """What is downloaded may not ask for the device that it was served from."""
-    if all(p.device.type == "cpu" for p in (*extractor.module.parameters(), *extractor.module.buffers())):
-        return extractor
-    # eval: the copy of a GraphModule comes back in train mode.
-    return replace(extractor, module=copy.deepcopy(extractor.module).cpu().eval())

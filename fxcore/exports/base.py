@@ -8,12 +8,8 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
-from fxcore.photos import check_rows, photos
 from fxcore.transforms.base import applied
 
 
@@ -40,32 +36,6 @@ def require_float(extractor: Extractor, format: str) -> None:
             "export the float model of that name instead",
             format=format,
         )
-
-
-def example(extractor: Extractor) -> tuple[Tensor, ...]:
-    """Two photographs as inputs of the nominal size, on the module's device and in its precision."""
-    graph = extractor.graph
-    rows = check_rows(graph.preprocessing, extractor.inputs, photos()[:2], graph.input_size)
-    device = next((t.device for t in extractor.module.parameters()), torch.device("cpu"))
-    return tuple(torch.cat(parts).to(device, extractor.dtype) for parts in zip(*rows, strict=True))
-
-
-def as_tuple(extractor: Extractor) -> fx.GraphModule:
-    """The module returning a tuple in which each value is a tensor of its own.
-
-    Formats with named outputs merge or refuse two names for one tensor, and outputs that are inputs.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    returned: Mapping[str, fx.Node] = graph.graph_copy(extractor.module.graph, copies)  # type: ignore[assignment]
-    seen: set[fx.Node] = set()
-    values = []
-    for node in returned.values():
-        twice = node in seen or node.op in ("placeholder", "get_attr")
-        seen.add(node)
-        values.append(graph.call_method("clone", (node,)) if twice else node)
-    graph.output(tuple(values))
-    return fx.GraphModule(extractor.module, graph).eval()
 
 
 def description(extractor: Extractor) -> dict[str, Any]:

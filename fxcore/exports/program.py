@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from fxcore.exports.base import example, require_float
-from fxcore.extractor import Extractor
+from fxcore.exports.captured import Captured
 
 
 def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
@@ -30,9 +29,8 @@ def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
             return torch.export.export(module, inputs, dynamic_shapes=shapes_of_its_own)
 
 
-def export_program(extractor: Extractor) -> bytes:
+def export_program(extractor: Captured) -> bytes:
     """The bytes of a ``.pt2``; its module returns the extractor's dict."""
-    require_float(extractor, "torch_export")
     buffer = io.BytesIO()
-    torch.export.save(exported(extractor.module, example(extractor)), buffer)
+    torch.export.save(exported(extractor.module, extractor.inputs), buffer)
     return buffer.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
@@ -58,7 +59,11 @@ async def download(
     record = state.engine.find(extractor)
     with record.in_use():
         built = await loaded(state, record, DEFAULT_WAIT)
-        data = await state.in_exporter(lambda: export(built, format))
+        cancelled = threading.Event()
+        try:
+            data = await state.in_exporter(lambda: export(built, format, cancelled))
+        finally:
+            cancelled.set()  # where nobody waits any more
     chosen = FORMATS[format]
     name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)

@@ -81,8 +81,8 @@ class State:
         return await anyio.to_thread.run_sync(work, limiter=self.tracing)
 
     async def in_exporter(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which writes an extractor down, off the event loop."""
-        return await anyio.to_thread.run_sync(work, limiter=self.exporting)
+        """Run ``work``, which writes an extractor down, off the event loop. It is left alone when this is cancelled."""
+        return await anyio.to_thread.run_sync(work, limiter=self.exporting, abandon_on_cancel=True)
 
 
 async def get_state(request: Request) -> State:  # async: a plain function would be run in a thread

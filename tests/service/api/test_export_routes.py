@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import zipfile
 
+import httpx
 import pytest
 import torch
 
@@ -43,6 +45,25 @@ def test_each_format_is_a_download(client, small, format, suffix, kind):
     if format == "torch_export":
         run = torch.export.load(io.BytesIO(answer.content)).module()
         assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
+
+
+def test_features_stay_right_while_an_export_runs(client, small, photos):
+    """torch.export patches what every thread runs, so it has to run in another process."""
+    url, headers = f"/v1/extractors/{small}/features", {"content-type": "image/jpeg", "accept": "application/x-npy"}
+
+    async def both() -> tuple[httpx.Response, list[httpx.Response]]:
+        export = asyncio.create_task(client.http.get(f"/v1/extractors/{small}/export?format=torch_export"))
+        answers = []
+        while not export.done():
+            answers.append(await client.http.post(url, content=photos["chelsea"], headers=headers))
+            await asyncio.sleep(0.2)  # leave the other process a core
+        return await export, answers
+
+    expected = client.post(url, content=photos["chelsea"], headers=headers)
+    exported, answers = client.run(both())
+    assert exported.status_code == 200, exported.text
+    assert len(answers) > 2
+    assert all((a.status_code, a.content) == (200, expected.content) for a in answers)
 
 
 def test_what_cannot_be_downloaded(client, small, monkeypatch):

@@ -1,0 +1,90 @@
+"""Work on a module in a process of its own.
+
+Two reasons for the process: torch.export and torch.jit.trace patch ``nn.Module`` and torch's dispatcher for the whole
+process while they trace, so a module that another thread runs meanwhile fails; and they hold the interpreter for
+seconds, in which a service would stand still.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+LONGEST = 900.0
+"""Seconds after which a process is given up."""
+
+_FILE = "module.pt"
+
+
+class ProcessFailed(Exception):
+    """The process failed, took too long or was cancelled; a clause that says which."""
+
+
+def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
+    """Write ``module`` and tensors beside it for a process to read."""
+    # Plain tensors and code, of which the process makes an ordinary module: no graph is traced again.
+    _, (body, imports) = module.__reduce__()[:2]
+    torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
+
+
+def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """What :func:`save_module` wrote, on the CPU, the module in eval mode; the file is deleted."""
+    file = folder / _FILE
+    # Written by the parent process a moment ago, into a folder of its own.
+    saved = torch.load(file, weights_only=False, map_location="cpu")
+    file.unlink()
+    body = saved.pop("body")
+    scope: dict[str, Any] = {}
+    exec(saved.pop("imports") + body["_code"], scope)
+    # A class of its own: torch.export reads the names of the inputs off its forward.
+    module: nn.Module = type("Restored", (nn.Module,), {"forward": scope["forward"]})()
+    module.__dict__.update({key: body[key] for key in ("_modules", "_parameters", "_buffers") if key in body})
+    return module.eval().requires_grad_(False), saved
+
+
+def run(
+    program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None
+) -> None:
+    """``python -m program folder``, on one thread; ``folder/log`` has what it printed.
+
+    Args:
+        environment: added to this process's own.
+        cancelled: once set, the process is ended.
+
+    Raises:
+        ProcessFailed: the last line that it printed is taken for the reason.
+    """
+    # One thread: it works beside a service that answers requests.
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"} | dict(environment)
+    variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", program, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+        )
+        deadline = time.monotonic() + LONGEST
+        while True:
+            try:
+                child.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                gone = cancelled is not None and cancelled.is_set()
+                if gone or time.monotonic() > deadline:
+                    child.kill()
+                    child.wait()
+                    raise ProcessFailed("was cancelled" if gone else f"took over {LONGEST:.0f} s") from None
+    if child.returncode:
+        lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
+        raise ProcessFailed(f"failed: {lines[-1].strip()[:300] if lines else f'exit status {child.returncode}'}")
