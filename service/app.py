@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 
-from service import problems
-from service.api import exports, extractors, features, inference_v2, models, operations, repository_v2, transforms
+from service import openapi, problems
+from service.access import Access
+from service.api import exports, extractors, features, inference_v2, models, operations, page, repository_v2, transforms
 from service.api.state import State
 from service.engine import Engine
+from service.keys import Keys
 from service.metrics import RequestMetrics
 from service.middleware import BodyLimit, RequestContext
-from service.schemas import ImagesBody, Problem
 from service.settings import Settings
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457)."""
+
+
+# The reference is FastAPI's own page, which loads its scripts from where FastAPI says.
+DOCS_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; style-src 'unsafe-inline' "
+    "https://cdn.jsdelivr.net; img-src data: https://fastapi.tiangolo.com; connect-src 'self'; frame-ancestors 'none'"
+)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -28,40 +38,41 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     Its lifespan starts the engine and drains it at the end.
     """
     settings = settings or Settings()
+    keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
     state = State(settings, Engine(settings), RequestMetrics())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.engine.start()
+        # Elsewhere than in a server's main thread there are no signals.
+        if keys is not None and threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         try:
             yield
         finally:
             await state.engine.close()
 
-    app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan)
+    app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
     app.state.fxserve = state
     problems.install(app)
     for noun in (operations, models, transforms, extractors, exports, features, inference_v2, repository_v2):
         app.include_router(noun.router)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
-    app.add_middleware(RequestContext, metrics=state.metrics)
-    _document_shared_schemas(app)
+    app.add_middleware(
+        BodyLimit,
+        limit=settings.max_body_bytes,
+        timeout=settings.body_timeout,
+        admission=state.engine.admission,
+    )
+    app.add_middleware(Access, keys=keys, origins=settings.cors_origins)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("Authorization", "Accept", "Content-Type", "X-Request-ID", "X-Request-Timeout"),
+            expose_headers=("Location", "Retry-After", "Server-Timing", "X-Request-ID", "X-Fxserve-Weights"),
+        )
+    app.add_middleware(RequestContext, metrics=state.metrics, policies={"/": page.POLICY, "/docs": DOCS_POLICY})
+    openapi.install(app)
     return app
-
-
-def _document_shared_schemas(app: FastAPI) -> None:
-    """Add to the OpenAPI document the schemas that routes refer to by hand."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = generate()
-            _, shared = models_json_schema(
-                [(Problem, "serialization"), (ImagesBody, "validation")], ref_template="#/components/schemas/{model}"
-            )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(shared["$defs"])
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ Task = Literal["classification", "quantization", "segmentation", "detection", "v
 Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Precision = Literal["float32", "bfloat16", "float16"]
+KeyScope = Literal["read", "admin"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 _FORMAT_OF: dict[str, Format] = {
@@ -261,6 +262,29 @@ def extract(
     save(made, out)
     tables.show(tables.outputs(made))
     print(f"wrote {out}: {len(images)} image{'s' if len(images) > 1 else ''} through {model}, weights {made.weights}")
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Whose key it is, for the log and for taking it back.")],
+    scope: Annotated[KeyScope, typer.Option(help="read asks; admin also makes, loads and deletes.")] = "read",
+) -> None:
+    """Make an API key: its line for FXSERVE_API_KEYS_FILE goes to stdout, the key itself to stderr, once.
+
+    \b
+    fxserve key alice
+    fxserve key deployment --scope admin
+
+    Append the line with >> FILE, and have a server that runs read it with SIGHUP.
+    """
+    from service import keys
+
+    try:
+        made, secret = keys.make(name, scope)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(made.line)
+    print(f"{secret}\nkeep it: it is not stored; send it as Authorization: Bearer {secret[:8]}…", file=sys.stderr)
 
 
 def _graph(model: str, weights: str) -> ModelGraph:

@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a count, a limit on its body, and an answer even where our code is wrong.
+"""What happens to every request: an id, a count, limits on its body, and an answer even where our code is wrong.
 
 Plain ASGI, because ``BaseHTTPMiddleware`` hides a client's leaving from the routes.
 """
@@ -11,10 +11,15 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
+from typing import NoReturn
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fxcore.errors import FxError
+from service.engine.admission import Admission, Visit
+from service.engine.errors import EngineError
 from service.metrics import RequestMetrics
 from service.problems import Refusal, error_response, internal_response
 
@@ -27,6 +32,12 @@ _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 # connection; what it sends meanwhile is thrown away.
 LINGER_SECONDS = 0.5
 LINGER_BYTES = 1024**2
+
+MIN_BYTES_PER_SECOND = 64 * 1024
+"""Half a megabit: what is slower holds memory that others could use."""
+
+# JSON and images run nothing and load nothing. Drawings bring their own styles.
+STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -45,9 +56,12 @@ def request_id(sent: str | None) -> str:
 class RequestContext:
     """Outermost: the request's id, its metrics, and the answer where nothing inside gave one."""
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, policies: Mapping[str, str] | None = None) -> None:
+        """``policies``: the Content-Security-Policy of pages by path; all else has a strict one."""
         self.app = app
         self.metrics = metrics
+        self._pages = {path: _security_headers(policy) for path, policy in (policies or {}).items()}
+        self._others = _security_headers(STRICT_POLICY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +79,7 @@ class RequestContext:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", identity.encode("ascii")),
-                    (b"x-content-type-options", b"nosniff"),
+                    *self._pages.get(scope["path"], self._others),
                 ]
             await send(message)
 
@@ -82,12 +96,34 @@ class RequestContext:
             self.metrics.observe(scope, status, time.perf_counter() - started)
 
 
-class BodyLimit:
-    """Refuses bodies over ``limit`` bytes: by their Content-Length before a byte is read, chunked ones on the way."""
+def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-content-type-options", b"nosniff"),
+        (b"content-security-policy", policy.encode("ascii")),
+        (b"x-frame-options", b"DENY"),
+        (b"referrer-policy", b"no-referrer"),
+    ]
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+
+class BodyLimit:
+    """What a body may take: at most ``limit`` bytes, so much time, and a share of the memory for all requests.
+
+    One that is too large is refused by its Content-Length before a byte is read, a chunked one on the way. Bytes count
+    towards admission from their arrival until the answer is sent, so clients that send and never finish, or that do
+    not read, take no more memory than admission gives.
+
+    Args:
+        app: what comes next.
+        limit: most bytes of one body.
+        timeout: seconds to wait for a body, and one more for every 64 KiB of it that came.
+        admission: what the bytes count towards.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, timeout: float, admission: Admission) -> None:
         self.app = app
         self.limit = limit
+        self.timeout = timeout
+        self.admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,50 +131,100 @@ class BodyLimit:
             return
         declared = header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > self.limit:
-            await self._refuse(scope, receive, send)
+            await _refuse(self._too_large(), scope, receive, send)
             return
-        seen = 0
-        started = False
+        if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these; what comes stays in the socket
+            await self.app(scope, receive, send)
+            return
+        with self.admission.visit() as visit:
+            body = _Body(self, visit, receive, send)
+            with contextlib.suppress(_Refused):
+                await self.app(scope, body.receive, body.send)
+            if body.refusal is not None and not body.answered:
+                await _refuse(body.refusal, scope, receive, send)
 
-        async def receive_counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > self.limit:
-                    raise _BodyTooLarge
-            return message
-
-        async def send_unless_refused(message: Message) -> None:
-            nonlocal started
-            # Whatever the route makes of the broken-off body, the answer is the refusal below.
-            if started or seen <= self.limit:
-                started = True
-                await send(message)
-
-        with contextlib.suppress(_BodyTooLarge):
-            await self.app(scope, receive_counted, send_unless_refused)
-        if seen > self.limit and not started:
-            await self._refuse(scope, receive, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _too_large(self) -> Refusal:
         detail = f"the body is larger than {self.limit:,} bytes, the most that is taken"
-        refusal = Refusal("body-too-large", detail, {"Connection": "close"}, limit=self.limit)
-        response = error_response(scope["path"], refusal)
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        # The answer is out and complete by its Content-Length. Closing now, with unread bytes, would reset the
-        # connection and could take the answer with it.
-        thrown_away = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                while thrown_away < LINGER_BYTES:
-                    message = await receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        break
-                    thrown_away += len(message.get("body", b""))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return Refusal("body-too-large", detail, limit=self.limit)
 
 
-class _BodyTooLarge(Exception):
+class _Body:
+    """One body on its way in. Once it is refused, that is the answer, whatever the route makes of it."""
+
+    def __init__(self, rules: BodyLimit, visit: Visit, receive: Receive, send: Send) -> None:
+        self.refusal: Refusal | FxError | None = None
+        self.answered = False
+        self._rules = rules
+        self._visit = visit
+        self._receive = receive
+        self._send = send
+        self._seen = 0
+        self._waited = 0.0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:  # whoever asks now waits for the client to leave
+            return await self._receive()
+        if self.refusal is not None:
+            raise _Refused
+        message = await self._in_time()
+        if message["type"] == "http.request":
+            size = len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            self._seen += size
+            if self._seen > self._rules.limit:
+                self._refuse(self._rules._too_large())
+            try:
+                self._visit.claim(size)
+            except EngineError as full:
+                self._refuse(full)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self.refusal is None or self.answered:
+            self.answered = True
+            await self._send(message)
+
+    async def _in_time(self) -> Message:
+        """The next message. Only the time that is spent waiting for the client counts."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        allowed = self._rules.timeout + self._seen / MIN_BYTES_PER_SECOND - self._waited
+        try:
+            async with asyncio.timeout(max(allowed, 0.0)):
+                return await self._receive()
+        except TimeoutError:
+            detail = (
+                f"{self._seen:,} bytes of the body came in {self._waited + allowed:.0f} s and then nothing more; the "
+                f"least is {MIN_BYTES_PER_SECOND:,} bytes a second after {self._rules.timeout:g} s"
+            )
+            self._refuse(Refusal("request-timeout", detail))
+        finally:
+            self._waited += loop.time() - began
+
+    def _refuse(self, refusal: Refusal | FxError) -> NoReturn:
+        self.refusal = refusal
+        raise _Refused
+
+
+async def _refuse(refusal: Refusal | FxError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer while the client may still be sending, and close the connection."""
+    response = error_response(scope["path"], refusal)
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    # The answer is out and complete by its Content-Length. Closing now, with unread bytes, would reset the connection
+    # and could take the answer with it.
+    thrown_away = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while thrown_away < LINGER_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    break
+                thrown_away += len(message.get("body", b""))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Refused(Exception):
     pass

@@ -48,6 +48,15 @@ KINDS: dict[str, Kind] = {
             ]
         },
     ),
+    "unauthorized": Kind(401, "Unauthorized", "this needs an API key: send the header Authorization: Bearer KEY"),
+    "forbidden": Kind(
+        403, "Forbidden", "DELETE /v1/extractors/r50 needs a key of scope admin, and alice has the scope read"
+    ),
+    "request-timeout": Kind(
+        408,
+        "Request timeout",
+        "4,096 bytes of the body came in 20 s and then nothing more; the least is 65,536 bytes a second after 20 s",
+    ),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
     "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET"),
     "unknown-model": Kind(

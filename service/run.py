@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from service.connection import Connection
 from service.settings import Settings
 
 
@@ -33,6 +34,8 @@ def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
         port=settings.port,
         log_level=log_level,
         server_header=False,
+        http=Connection,
+        ws="none",
         timeout_graceful_shutdown=math.ceil(settings.request_timeout),
     )
     _Server(config, device).run()

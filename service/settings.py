@@ -71,7 +71,20 @@ class Settings(BaseSettings):
         default=None, description="Folder that file:NAME weights are read from; without it there are none."
     )
 
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="File of API keys, a line of `fxserve key` each, read again on SIGHUP; without it anybody may do "
+        "anything.",
+    )
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Origins whose web pages may use this service from a browser, separated by commas; * is all.",
+    )
+
     max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
+    body_timeout: float = Field(
+        default=20.0, gt=0, description="Seconds to wait for a body, and one more for every 64 KiB of it that came."
+    )
     fast_images: bool = Field(
         default=False,
         description="Decode and resize in about half the time, within a grey level or two of the weights' own "
@@ -81,7 +94,7 @@ class Settings(BaseSettings):
     max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")
     max_inflight: int = Field(default=256, ge=1, description="Most requests admitted at a time.")
     max_inflight_bytes: int = Field(
-        default=2 * GiB, ge=1, description="Most bytes that admitted requests may decode to and answer with, together."
+        default=2 * GiB, ge=1, description="Most bytes of bodies, decoded inputs and answers of all requests together."
     )
     max_batch: int = Field(default=32, ge=1, description="Most rows in a batch.")
     max_batch_bytes: int = Field(
@@ -92,7 +105,7 @@ class Settings(BaseSettings):
         default=8 * GiB, ge=1, description="Bytes of weights and extractors kept; the least recently used go first."
     )
 
-    @field_validator("cache_dir", "calibration_dir", mode="before")
+    @field_validator("cache_dir", "calibration_dir", "api_keys_file", mode="before")
     @classmethod
     def _no_folder(cls, value: object) -> object:
         return None if value == "" else value
@@ -101,6 +114,11 @@ class Settings(BaseSettings):
     @classmethod
     def _split_models(cls, value: object) -> object:
         return _split(value, ",") or None if isinstance(value, str) else value
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: object) -> object:
+        return _split(value, ",") if isinstance(value, str) else value
 
     @field_validator("preload", mode="before")
     @classmethod

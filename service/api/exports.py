@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from fxcore.exports import FORMATS, export
+from service.access import require_admin
 from service.api.extractors import DEFAULT_WAIT, IdOrName, loaded
 from service.api.state import Shared
 from service.problems import documented
@@ -20,6 +21,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 @router.get(
     "/{extractor}/export",
+    dependencies=[Depends(require_admin)],  # it hands out the weights, and takes long
     response_class=Response,
     responses={
         200: {

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
+from service.access import may_build
 from service.api.extractors import BUILD_PROBLEMS, IdOrName
 from service.api.models import Model
 from service.api.state import Shared, State
@@ -184,7 +185,7 @@ async def extract_in_one_step(
     state.model(model)
 
     async def find() -> ExtractorRecord:
-        record, _ = await state.engine.extractor(spec)
+        record, _ = await state.engine.extractor(spec, build=may_build(request))
         return record
 
     return await _answer(request, state, find, asked)
@@ -230,6 +231,7 @@ async def _answer(
     timeout = min(asked.timeout or math.inf, state.settings.request_timeout)
     deadline = time.monotonic() + timeout
     kind, parameters = bodies.check(request)
+    state.engine.admission.check()
     try:
         async with asyncio.timeout(timeout):
             record = await state.engine.load(await find())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Request, Response
 
 from fxcore.catalog import ModelEntry
+from service.access import may_build
 from service.api import named_v2 as named
 from service.api.features import STAGES, while_connected
 from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented
@@ -19,6 +20,7 @@ from service.codecs import compression, v2
 from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded, NotReady
 from service.problems import Refusal
 from service.schemas_v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
@@ -165,6 +167,7 @@ async def infer(
     """Outputs for encoded images, or for the model's own input."""
     started = time.monotonic()
     encoding = _encoding(request)
+    state.engine.admission.check()
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -173,16 +176,19 @@ async def infer(
             sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
             tensors = await state.in_thread(lambda: named.describe(target).inputs)
             asked = await state.engine.run_in_encoder(v2.read, sent, state.settings.max_body_bytes, tensors)
+            claim_for_current_request(max(0, asked.bytes - len(data)))
             del data, sent
             timeout = min(timeout, _own_timeout(asked))
             limit.reschedule(asyncio.get_running_loop().time() + started + timeout - time.monotonic())
             packed = compression.asked_encoding(request.headers.get("accept-encoding"))
-            return await while_connected(request, _infer(state, target, name, asked, started + timeout, packed))
+            work = _infer(request, state, target, name, asked, started + timeout, packed)
+            return await while_connected(request, work)
     except TimeoutError:
         raise DeadlineExceeded from None
 
 
 async def _infer(
+    request: Request,
     state: State,
     target: ExtractorRecord | ModelEntry,
     name: str,
@@ -191,7 +197,7 @@ async def _infer(
     packed: str | None,
 ) -> Response:
     options = _options(asked)
-    record = await _extractor(state, target, asked)
+    record = await _extractor(request, state, target, asked)
     await state.engine.load(record)
     wanted = _wanted(record, name, asked, options)
     inputs = asked.images if asked.images is not None else asked.tensors
@@ -213,7 +219,9 @@ async def _infer(
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 
-async def _extractor(state: State, target: ExtractorRecord | ModelEntry, asked: v2.Request) -> ExtractorRecord:
+async def _extractor(
+    request: Request, state: State, target: ExtractorRecord | ModelEntry, asked: v2.Request
+) -> ExtractorRecord:
     weights = asked.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in asked.parameters:
@@ -222,7 +230,8 @@ async def _extractor(state: State, target: ExtractorRecord | ModelEntry, asked: 
     if not isinstance(weights, str) or not 0 < len(weights) <= 256:
         raise Refusal("invalid-request", "parameter 'weights' is the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in asked.outputs if output.name is not None]
-    record, _ = await state.engine.extractor(await named.own_spec(state, target, weights, nodes))
+    spec = await named.own_spec(state, target, weights, nodes)
+    record, _ = await state.engine.extractor(spec, build=may_build(request))
     return record
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable
+from hashlib import sha256
 from html import escape
 from itertools import groupby
 
@@ -28,8 +30,30 @@ def write(models: Iterable[ModelEntry]) -> bytes:
             for entry in entries
         )
         sections.append(f"<h3>{_TITLES[task]}</h3>\n<ul class=models>\n{links}\n</ul>")
-    return _PAGE.replace("{origin}", _ORIGIN).replace("{models}", "\n".join(sections)).encode()
+    page = _PAGE.replace("{style}", _STYLE).replace("{script}", _SCRIPT).replace("{origin}", _ORIGIN)
+    return page.replace("{models}", "\n".join(sections)).encode()
 
+
+_STYLE = """:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 3rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } h3 { margin: 1.2rem 0 .3rem; }
+pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto;
+      font-size: 14px; }
+ul.models { columns: 14rem; padding-left: 1.1rem; margin: 0; font-size: 15px; }
+nav a { margin-right: 1rem; }
+"""
+_SCRIPT = """for (const e of document.querySelectorAll(".origin")) e.textContent = location.origin"""
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+POLICY = (
+    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+"""The page's Content-Security-Policy: its own style and script run, and nothing else."""
 
 # Shown until the page's script has put the address in that the browser knows.
 _ORIGIN = "<span class=origin>http://127.0.0.1:8000</span>"
@@ -40,15 +64,7 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>fxserve</title>
-<style>
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 3rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h3 { margin: 1.2rem 0 .3rem; }
-pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto;
-      font-size: 14px; }
-ul.models { columns: 14rem; padding-left: 1.1rem; margin: 0; font-size: 15px; }
-nav a { margin-right: 1rem; }
-</style>
+<style>{style}</style>
 </head>
 <body>
 <h1>fxserve</h1>
@@ -73,7 +89,7 @@ images, get tensors.</p>
 <h2>Models</h2>
 <p>Each name leads to its graph.</p>
 {models}
-<script>for (const e of document.querySelectorAll(".origin")) e.textContent = location.origin</script>
+<script>{script}</script>
 </body>
 </html>
 """

@@ -67,6 +67,11 @@ class Request:
     id: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def bytes(self) -> int:
+        """What the inputs take: more than the body had where it was compressed, or numbers in JSON."""
+        return sum(map(len, self.images or ())) + sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
     """Parse a body; takes time and memory in proportion to its (unpacked) size.

@@ -1,17 +1,36 @@
-"""How much work may be in the server at a time.
+"""How much work may be in the server at a time, and whose.
 
 A request enters before any of it is decoded: first by count, then, once its image headers are read, with the bytes it
-will decode to and answer with. What does not fit is refused at once, and told when to come back.
+will decode to and answer with. Its body counts from the moment it arrives, and its answer until it is sent. What does
+not fit is refused at once, and told when to come back.
+
+Two rules keep one client from starving the rest, a client being an API key or, where there are none, an address:
+
+- *Room for others*: nobody may hold more than eight times what is free, the dynamic threshold of Choudhury and Hahne
+  (IEEE/ACM Transactions on Networking 6(2), 1998), which switches use to share a buffer between ports. It needs no
+  list of who is active: a single client gets eight ninths, two get eight seventeenths each, and somebody new always
+  finds a place.
+- *Turns*: of what has a place, only so much is worked on as keeps batches full. The rest waits in a line for each
+  client, and the lines take turns. So a client with one request waits for one round and not for all that another has
+  sent before. Batches are formed of what had its turn, and need to know no clients.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from contextlib import suppress
+from contextvars import ContextVar
 from types import TracebackType
 
 from service.engine.errors import AdmissionFull, RequestTooLarge
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Who the current request comes from; empty for the service itself."""
+
+_VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
 _WINDOW = 30.0
 """Seconds over which the drain rate is measured."""
@@ -19,32 +38,59 @@ _WINDOW = 30.0
 _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
 
+_SHARE = 8
+"""How many times what is free one client may hold."""
+
 
 class Admission:
-    """Counts requests and their bytes. For one event loop: no locks.
+    """Counts requests and their bytes, by client. For one event loop: no locks.
 
     Args:
         max_requests: most requests at a time.
-        max_bytes: most bytes that the admitted requests may claim together.
+        max_bytes: most bytes that the requests may claim together.
+        max_turns: most requests that are worked on at a time; the others wait for their client's turn.
     """
 
-    def __init__(self, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, max_requests: int, max_bytes: int, max_turns: int = 64) -> None:
         self.max_requests = max_requests
         self.max_bytes = max_bytes
+        self.max_turns = max_turns
         self.requests = 0
         self.bytes = 0
+        self._requests_of: dict[str, int] = {}
+        self._bytes_of: dict[str, int] = {}
         self._departures: deque[float] = deque(maxlen=256)
+        self._turns = 0
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    def check(self) -> None:
+        """Refuse now what :meth:`enter` would refuse, before its body is read.
+
+        Raises:
+            AdmissionFull: there is no place.
+        """
+        client = CLIENT.get()
+        if self.requests >= self.max_requests:
+            raise self._full(f"{self.requests} requests are being worked on, as many as are allowed at a time")
+        held = self._requests_of.get(client, 0)
+        if held >= _SHARE * (self.max_requests - self.requests):
+            raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
 
     def enter(self) -> Ticket:
-        """Take a place.
+        """Take a place for the current request.
 
         Raises:
             AdmissionFull: there is none.
         """
-        if self.requests >= self.max_requests:
-            raise self._full(f"{self.requests} requests are being worked on, as many as are allowed at a time")
+        self.check()
+        client = CLIENT.get()
         self.requests += 1
-        return Ticket(self)
+        self._requests_of[client] = self._requests_of.get(client, 0) + 1
+        return Ticket(self, client, _VISIT.get())
+
+    def visit(self) -> Visit:
+        """Count the bytes that the current request holds from its body's first to its answer's last."""
+        return Visit(self, CLIENT.get())
 
     def retry_after(self) -> float:
         """Seconds until what is in now will have left, going by how fast requests left lately."""
@@ -56,43 +102,99 @@ class Admission:
         rate = len(self._departures) / max(now - self._departures[0], 1e-3)
         return float(math.ceil(min(max(self.requests / rate, _SHORTEST), _LONGEST)))
 
+    async def _take_turn(self, client: str) -> None:
+        if self._turns < self.max_turns:
+            self._turns += 1
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line = self._waiting.setdefault(client, deque())
+        line.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():  # it was given the turn in the same moment
+                self._pass_on()
+            else:
+                with suppress(ValueError):  # passed over already
+                    line.remove(waiter)
+                if not line and self._waiting.get(client) is line:
+                    del self._waiting[client]
+            raise
+
+    def _pass_on(self) -> None:
+        """Give a turn that ended to the next client in the round."""
+        while self._waiting:
+            client, line = self._waiting.popitem(last=False)
+            waiter = line.popleft()
+            if line:
+                self._waiting[client] = line  # at the end of the round
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._turns -= 1
+
     def _full(self, why: str) -> AdmissionFull:
         seconds = self.retry_after()
         return AdmissionFull(f"{why}; try again in {seconds:.0f} s", retry_after=seconds)
 
-    def _claim(self, amount: int) -> None:
-        if amount > self.max_bytes:
-            raise RequestTooLarge(amount, self.max_bytes)
-        if self.bytes + amount > self.max_bytes:
+    def _claim(self, client: str, amount: int, own: int) -> None:
+        """Count ``amount`` more bytes for a request that holds ``own`` already."""
+        if own + amount > self.max_bytes:
+            raise RequestTooLarge(own + amount, self.max_bytes)
+        left = self.max_bytes - self.bytes - amount
+        held = self._bytes_of.get(client, 0)
+        if left < 0:
             raise self._full(
                 f"the requests being worked on need {self.bytes:,} bytes, this one {amount:,}, and the limit is "
                 f"{self.max_bytes:,}"
             )
+        # A client's only request may take all that is free: otherwise the largest would never be let in.
+        if held > own and held + amount > _SHARE * left:
+            raise self._full(f"your requests need {held:,} bytes, this one {amount:,}, and what is left is for others")
         self.bytes += amount
+        self._bytes_of[client] = held + amount
 
-    def _leave(self, amount: int) -> None:
+    def _release(self, client: str, amount: int) -> None:
+        if amount:
+            self.bytes -= amount
+            _subtract(self._bytes_of, client, amount)
+
+    def _leave(self, client: str, worked: bool) -> None:
         self.requests -= 1
-        self.bytes -= amount
-        if amount:  # one that was refused says nothing about how fast work gets done
+        _subtract(self._requests_of, client, 1)
+        if worked:  # one that was refused says nothing about how fast work gets done
             self._departures.append(time.monotonic())
 
 
 class Ticket:
     """A request's place; use it as a context manager so that the place is given back."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, client: str, visit: Visit | None) -> None:
         self._admission = admission
+        self._client = client
+        self._visit = visit
         self._bytes = 0
+        self._answer = 0
+        self._has_turn = False
 
-    def claim(self, amount: int) -> None:
-        """Count ``amount`` bytes to this request until it leaves.
+    def claim(self, amount: int, answer: int = 0) -> None:
+        """Count ``amount`` bytes to this request until it leaves, and ``answer`` more until its answer is sent.
 
         Raises:
-            AdmissionFull: they do not fit beside what others hold.
+            AdmissionFull: they do not fit beside what others hold, or are more than this client's share.
             RequestTooLarge: they would not fit if this request were alone.
         """
-        self._admission._claim(amount)
+        own = self._bytes + self._answer + (0 if self._visit is None else self._visit.bytes)
+        self._admission._claim(self._client, amount + answer, own)
         self._bytes += amount
+        self._answer += answer
+
+    async def turn(self) -> float:
+        """Wait until it is this client's turn, which is held until this request leaves; the seconds waited."""
+        asked = time.monotonic()
+        await self._admission._take_turn(self._client)
+        self._has_turn = True
+        return time.monotonic() - asked
 
     def __enter__(self) -> Ticket:
         return self
@@ -100,4 +202,67 @@ class Ticket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._admission._leave(self._bytes)
+        if self._has_turn:
+            self._admission._pass_on()
+        self._admission._leave(self._client, self._bytes + self._answer > 0)
+        self._admission._release(self._client, self._bytes)
+        if self._visit is not None and error is None:
+            self._visit.hand_over(self._answer)
+        else:
+            self._admission._release(self._client, self._answer)
+
+
+class Visit:
+    """What one request holds while the server listens to it and answers it; a context manager that gives it back."""
+
+    def __init__(self, admission: Admission, client: str) -> None:
+        self._admission = admission
+        self._client = client
+        self._ended = False
+        self.bytes = 0
+
+    def claim(self, amount: int) -> None:
+        """Count ``amount`` bytes until the request ends.
+
+        Raises:
+            AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
+        """
+        self._admission._claim(self._client, amount, self.bytes)
+        self.bytes += amount
+
+    def hand_over(self, amount: int) -> None:
+        """Count bytes that are claimed already until the request ends."""
+        if self._ended:
+            self._admission._release(self._client, amount)
+        else:
+            self.bytes += amount
+
+    def __enter__(self) -> Visit:
+        self._token = _VISIT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _VISIT.reset(self._token)
+        self._ended = True
+        self._admission._release(self._client, self.bytes)
+
+
+def claim_for_current_request(amount: int) -> None:
+    """Count ``amount`` more bytes to the current request until it ends, such as what its body unpacks to.
+
+    Raises:
+        AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
+    """
+    visit = _VISIT.get()
+    if visit is not None:
+        visit.claim(amount)
+
+
+def _subtract(amounts: dict[str, int], client: str, amount: int) -> None:
+    left = amounts[client] - amount
+    if left:
+        amounts[client] = left
+    else:  # nobody is remembered who holds nothing
+        del amounts[client]

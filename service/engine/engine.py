@@ -56,7 +56,8 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.device = pick_device(settings.device)
-        self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes)
+        # Turns for two batches: one that is computed and one that is decoded.
+        self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 2 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads)
         # Decoders share the cores with the worker: a thread of theirs that fans out again would fight with it.
@@ -108,23 +109,26 @@ class Engine:
         trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout)
         return trouble is None, trouble or "ready"
 
-    async def extractor(self, spec: ExtractorSpec, wait: float = 0.0) -> tuple[ExtractorRecord, bool]:
+    async def extractor(
+        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True
+    ) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, made if there is none yet.
 
         Args:
             spec: what to build.
             wait: seconds to wait for its build; when they are over the record is returned in state ``building``.
+            build: whether one may be made.
 
         Returns:
             The record and whether it is new. A build that failed is told by ``state`` and ``problem``, not raised.
 
         Raises:
             FxError: the spec itself is wrong: an unknown model, node, weights; a backend that is not served; a name
-                that is taken.
+                that is taken; there is none and none may be made.
             Draining: the service is shutting down.
         """
         self._refuse_new_work()
-        record, created = await self._extractors.get(spec)
+        record, created = await self._extractors.get(spec, build)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created
@@ -216,7 +220,8 @@ class Engine:
         plan = await self._quickly(_is_small(images), self._plan, record, images, options)
         known = all(shape in record.row_sizes for shape in set(plan.shapes))
         row_bytes, answer = await self._quickly(known, self._sizes, record, plan, options)
-        ticket.claim(plan.bytes + answer)
+        ticket.claim(plan.bytes, answer)
+        waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline)
         decoding = Decoding(plan, job, self._queue, row_bytes)
         decoding.start(self._decoders)
@@ -226,8 +231,8 @@ class Engine:
         finally:
             decoding.cancel()
         timings = {
-            "decode": job.queued - started,
-            "queue": max(0.0, time.monotonic() - job.queued - job.computed),
+            "decode": job.queued - started - waited,
+            "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
         self._tiers.used(record, job.rows)

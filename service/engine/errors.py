@@ -33,6 +33,12 @@ class AdmissionFull(EngineError):
         self.retry_after = retry_after
 
 
+class Forbidden(EngineError):
+    """Who asks may not have an extractor made."""
+
+    status = 403
+
+
 class RequestTooLarge(EngineError):
     """One request that needs more memory than all requests together may have; ``bytes`` and ``limit``."""
 

@@ -24,7 +24,7 @@ from fxcore.errors import BadTensor, FxError, UnknownModel
 from fxcore.extractor import build_extractor
 from fxcore.graphs import ModelGraph, model_graph
 from fxcore.memory import give_back
-from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor, Unsupported
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.tiers import Tiers
@@ -75,11 +75,12 @@ class Extractors:
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[str, str] = OrderedDict()
 
-    async def get(self, spec: ExtractorSpec) -> tuple[ExtractorRecord, bool]:
+    async def get(self, spec: ExtractorSpec, build: bool = True) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
 
         Raises:
             FxError: the spec names something that does not exist or is not served, or its name is another's.
+            Forbidden: there is none and ``build`` is false.
         """
         key = spec.model_dump_json(exclude={"name"})
         record = self._records.get(self._resolved.get(key, ""))
@@ -87,6 +88,11 @@ class Extractors:
         if record is None:
             fresh = await self._in_pool(self._resolve, spec)
             record = self._records.get(fresh.id)
+            if record is None and not build:
+                raise Forbidden(
+                    f"there is no extractor of these nodes of {spec.model} with these weights yet, and making one "
+                    "needs a key of scope admin; with one, POST /v1/extractors makes it"
+                )
             if record is None:
                 self._check_name(spec.name, fresh.id)
                 record = self._records[fresh.id] = fresh

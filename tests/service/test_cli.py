@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -88,7 +89,7 @@ finally:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0
     assert "HEAVY []" in run.stdout
-    for command in ("serve", "models", "nodes", "graph", "extract"):
+    for command in ("serve", "models", "nodes", "graph", "extract", "key"):
         assert command in run.stdout
 
 
@@ -104,7 +105,7 @@ def test_version_names_the_libraries_that_decide_the_values() -> None:
     assert fxserve("--version").stdout == expected
 
 
-@pytest.mark.parametrize("command", ["serve", "models", "nodes", "graph", "extract"])
+@pytest.mark.parametrize("command", ["serve", "models", "nodes", "graph", "extract", "key"])
 def test_every_example_in_a_help_is_a_command_that_can_be_typed(command: str) -> None:
     group: Any = typer.main.get_command(app)
     text = group.commands[command].help
@@ -369,3 +370,12 @@ def test_serve_tells_of_a_port_that_is_taken() -> None:
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert "address already in use" in result.stderr
+
+
+def test_key_prints_the_line_for_the_file_and_the_key_apart(tmp_path: Path) -> None:
+    result = fxserve("key", "alice", "--scope", "admin")
+    secret = result.stderr.split()[0]
+    assert result.stdout == f"alice:admin:{hashlib.sha256(secret.encode()).hexdigest()}\n"
+    assert fxserve("key", "alice").stdout.startswith("alice:read:")
+    assert fxserve("key", "a:b").exit_code == 2
+    assert fxserve("key", "alice", "--scope", "write").exit_code == 2

@@ -4,6 +4,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
+from service.engine.admission import Admission
 from service.metrics import RequestMetrics
 from service.middleware import BodyLimit, RequestContext, request_id
 
@@ -35,6 +36,10 @@ def call(app, scope, chunks=(b"",), disconnect=False):
 async def echo(scope, receive, send):
     body = await Request(scope, receive).body()
     await PlainTextResponse(f"{len(body)}")(scope, receive, send)
+
+
+def limited(app, timeout=60.0, admission=None):
+    return BodyLimit(app, 10, timeout, admission or Admission(10, 1000))
 
 
 def headers(sent):
@@ -107,7 +112,7 @@ def test_metrics_count_by_route_template():
 
 
 def test_a_body_at_the_limit_passes():
-    messages, _ = call(BodyLimit(echo, 10), scope(content_length="10"), [b"12345", b"67890"])
+    messages, _ = call(limited(echo), scope(content_length="10"), [b"12345", b"67890"])
     assert messages[0]["status"] == 200
     assert messages[1]["body"] == b"10"
 
@@ -116,7 +121,7 @@ def test_a_declared_body_over_the_limit_is_not_read():
     async def never(scope, receive, send):
         pytest.fail("the app was called")
 
-    messages, _ = call(BodyLimit(never, 10), scope(content_length="11"), [])
+    messages, _ = call(limited(never), scope(content_length="11"), [])
     assert messages[0]["status"] == 413
     assert headers(messages)["connection"] == "close"
     assert b"/problems/body-too-large" in messages[1]["body"]
@@ -136,7 +141,7 @@ def test_a_streamed_body_over_the_limit_is_cut_off(swallow):
                 raise
             await PlainTextResponse("an answer of the app's own", 400)(scope, receive, send)
 
-    messages, _ = call(BodyLimit(reader, 10), scope(), [b"123456"] * 1000)
+    messages, _ = call(limited(reader), scope(), [b"123456"] * 1000)
     assert messages[0]["status"] == 413
     assert sum(m["type"] == "http.response.start" for m in messages) == 1
     assert read == [b"123456"]
@@ -144,5 +149,67 @@ def test_a_streamed_body_over_the_limit_is_cut_off(swallow):
 
 def test_lingering_ends():
     """A client that never stops sending is thrown out."""
-    _, taken = call(BodyLimit(echo, 10), scope(), [b"x" * 65536] * 1000)
+    _, taken = call(limited(echo), scope(), [b"x" * 65536] * 1000)
     assert taken < 30
+
+
+def test_a_body_that_does_not_come_is_given_up():
+    """Also where the app makes an answer of its own out of it."""
+
+    async def never():
+        await asyncio.Event().wait()
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(limited(echo, timeout=0.01)(scope(), never, send))
+    assert sent[0]["status"] == 408
+    assert b"/problems/request-timeout" in sent[1]["body"]
+    assert headers(sent)["connection"] == "close"
+
+
+def test_waiting_for_the_client_to_leave_is_not_waiting_for_its_body():
+    async def patient(scope, receive, send):
+        request = Request(scope, receive)
+        await request.body()
+        assert (await request.receive())["type"] == "http.disconnect"
+        await PlainTextResponse("left")(scope, receive, send)
+
+    waiting = [{"type": "http.request", "body": b"x"}]
+
+    async def receive():
+        if waiting:
+            return waiting.pop()
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(limited(patient, timeout=0.01)(scope(), receive, send))
+    assert sent[0]["status"] == 200
+
+
+def test_bodies_count_towards_admission_until_the_answer_is_sent():
+    admission = Admission(10, 15)
+    held = []
+
+    async def app(scope, receive, send):
+        await Request(scope, receive).body()
+        held.append(admission.bytes)
+        await PlainTextResponse("")(scope, receive, send)
+        held.append(admission.bytes)
+
+    call(limited(app, admission=admission), scope(), [b"12345", b"678"])
+    assert held == [8, 8]
+    assert admission.bytes == 0
+    with admission.visit() as another:
+        another.claim(10)
+        messages, _ = call(limited(app, admission=admission), scope(), [b"12345", b"678"])
+        assert messages[0]["status"] == 429
+        assert int(headers(messages)["retry-after"]) >= 1
+    assert admission.bytes == 0

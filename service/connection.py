@@ -1,0 +1,116 @@
+"""A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up clients that do not go on.
+
+uvicorn itself waits for the end of a request's head, and for a client to read its answer, as long as the connection
+lasts, and holds heads of any size in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_SECONDS = 10.0
+"""From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
+of its body, where the answer came first."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of the request line and all headers."""
+
+UNREAD_SECONDS, UNREAD_BYTES = 10.0, 256 * 1024
+"""A client that is waited for reads so much of its answer in that time. Answers are written in pieces of this size."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = True
+        self._in_message = True
+        self._head_bytes = 0
+        self._unfinished: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        self._read_on()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            else:
+                self._expect_end()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._in_message = True
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._ended()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._ended()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
+            self._expect_end()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._read_on()
+        super().resume_writing()
+
+    def _expect_end(self) -> None:
+        if self._unfinished is None:
+            self._unfinished = self.loop.call_later(HEAD_SECONDS, self._end, HTTPStatus.REQUEST_TIMEOUT)
+
+    def _ended(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
+
+    def _end(self, status: HTTPStatus) -> None:
+        """Close the connection, and say why where a request has begun that has no answer."""
+        self._ended()
+        if self._in_head and self._head_bytes:
+            text = status.phrase.encode()
+            head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+            self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
+        self.transport.close()
+
+    def _expect_reading(self) -> None:
+        self._read_on()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
+
+    def _read_on(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _check_reading(self) -> None:
+        if self._unread_bytes - self.transport.get_write_buffer_size() >= UNREAD_BYTES:
+            self._expect_reading()
+        else:  # closing would wait for it to read
+            self.transport.abort()

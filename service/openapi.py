@@ -1,0 +1,65 @@
+"""The OpenAPI document: what the routes say of themselves, and what happens before any route is reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from service import problems
+from service.access import OPEN
+from service.api import protocol_v2
+from service.schemas import ImagesBody, Problem
+
+_SECURITY_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, where the server has keys. Scope `read` asks; `admin` also makes, loads and deletes.",
+}
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` complete its document."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _completed(generate())
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    # Routes refer to these by hand.
+    _, shared = models_json_schema(
+        [(Problem, "serialization"), (ImagesBody, "validation")], ref_template="#/components/schemas/{model}"
+    )
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(shared["$defs"])
+    components["securitySchemes"] = {"key": _SECURITY_SCHEME}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _add_refusals(path, operation)
+    return document
+
+
+def _add_refusals(path: str, operation: dict[str, Any]) -> None:
+    """What the middleware may answer in place of a route."""
+    slugs = []
+    if path not in OPEN:
+        operation["security"] = [{"key": []}, {}]
+        slugs += ["unauthorized", "forbidden"]
+    if "requestBody" in operation:
+        slugs += ["request-timeout", "body-too-large", "admission-full"]
+    is_v2 = path == "/v2" or path.startswith("/v2/")
+    # FastAPI adds the schema of a response's model itself; here it is too late for that.
+    schema = {"$ref": "#/components/schemas/ErrorV2" if is_v2 else "#/components/schemas/Problem"}
+    for status, response in (protocol_v2 if is_v2 else problems).documented(*slugs).items():
+        response.pop("model", None)
+        there = operation["responses"].setdefault(str(status), response)
+        for kind, content in response["content"].items():
+            known = there["content"].setdefault(kind, {})
+            known.setdefault("schema", schema)
+            known["examples"] = {**known.get("examples", {}), **content["examples"]}
