@@ -27,8 +27,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
-# Palettes with transparency and odd EXIF are converted all the same. Said once for the process, as ``catch_warnings`` is
-# made for one thread: in several, its list of filters grew with every image.
+# Palettes with transparency and odd EXIF are converted all the same. Said once for the process: ``catch_warnings`` is
+# made for one thread, and in several its list of filters grew with every image.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 

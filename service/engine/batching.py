@@ -22,6 +22,7 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from service.engine.errors import DeadlineExceeded, NotReady
 from service.engine.options import FeatureOptions
+from service.engine.staging import copied
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -96,7 +97,7 @@ class Job:
         storage = values.untyped_storage()
         taken = {tensor.untyped_storage().data_ptr() for tensor in self._outputs.values()}
         if storage.nbytes() != values.nbytes or storage.data_ptr() in taken:
-            values = values.clone()
+            values = copied(values)
         return values
 
     def _settle(self, outputs: dict[str, Tensor]) -> None:

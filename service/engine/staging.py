@@ -1,9 +1,11 @@
-"""Memory that batches are put together in."""
+"""Memory that batches are put together in, and copies out of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,20 +38,34 @@ class Staging:
 
     def _put(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         like = parts[0]
-        rows = sum(len(part) for part in parts)
-        size = rows * like[0].numel() * like.element_size()
+        channels_last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        order = (0, 2, 3, 1) if channels_last else tuple(range(like.ndim))
+        size = sum(part.nbytes for part in parts)
         while len(self._memory) <= place:
             self._memory.append(torch.empty(0, dtype=torch.uint8))
         if self._memory[place].nbytes < size:
             self._memory[place] = torch.empty(size, dtype=torch.uint8, pin_memory=self._locked)
-        flat = self._memory[place][:size].view(like.dtype)
-        if like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last):
-            _, channels, height, width = like.shape
-            batch = flat.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        else:
-            batch = flat.view(rows, *like.shape[1:])
+        flat = self._memory[place][:size]
+        memory = flat.numpy()
         start = 0
         for part in parts:
-            batch[start : start + len(part)] = part
-            start += len(part)
-        return batch
+            memory[start : start + part.nbytes] = _bytes(part.permute(order))
+            start += part.nbytes
+        inner = like.permute(order).shape[1:]
+        batch = flat.view(like.dtype).view(-1, *inner)
+        return batch.permute(0, 3, 1, 2) if channels_last else batch
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy of a CPU tensor in memory of its own, made by this thread alone.
+
+    torch shares a copy of over 32,768 values among its threads, and then waits for one that may have no core while
+    images are decoded.
+    """
+    if not tensor.numel():
+        return tensor.clone()
+    return torch.from_numpy(_bytes(tensor).copy()).view(tensor.dtype).view(tensor.shape)
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
