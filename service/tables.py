@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -13,7 +13,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from fxcore.catalog import ModelEntry
     from fxcore.graphs import ModelGraph
-    from service.extract import Extraction
 
 NOTHING = "-"
 
@@ -72,13 +71,12 @@ def nodes(graph: ModelGraph) -> Table:
     return table
 
 
-def outputs(made: Extraction) -> Table:
-    """What was extracted."""
-    table = _table("output", "node", "shape", "dtype", "bytes")
-    table.columns[4].justify = "right"
-    for key, tensor in made.outputs.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        table.add_row(key, made.nodes[key], _shape(tensor.shape), dtype, f"{tensor.nbytes:,}")
+def outputs(made: Iterable[Mapping[str, Any]]) -> Table:
+    """What was extracted: key, node, shape of one image and dtype of each output."""
+    table = _table("output", "node", "shape", "dtype")
+    for output in made:
+        shape = _shape(output["shape"]) if output["shape"] is not None else "varies"
+        table.add_row(output["key"], output["node"], shape, output["dtype"])
     return table
 
 

@@ -167,6 +167,12 @@ class Engine:
             raise record.problem.with_traceback(None)
         return record
 
+    async def settle(self, record: ExtractorRecord) -> None:
+        """Wait until ``record``, which is built, runs on the fastest backend that is found for it."""
+        search = self._tiers.improve(record)
+        if search is not None:
+            await asyncio.wait({search})
+
     def models_loaded(self) -> set[tuple[str, str]]:
         """(model, weights) of the weights in memory."""
         return {(model, weights) for model, weights, _ in self._models.loaded()}
@@ -280,9 +286,7 @@ class Engine:
                 record, _ = await self.extractor(preload_spec(text))
                 record.pinned = True
                 await self.load(record)
-                search = self._tiers.improve(record)
-                if search is not None:  # ready means as fast as it gets
-                    await asyncio.wait({search})
+                await self.settle(record)  # ready means as fast as it gets
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
         except (FxError, ValueError) as error:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 import typer.main
@@ -28,7 +27,6 @@ from typer.testing import CliRunner
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.images import open_image
-from fxcore.pooling import pool
 from fxcore.render import render
 from service.cli import app
 
@@ -198,13 +196,13 @@ def test_graph_writes_the_format_of_the_suffix(tmp_path: Path) -> None:
     assert out.read_text().startswith("digraph")
 
 
-def test_extract_writes_safetensors(files: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "features.safetensors"
+def test_extract_writes_a_folder_of_shards(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "features"
     arguments = ["--model", "resnet18", "--nodes", "C4,layer4:last", "--weights", "random", "--device", "cpu"]
-    result = fxserve("extract", *files, *arguments, "--out", out)
+    result = fxserve("extract", tmp_path, *arguments, "--out", out)
     assert result.exit_code == 0, result.stderr
     right = expected(files, {"C4": "C4", "layer4": "last"})
-    with safe_open(out, "pt") as file:
+    with safe_open(out / "shard-000000.safetensors", "pt") as file:
         metadata = file.metadata()
         assert set(file.keys()) == {"C4", "last"}
         for key, value in right.items():
@@ -213,43 +211,33 @@ def test_extract_writes_safetensors(files: list[Path], tmp_path: Path) -> None:
     assert metadata["weights"] == "random"
     assert json.loads(metadata["nodes"]) == {"C4": "layer3.1.relu_1", "last": "layer4.1.relu_1"}
     assert metadata["fingerprint"] == model_graph("resnet18").fingerprint
-    assert json.loads(metadata["images"]) == [str(photo) for photo in files]
+    assert json.loads(metadata["path"]) == [str(photo) for photo in files]
     assert rows(result.stdout, "output") == [
-        ["C4", "layer3.1.relu_1", "2x256x14x14", "float32", "401,408"],
-        ["last", "layer4.1.relu_1", "2x512x7x7", "float32", "200,704"],
+        ["C4", "layer3.1.relu_1", "256x14x14", "float32"],
+        ["last", "layer4.1.relu_1", "512x7x7", "float32"],
     ]
-    assert "weights random" in result.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cat.jpg", "coffee.jpg", "features.safetensors"]
+    assert result.stdout.splitlines()[-1] == f"{out}: 2 of 2 images in 1 shard"
+    assert result.stderr == ""  # the bar is for terminals
+    names = ["errors.jsonl", "index.sqlite", "shard-000000.safetensors", "spec.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
 
 
-def test_extract_writes_numpy_files_and_pools(files: list[Path], tmp_path: Path) -> None:
-    base = ["extract", *files, "--model", "resnet18", "--weights", "random", "--pool", "avg", "--device", "cpu"]
-    assert fxserve(*base, "--nodes", "layer3", "--out", tmp_path / "f.npy").exit_code == 0
-    assert fxserve(*base, "--nodes", "layer3,layer4", "--out", tmp_path / "f.npz").exit_code == 0
-    right = {k: pool(v, "NCHW", "avg").numpy() for k, v in expected(files, {"layer3": "a", "layer4": "b"}).items()}
-    np.testing.assert_allclose(np.load(tmp_path / "f.npy"), right["a"], rtol=1e-4, atol=1e-5)
-    archive = np.load(tmp_path / "f.npz")
-    assert archive.files == ["layer3", "layer4"]
-    np.testing.assert_allclose(archive["layer4"], right["b"], rtol=1e-4, atol=1e-5)
-
-
-def test_extract_keeps_the_order_over_many_files(files: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "f.npy"
-    many = [files[i % 2] for i in (0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 0)]
-    common = ["--model", "resnet18", "--nodes", "layer1", "--weights", "random", "--pool", "avg", "--out", out]
-    assert fxserve("extract", *many, *common).exit_code == 0
-    features = np.load(out)
-    cat, coffee = features[0], features[2]
-    assert abs(cat - coffee).max() > 1e-3
-    for row, photo in zip(features, many, strict=True):
-        np.testing.assert_allclose(row, cat if photo == files[0] else coffee, rtol=1e-4, atol=1e-5)
+def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f"
+    base = ["extract", *files, "--model", "resnet18", "--weights", "random", "--device", "cpu", "--format", "npz"]
+    options = ["--pool", "avg", "--dtype", "float16", "--normalize", "l2", "--image-size", 96]
+    assert fxserve(*base, "--nodes", "layer3,layer4", *options, "--out", out).exit_code == 0
+    archive = np.load(out / "shard-000000.npz")
+    assert archive.files == ["path", "layer3", "layer4"]
+    assert (archive["layer4"].shape, archive["layer4"].dtype) == ((2, 512), np.float16)
+    np.testing.assert_allclose(np.linalg.norm(archive["layer3"].astype(np.float32), axis=1), 1, rtol=1e-3)
 
 
 def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path: Path) -> None:
-    out = tmp_path / "f.safetensors"
+    out = tmp_path / "f"
     common = ["--model", "resnet18", "--nodes", "C5", "--weights", "random", "--device", "cpu", "--out", out]
     assert fxserve("extract", files[0], *common, "--precision", "bfloat16", "--image-size", 96).exit_code == 0
-    with safe_open(out, "pt") as file:
+    with safe_open(out / "shard-000000.safetensors", "pt") as file:
         assert file.get_tensor("C5").dtype is torch.bfloat16
         assert file.get_tensor("C5").shape == (1, 512, 3, 3)
 
@@ -272,33 +260,36 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["serve", "--port", "70000"], 2, "port: Input should be less than or equal to 65535 (it is 70000)"),
         (["serve", "--device", "toaster"], 2, "device: "),
         (["serve", "--device", "cuda:77"], 2, "device 'cuda:77' is not here"),
-        (["extract", "CAT", *RANDOM, "--nodes", "layer9", "--out", "OUT.npy"], 1, "no node 'layer9'; did you mean"),
-        (["extract", "CAT", *RANDOM, "--nodes", "a,,b", "--out", "OUT.npz"], 2, "--nodes: '' is not NODE or NODE:KEY"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT.npz"], 2, "'C4' is named twice"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT.npz"], 1, "the key 'a' is given twice"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "OUT.txt"], 1, "use one of .safetensors, .npz, .npy"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4,C5", "--out", "OUT.npy"], 1, "an npy file holds one array"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "no/such/f.npy"], 1, "there is no folder no/such"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT.npy"], 2, "image_size: "),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT.npy"], 1, "pool=cls takes"),
-        (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT.npy"], 1, "gone.jpg: No such file"),
-        (["extract", "CAT", "JUNK", *RANDOM, "--nodes", "C4", "--out", "OUT.npy"], 1, "junk.jpg: these 4 bytes are"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--precision", "bfloat16", "--out", "OUT.npz"], 1, "no bfloat16"),
-        (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT.npy"], 1, "resnet18-f37072fd.pth is"),
+        (["extract", "CAT", *RANDOM, "--nodes", "layer9", "--out", "OUT"], 1, "no node 'layer9'; did you mean"),
+        (["extract", "CAT", *RANDOM, "--nodes", "a,,b", "--out", "OUT"], 2, "--nodes: '' is not NODE or NODE:KEY"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT"], 2, "'C4' is named twice"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT"], 1, "the key 'a' is given twice"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:path", "--out", "OUT"], 1, "an output cannot be called 'path'"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "CAT"], 1, "cat.jpg is a file; --out names a folder"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "image_size: "),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT"], 1, "pool=cls takes"),
+        (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begins with http"),
         (
-            ["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT.npy"],
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "http://127.0.0.1:9", "--out", "OUT"],
             1,
-            "r3d",
+            "27.0.0.1:9: POST",
         ),
+        (
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--format", "npz", "--precision", "bfloat16", "--out", "OUT"],
+            1,
+            "no bfloat16",
+        ),
+        (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT"], 1, "resnet18-f37072fd.pth is"),
+        (["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"], 1, "r3d"),
     ],
     ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
 )
 def test_errors_are_told_in_one_line(
     arguments: list[str], code: int, said: str, files: list[Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "junk.jpg").write_bytes(b"junk")
     before = sorted(tmp_path.iterdir())
-    named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg", "JUNK": tmp_path / "junk.jpg"}
+    named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg"}
     filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
     result = fxserve(*filled)
     assert result.exit_code == code
@@ -309,29 +300,15 @@ def test_errors_are_told_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_images_whose_maps_differ_need_pooling(files: list[Path], tmp_path: Path) -> None:
-    common = ["--model", "lraspp_mobilenet_v3_large", "--weights", "random", "--nodes", "backbone.4:map"]
-    out = tmp_path / "f.npy"
-    tall = tmp_path / "tall.png"
-    PIL.Image.open(files[0]).rotate(90, expand=True).save(tall)
-    for others in (files[:1], files[:1] * 8):  # in one batch, and in two
-        result = fxserve("extract", *others, tall, *common, "--out", out)
-        assert result.exit_code == 1
-        assert result.stderr.count("\n") == 1
-        assert "40 x 65 x 98 and 40 x 98 x 65" in result.stderr
-        assert "pool" in result.stderr
-    assert fxserve("extract", files[0], tall, *common, "--pool", "avg", "--out", out).exit_code == 0
-    assert np.load(out).shape == (2, 40)
-
-
 def test_a_detectors_values_do_not_depend_on_the_other_images(files: list[Path], tmp_path: Path) -> None:
     # Alone the second photo is padded to 480 pixels, in a batch with the first to 512.
     common = ["--model", "fasterrcnn_mobilenet_v3_large_320_fpn", "--weights", "random", "--nodes", "C4"]
-    common += ["--device", "cpu", "--pool", "avg"]
-    alone, both = tmp_path / "alone.npy", tmp_path / "both.npy"
+    common += ["--device", "cpu", "--pool", "avg", "--format", "npz"]
+    alone, both = tmp_path / "alone", tmp_path / "both"
     assert fxserve("extract", files[1], *common, "--out", alone).exit_code == 0
     assert fxserve("extract", *files, *common, "--out", both).exit_code == 0
-    np.testing.assert_array_equal(np.load(alone)[0], np.load(both)[1])
+    values = [np.load(folder / "shard-000000.npz")["C4"] for folder in (alone, both)]
+    np.testing.assert_array_equal(values[0][0], values[1][1])
 
 
 def test_serve_answers_until_it_is_told_to_end() -> None:

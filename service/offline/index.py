@@ -1,0 +1,140 @@
+"""Which images there are, and where the features of each are: one SQLite file in the output folder.
+
+A row of the table ``images`` is an image. ``shard`` and ``row`` say where its features are; ``error`` why there are
+none; where all are NULL it is still to be done. A shard's rows are entered in one transaction once its file is whole
+and in place, so the index never names what is not there, and no image is done twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fxcore.errors import FxError
+from service.offline.sources import Source
+
+FILE = "index.sqlite"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS images (
+    path TEXT PRIMARY KEY, file, "offset" INTEGER NOT NULL, size INTEGER, shard TEXT, "row" INTEGER, error TEXT
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
+CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
+"""
+
+# What was done stays so. Of members of an archive that have one name the last counts, as it does for tar.
+_ENTER = """
+INSERT INTO images (path, file, "offset", size, error) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (path) DO UPDATE SET file = excluded.file, "offset" = excluded."offset", size = excluded.size,
+    error = excluded.error WHERE shard IS NULL
+"""
+
+_BLOCK = 1024
+
+
+class Index:
+    """The index in ``folder``, made if there is none. It is this process's alone until it is closed.
+
+    Raises:
+        FxError: another process has it open, or it is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(folder / FILE, timeout=0, isolation_level=None, check_same_thread=False)
+            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._database.execute("BEGIN EXCLUSIVE")
+            self._database.execute("COMMIT")
+            self._database.executescript(_SCHEMA)
+        except sqlite3.OperationalError as error:
+            raise FxError(f"{folder}: another run is writing to this folder ({error})") from error
+        except sqlite3.DatabaseError as error:
+            raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
+
+    def enter(self, sources: Iterable[Source]) -> None:
+        """Take ``sources`` as what there is to do, beside what was done. What could not be read is tried again."""
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            self._database.execute("DELETE FROM images WHERE shard IS NULL")
+            self._database.executemany(_ENTER, map(_values, sources))
+
+    def keep(self, shards: Iterable[str]) -> None:
+        """Have what is in other shards than these done again."""
+        kept = set(shards)
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            known = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL").fetchall()
+            for (shard,) in known:
+                if shard not in kept:
+                    self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (shard,))
+
+    def shards(self) -> list[str]:
+        """The names of the shards that count, in order."""
+        with self._lock:
+            found = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL ORDER BY shard")
+            return [shard for (shard,) in found]
+
+    def counts(self) -> tuple[int, int, int]:
+        """Images in all, images in shards, images that cannot be read."""
+        with self._lock:
+            found = self._database.execute("SELECT count(*), count(shard), count(error) FROM images").fetchone()
+            return found[0], found[1], found[2]
+
+    def left(self) -> Iterator[list[Source]]:
+        """What is to be done, some at a time: files by name, members of an archive by their place in it."""
+        after: tuple[object, int] = ("", -2)
+        while True:
+            with self._lock:
+                block = self._database.execute(
+                    'SELECT path, file, "offset", size FROM images WHERE (file, "offset") > (?, ?) '
+                    'AND shard IS NULL AND error IS NULL ORDER BY file, "offset" LIMIT ?',
+                    (*after, _BLOCK),
+                ).fetchall()
+            if not block:
+                return
+            after = block[-1][1], block[-1][2]
+            yield [Source(path, os.fsdecode(file), offset, size) for path, file, offset, size in block]
+
+    def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
+        """Enter a shard's rows, and (path, reason) of images that cannot be read."""
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            self._database.executemany(
+                'UPDATE images SET shard = ?, "row" = ? WHERE path = ?',
+                ((shard, row, path) for row, path in enumerate(paths)),
+            )
+            self._database.executemany(
+                "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
+            )
+
+    def errors(self) -> Iterator[tuple[str, str]]:
+        """(path, reason) of every image that cannot be read, by path."""
+        after = ""
+        while True:
+            with self._lock:
+                block = self._database.execute(
+                    "SELECT path, error FROM images WHERE path > ? AND error IS NOT NULL ORDER BY path LIMIT ?",
+                    (after, _BLOCK),
+                ).fetchall()
+            if not block:
+                return
+            yield from block
+            after = block[-1][0]
+
+    def close(self) -> None:
+        """Let others have it."""
+        with self._lock:
+            self._database.close()
+
+
+def _values(source: Source) -> tuple[object, ...]:
+    try:
+        source.file.encode()
+    except UnicodeEncodeError:  # a name that is not text
+        return source.path, os.fsencode(source.file), source.offset, source.size, source.error
+    return source.path, source.file, source.offset, source.size, source.error

@@ -1,0 +1,127 @@
+"""``spec.json``: what the features in a folder are, so that others of another kind never get in among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fxcore.errors import FxError
+from service.engine import FeatureOptions
+from service.offline.computing import Described, Rows
+from service.offline.shards import write_text
+
+FILE = "spec.json"
+
+_TOLERANCE = 0.02
+"""Backends and precisions round differently, by less than this share of an output's spread; other weights differ by
+more."""
+
+
+class Record:
+    """What is written beside the shards.
+
+    Args:
+        described: the extractor.
+        options: what is done with its outputs.
+        format: of the shards.
+        probe: the features of one image that is always the same.
+    """
+
+    def __init__(self, described: Described, options: FeatureOptions, format: str, probe: Rows) -> None:
+        outputs = [
+            {
+                **output,
+                "shape": list(probe[output["key"]].shape[1:]) if described.one_size else None,
+                "dtype": str(probe[output["key"]].dtype).removeprefix("torch."),
+            }
+            for output in described.outputs
+        ]
+        self.outputs: list[dict[str, Any]] = outputs
+        self._document: dict[str, Any] = {
+            "spec": described.spec,
+            "options": dict(vars(options)),
+            "format": format,
+            "fingerprint": described.fingerprint,
+            "backend": described.backend,
+            "outputs": outputs,
+            "probe": {key: _statistics(values) for key, values in probe.items()},
+        }
+
+    def about(self) -> dict[str, str]:
+        """What each shard says of itself; all of it is text."""
+        spec = self._document["spec"]
+        return {
+            "model": spec["model"],
+            "weights": spec["weights"],
+            "nodes": orjson.dumps(spec["return_nodes"]).decode(),
+            "fingerprint": self._document["fingerprint"],
+        }
+
+    def settle(self, folder: Path) -> None:
+        """Write it into a new folder, or hold it against what is there.
+
+        Raises:
+            FxError: the folder holds something else.
+        """
+        before = read(folder)
+        if before is None:
+            if folder.is_dir() and any(folder.iterdir()):
+                raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
+            return
+        differences = [*_differences(before, self._document)]
+        if differences:
+            raise FxError(
+                f"{folder} was made with {'; '.join(differences)}: use that to go on, or extract into a new folder"
+            )
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What is written in ``folder``, if anything.
+
+    Raises:
+        FxError: it is damaged, or ``folder`` is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FxError(f"{folder} is a file; --out names a folder")
+    try:
+        document = orjson.loads((folder / FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError as error:
+        raise FxError(f"{folder / FILE} is damaged: {error}") from error
+    if not isinstance(document, dict):
+        raise FxError(f"{folder / FILE} is damaged: it is no JSON object")
+    return document
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    found = []
+    for part in ("spec", "options"):
+        old, new = before.get(part, {}), now[part]
+        # As text: a map of outputs in another order is another extractor.
+        found += [f"{k} {old.get(k)}, not {new[k]}" for k in new if orjson.dumps(old.get(k)) != orjson.dumps(new[k])]
+    found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
+    if not found and not _agree(before.get("probe", {}), now["probe"]):
+        found.append("weights that give other values under the same name")
+    return found
+
+
+def _agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    for key, (mean, spread) in now.items():
+        old = before.get(key, [math.nan, math.nan])
+        allowed = _TOLERANCE * max(abs(mean), spread)
+        if not all(abs(a - b) <= allowed or a == b for a, b in zip(old, (mean, spread), strict=True)):
+            return False
+    return True
+
+
+def _statistics(values: Any) -> list[float | None]:
+    """Mean and standard deviation; what is not a number is none in JSON."""
+    wide = values.double()
+    return [n if math.isfinite(n) else 0.0 for n in (float(wide.mean()), float(wide.std(correction=0)))]

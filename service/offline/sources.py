@@ -1,0 +1,178 @@
+"""Where images come from: files, folders, globs, and members of tar archives (WebDataset shards)."""
+
+from __future__ import annotations
+
+import glob
+import os
+import tarfile
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fxcore.errors import BadImage, FxError
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
+WHOLE = -1
+"""The offset of an image that is a file of its own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One image.
+
+    Attributes:
+        path: what it is called: absolute, of a member of an archive ``ARCHIVE/NAME``.
+        file: the file to open. On some systems names need not be text; those are here as Python opens them, and in
+            ``path`` with their odd bytes written out.
+        offset: where in the (unpacked) file the image begins, or :data:`WHOLE`.
+        size: its bytes; None where that has not been looked at.
+        error: why it cannot be read, where that is known before.
+    """
+
+    path: str
+    file: str
+    offset: int = WHOLE
+    size: int | None = None
+    error: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is in a compressed archive, which can only be read from front to back."""
+        return self.offset != WHOLE and not self.file.lower().endswith(".tar")
+
+
+def find(inputs: Iterable[str]) -> Iterator[Source]:
+    """Every image that ``inputs`` name, in no particular order and perhaps twice; nothing is kept in memory.
+
+    Args:
+        inputs: files, which are taken whatever they are called; folders, of which all images are taken that have a
+            suffix of :data:`IMAGE_SUFFIXES`, and the archives; patterns as of :func:`glob.glob`, ``**`` allowed.
+
+    Raises:
+        FxError: an input that is not there, or a pattern that nothing matches.
+    """
+    inputs = list(inputs)
+    for text in inputs:
+        if not os.path.lexists(text) and not glob.has_magic(text):
+            raise FxError(f"{text}: No such file or folder")
+    for text in inputs:
+        path = os.path.abspath(text)
+        if os.path.lexists(path):
+            yield from _under(path)
+        else:
+            matched = False
+            for match in glob.iglob(path, recursive=True):
+                matched = True
+                if not os.path.isdir(match) or not text.endswith("**"):  # ** gives folders and what is in them
+                    yield from _under(match)
+            if not matched:
+                raise FxError(f"{text}: nothing matches this pattern")
+
+
+def _under(path: str) -> Iterator[Source]:
+    if os.path.isdir(path):
+        yield from _in_folder(path)
+    elif path.lower().endswith(TAR_SUFFIXES):
+        yield from _in_archive(path)
+    else:
+        yield Source(_shown(path), path)
+
+
+def _in_folder(root: str) -> Iterator[Source]:
+    """All images below ``root``; links to folders are followed, each folder is looked at once."""
+    seen: set[tuple[int, int]] = set()
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = entry.name.lower()
+                    if entry.is_dir():
+                        folders.append(entry.path)
+                    elif name.endswith(IMAGE_SUFFIXES):
+                        yield Source(_shown(entry.path), entry.path)
+                    elif name.endswith(TAR_SUFFIXES):
+                        yield from _in_archive(entry.path)
+        except OSError as error:
+            yield Source(_shown(folder), folder, error=f"the folder cannot be read: {error.strerror}")
+
+
+def _in_archive(path: str) -> Iterator[Source]:
+    shown = _shown(path)
+    try:
+        with tarfile.open(path, "r:*", errors="surrogateescape") as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # it would remember them all
+                if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
+                    yield Source(f"{shown}/{_shown(member.name)}", path, member.offset_data, member.size)
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        # What was found before the damage is as good as any; zlib and lzma errors are OSError or ValueError.
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        yield Source(shown, path, error=f"the archive cannot be read to its end: {said}")
+
+
+def _shown(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+class Reader:
+    """Reads images; safe to use from several threads.
+
+    Args:
+        limit: most bytes of an image.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._archive: tarfile.TarFile | None = None
+
+    def read(self, source: Source) -> bytes:
+        """The encoded image.
+
+        Raises:
+            BadImage: it cannot be read, or is larger than the limit.
+        """
+        try:
+            if source.packed:
+                self._check(source.size or 0)
+                return self._unpacked(source)
+            with open(source.file, "rb") as file:
+                size = os.fstat(file.fileno()).st_size if source.size is None else source.size
+                self._check(size)
+                if source.offset != WHOLE:
+                    file.seek(source.offset)
+                return file.read(size)
+        except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise BadImage(said) from error
+
+    def close(self) -> None:
+        """Close the archive that was read last."""
+        with self._lock:
+            if self._archive is not None:
+                self._archive.close()
+                self._archive = None
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise BadImage(f"the file has {size:,} bytes; at most {self._limit:,} are taken (FXSERVE_MAX_BODY_BYTES)")
+
+    def _unpacked(self, source: Source) -> bytes:
+        """From a compressed archive, which stays open: the next image is further on in it."""
+        with self._lock:
+            if self._archive is None or self._archive.name != source.file:
+                if self._archive is not None:
+                    self._archive.close()
+                self._archive = tarfile.open(source.file, "r:*")  # noqa: SIM115
+            stream = self._archive.fileobj
+            assert stream is not None
+            stream.seek(source.offset)
+            return bytes(stream.read(source.size or 0))

@@ -1,0 +1,83 @@
+"""Small images of their own kind each, and jobs over them."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import skimage.data
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from service.engine import FeatureOptions
+from service.offline import Job
+from service.schemas import ExtractorSpec
+from service.settings import Settings
+
+SETTINGS = Settings(device="cpu", lowering=False, compute_threads=1)
+
+
+def png(number: int) -> bytes:
+    """A piece of a photograph that no other number gives."""
+    top, left = divmod(number, 20)
+    piece = skimage.data.coffee()[8 * top : 8 * top + 64, 16 * left : 16 * left + 80]
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(piece).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """``folder(8)``: a folder with the images 0 to 7, some of them deeper in it."""
+
+    def make(count: int) -> Path:
+        root = tmp_path / "photos"
+        for number in range(count):
+            file = root / ("deep/er" if number % 3 == 0 else ".") / f"{number:03d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(png(number))
+        return root
+
+    return make
+
+
+def job(out: Path, *inputs: Path | str, **changed: Any) -> Job:
+    """Pooled features of squeezenet with random weights, four to a shard."""
+    options = FeatureOptions(pool=changed.pop("pool", "avg"))
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.5": "mid", "features.12": "top"}}
+    spec |= changed.pop("spec", {})
+    fields: dict[str, Any] = {"format": "safetensors", "shard_rows": 4, **changed}
+    return Job(tuple(map(str, inputs)), out, spec=ExtractorSpec(**spec), options=options, **fields)
+
+
+def places(out: Path) -> dict[str, tuple[str, int]]:
+    """Path → shard and row, by the index."""
+    with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as database:
+        found = database.execute('SELECT path, shard, "row" FROM images WHERE shard IS NOT NULL').fetchall()
+    return {path: (shard, row) for path, shard, row in found}
+
+
+def rows(out: Path) -> dict[str, dict[str, NDArray[Any]]]:
+    """Path → its features, where the index says they are."""
+    shards = {file.name: load_file(file) for file in out.glob("shard-*.safetensors")}
+    found = places(out)
+    assert sum(len(shard["top"]) for shard in shards.values()) == len(found)  # no row is without a path
+    return {path: {key: values[row] for key, values in shards[shard].items()} for path, (shard, row) in found.items()}
+
+
+def assert_right(
+    found: dict[str, dict[str, NDArray[Any]]], numbers: dict[str, int], reference: Callable[..., Any]
+) -> None:
+    """Each path of ``numbers`` is there, with what torchvision itself gives for the image of its number."""
+    assert sorted(found) == sorted(numbers)
+    images = [png(number) for number in numbers.values()]
+    for key, node in (("mid", "features.5"), ("top", "features.12.cat")):
+        right = reference("squeezenet1_1", node, images).mean((2, 3)).numpy()
+        for path, expected in zip(numbers, right, strict=True):
+            np.testing.assert_allclose(found[path][key], expected, rtol=1e-3, atol=1e-4, err_msg=path)

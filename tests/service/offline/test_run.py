@@ -1,0 +1,189 @@
+"""Runs: killed and taken up again, over damaged images, on servers, and into folders of others."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from torchvision.models import squeezenet1_1
+
+from fxcore.errors import FxError
+from service.offline import extract
+from service.offline.index import Index
+from tests.service.offline.conftest import SETTINGS, assert_right, job, places, png, rows
+
+
+def errors(out: Path) -> dict[str, str]:
+    return {line["path"]: line["error"] for line in map(json.loads, (out / "errors.jsonl").read_text().splitlines())}
+
+
+def numbered(root: Path) -> dict[str, int]:
+    return {str(file): int(file.stem) for file in root.rglob("*.png")}
+
+
+def begin(root: Path, out: Path) -> subprocess.Popen[str]:
+    command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
+    command += f" --out {out} --shard-rows 4 --device cpu"
+    return subprocess.Popen(
+        [sys.executable, "-c", "from service.cli import main; main()", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "FXSERVE_COMPUTE_THREADS": "1"},
+    )
+
+
+def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(90), tmp_path / "out"
+    numbers = numbered(root)
+    (root / "broken.png").write_bytes(png(0)[:500])
+    for stop_at in (2, 9):
+        run = begin(root, out)
+        while run.poll() is None and len(list(out.glob("shard-*.safetensors"))) < stop_at:
+            time.sleep(0.001)
+        run.kill()
+        _, complaint = run.communicate()
+        assert run.returncode == -signal.SIGKILL, complaint
+    Index(out).close()  # takes back what a transaction had not finished
+    counted = {shard for shard, _ in places(out).values()}
+    before = {name: (out / name).read_bytes() for name in counted}
+    assert 4 <= len(places(out)) < 90
+
+    made = extract(job(out, root), SETTINGS)
+    assert (made.images, made.done, made.unreadable, made.shards) == (91, 90, 1, 23)
+    assert_right(rows(out), numbers, reference)
+    assert list(errors(out)) == [str(root / "broken.png")]
+    assert {name: (out / name).read_bytes() for name in counted} == before  # what counted was not touched again
+    others = sorted(file.name for file in out.iterdir() if not file.name.startswith("shard-"))
+    assert others == ["errors.jsonl", "index.sqlite", "spec.json"]
+
+
+def test_what_a_kill_may_leave_behind_is_put_right(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(10), tmp_path / "out"
+    extract(job(out, root), SETTINGS)
+    first = {shard for shard, _ in places(out).values()}
+    assert first == {f"shard-00000{n}.safetensors" for n in range(3)}
+    (out / "shard-000001.safetensors").unlink()  # its rows are done again
+    (out / "shard-000003.safetensors").write_bytes(b"in place, and not in the index yet")
+    (out / "shard-000004.safetensors.part").write_bytes(b"half")
+    (out / "errors.jsonl").write_bytes(b'{"path": "half a li')
+    made = extract(job(out, root), SETTINGS)
+    assert (made.images, made.done, made.unreadable, made.shards) == (10, 10, 0, 3)
+    assert_right(rows(out), numbered(root), reference)
+    assert errors(out) == {}
+    assert not list(out.glob("*.part"))
+
+
+def test_images_that_cannot_be_read_are_listed_and_tried_again(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(9), tmp_path / "out"
+    for name, data in (("003.png", png(3)[:700]), ("004.png", b""), ("005.png", b"junk")):
+        next(root.rglob(name)).write_bytes(data)
+    (root / "shut.png").symlink_to(root / "nowhere")
+    made = extract(job(out, root), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (10, 6, 4)
+    listed = {Path(path).name: reason for path, reason in errors(out).items()}
+    assert "truncated" in listed.pop("003.png")
+    assert listed == {
+        "004.png": "the image is empty (0 bytes)",
+        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF",
+        "shut.png": "No such file or directory",
+    }
+    for number in (3, 4, 5):
+        next(root.rglob(f"{number:03d}.png")).write_bytes(png(number))
+    (root / "shut.png").unlink()
+    (root / "010.png").write_bytes(png(10))  # new since
+    made = extract(job(out, root), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (10, 10, 0)
+    assert_right(rows(out), numbered(root), reference)
+    assert errors(out) == {}
+
+
+def test_archives_and_folders_together(tmp_path: Path, reference: Callable[..., Any]) -> None:
+    numbers = {}
+    for shard, mode in (("a.tar", "w"), ("b.tar.gz", "w:gz")):
+        with tarfile.open(tmp_path / shard, mode) as archive:  # type: ignore[call-overload]
+            for number in (5, 2, 7):
+                file = tmp_path / f"{number}.png"
+                file.write_bytes(png(number))
+                archive.add(file, file.name)
+                file.unlink()
+                numbers[f"{tmp_path}/{shard}/{file.name}"] = number
+    (tmp_path / "1.png").write_bytes(png(1))
+    numbers[f"{tmp_path}/1.png"] = 1
+    extract(job(tmp_path / "out", tmp_path / "*.tar", tmp_path / "*.tar.gz", tmp_path / "1.png"), SETTINGS)
+    assert_right(rows(tmp_path / "out"), numbers, reference)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"spec": {"return_nodes": {"features.12": "top", "features.5": "mid"}}}, "made with return_nodes"),
+        ({"spec": {"image_size": 64}}, "made with image_size None, not 64"),
+        ({"spec": {"model": "squeezenet1_0"}}, "made with model squeezenet1_1, not squeezenet1_0"),
+        ({"pool": "max"}, "made with pool avg, not max"),
+        ({"format": "npz"}, "made with format safetensors, not npz"),
+    ],
+    ids=str,
+)
+def test_a_folder_of_something_else_is_refused_and_left_alone(
+    changed: dict[str, Any], said: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, out = folder(2), tmp_path / "out"
+    extract(job(out, root), SETTINGS)
+    (root / "009.png").write_bytes(png(9))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    with pytest.raises(FxError, match=said):
+        extract(job(out, root, **changed), SETTINGS)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(2), tmp_path / "out"
+    settings = SETTINGS.model_copy(update={"weights_dir": tmp_path})
+    mine = {"spec": {"weights": "file:mine.pth"}}
+    torch.manual_seed(1)
+    torch.save(squeezenet1_1().state_dict(), tmp_path / "mine.pth")
+    extract(job(out, root, **mine), settings)
+    extract(job(out, root, **mine), settings)
+    torch.save(squeezenet1_1().state_dict(), tmp_path / "mine.pth")
+    with pytest.raises(FxError, match="weights that give other values under the same name"):
+        extract(job(out, root, **mine), settings)
+
+
+def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root = folder(2)
+    with pytest.raises(FxError, match=r"is not empty and holds no spec.json; name a new folder"):
+        extract(job(root, root), SETTINGS)
+    with pytest.raises(FxError, match="is a file; --out names a folder"):
+        extract(job(root / "001.png", root), SETTINGS)
+
+
+def test_maps_of_different_sizes_go_into_shards_of_their_own(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(6), tmp_path / "out"
+    for number in (1, 2):
+        file = root / f"{number:03d}.png"
+        PIL.Image.open(io.BytesIO(png(number))).rotate(90, expand=True).save(file)
+    spec = {"model": "lraspp_mobilenet_v3_large", "return_nodes": {"backbone.4": "top"}}
+    made = extract(job(out, root, spec=spec, pool="none"), SETTINGS)
+    assert made.outputs[0]["shape"] is None
+    shapes = {Path(path).name: values["top"].shape for path, values in rows(out).items()}
+    wide, tall = (40, 65, 82), (40, 82, 65)
+    assert shapes == {f"{n:03d}.png": tall if n in (1, 2) else wide for n in range(6)}

@@ -1,0 +1,112 @@
+"""Which images are found, and that they can be read."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fxcore.errors import BadImage, FxError
+from service.offline.sources import Reader, Source, find
+from tests.service.offline.conftest import png
+
+
+def names(*inputs: object) -> list[str]:
+    return sorted(source.path for source in find(map(str, inputs)))
+
+
+def archive(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_folders_are_searched_to_the_bottom_for_images(folder: Callable[..., Path]) -> None:
+    root = folder(4)
+    (root / "notes.txt").write_text("no image")
+    (root / "SHOUT.JPEG").write_bytes(png(9))
+    relative = ["001.png", "002.png", "SHOUT.JPEG", "deep/er/000.png", "deep/er/003.png"]
+    assert names(root) == [str(root / name) for name in relative]
+
+
+def test_relative_names_mean_the_same_from_anywhere(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder(2)
+    monkeypatch.chdir(root.parent)
+    assert names("photos") == names("./photos/") == names(root)
+
+
+def test_links_in_a_circle_end(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root = folder(2)
+    (root / "again").symlink_to(root)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "linked.png").write_bytes(png(5))
+    (root / "other").symlink_to(elsewhere)
+    assert [Path(name).name for name in names(root)] == ["001.png", "000.png", "linked.png"]
+
+
+def test_patterns_and_files_of_any_name(folder: Callable[..., Path]) -> None:
+    root = folder(4)
+    (root / "noname").write_bytes(png(7))
+    assert names(root / "**/*.png") == names(root / "*.png", root / "deep")
+    assert names(root / "noname") == [str(root / "noname")]
+    bracket = root / "a[1].png"
+    bracket.write_bytes(png(8))
+    assert names(bracket) == [str(bracket)]
+
+
+@pytest.mark.parametrize(("text", "said"), [("gone", "gone: No such file or folder"), ("*.gif", "nothing matches")])
+def test_inputs_that_are_not_there_are_told(text: str, said: str, folder: Callable[..., Path]) -> None:
+    with pytest.raises(FxError, match=said):
+        names(folder(1), folder(1) / text)
+
+
+@pytest.mark.parametrize(("suffix", "mode"), [("tar", "w"), ("tar.gz", "w:gz"), ("tgz", "w:gz"), ("tar.xz", "w:xz")])
+def test_archives_give_their_images(suffix: str, mode: str, tmp_path: Path) -> None:
+    members = {"b/1.png": png(1), "b/1.cls": b"3", "a/0.png": png(0), "c.json": b"{}", "a/2.PNG": png(2)}
+    path = archive(tmp_path / f"shard-0.{suffix}", members, mode)
+    found = {source.path: source for source in find([str(tmp_path)])}
+    assert sorted(found) == [f"{path}/{name}" for name in ("a/0.png", "a/2.PNG", "b/1.png")]
+    reader = Reader(10**6)
+    for name in ("a/2.PNG", "b/1.png", "a/0.png"):  # forwards and backwards
+        assert reader.read(found[f"{path}/{name}"]) == members[name]
+    reader.close()
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
+def test_a_damaged_archive_gives_what_comes_before_the_damage(suffix: str, tmp_path: Path) -> None:
+    whole = archive(tmp_path / f"x.{suffix}", {f"{n}.png": png(n) for n in range(9)}, "w:gz" if "gz" in suffix else "w")
+    whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    found = list(find([str(whole)]))
+    assert 0 < len(found) < 9
+    assert found[-1].path == str(whole)
+    assert "cannot be read to its end" in str(found[-1].error)
+
+
+def test_names_that_are_not_text(tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"caf\xe9.png")
+    with open(path, "wb") as file:
+        file.write(png(3))
+    (source,) = find([str(tmp_path)])
+    assert source.path == f"{tmp_path}/caf\\xe9.png"
+    assert Reader(10**6).read(source) == png(3)
+
+
+def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(png(0))
+    with pytest.raises(BadImage, match=r"at most 100 are taken \(FXSERVE_MAX_BODY_BYTES\)"):
+        Reader(100).read(Source(str(file), str(file)))
+    with pytest.raises(BadImage, match="No such file or directory"):
+        Reader(100).read(Source("x", str(tmp_path / "x")))
+    with pytest.raises(BadImage, match="Is a directory"):
+        Reader(100).read(Source("x", str(tmp_path)))
