@@ -71,7 +71,7 @@ class Server:
                 self.process.wait(20)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     """Starts servers: ``start(max_body_bytes=1000)``. All of them stop at the end."""
     home = tmp_path_factory.mktemp("torch-home")
@@ -92,7 +92,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
         server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(start: Callable[..., Server]) -> Server:
     """A server with settings as they come, but for images as PIL decodes them: values are compared with those."""
     return start()

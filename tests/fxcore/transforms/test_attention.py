@@ -36,6 +36,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.usefixtures("memory_given_back")
 @pytest.mark.parametrize("name", SHAPES)
 def test_weights_of_each_family(name: str) -> None:
     original, module = opened(filled(name, shrink=True))
