@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -15,11 +16,15 @@ from service import openapi, problems
 from service.access import Access
 from service.api import exports, extractors, features, inference_v2, models, operations, page, repository_v2, transforms
 from service.api.state import State
+from service.draining import drained_on_signals
 from service.engine import Engine
 from service.keys import Keys
-from service.metrics import RequestMetrics
+from service.metrics import Metrics
 from service.middleware import BodyLimit, RequestContext
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.traces import Traces
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457)."""
@@ -39,7 +44,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
-    state = State(settings, Engine(settings), RequestMetrics())
+    metrics = Metrics()
+    traces = _traces() if settings.tracing else None
+    state = State(settings, Engine(settings, metrics), metrics, traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -47,10 +54,16 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Elsewhere than in a server's main thread there are no signals.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
+        sampling = asyncio.create_task(_sample(state.engine)) if metrics.shared_dir is not None else None
         try:
-            yield
+            with drained_on_signals(state.engine):
+                yield
         finally:
+            if sampling is not None:
+                sampling.cancel()
             await state.engine.close()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
     app.state.fxserve = state
@@ -73,6 +86,26 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             allow_headers=("Authorization", "Accept", "Content-Type", "X-Request-ID", "X-Request-Timeout"),
             expose_headers=("Location", "Retry-After", "Server-Timing", "X-Request-ID", "X-Fxserve-Weights"),
         )
-    app.add_middleware(RequestContext, metrics=state.metrics, policies={"/": page.POLICY, "/docs": DOCS_POLICY})
+    app.add_middleware(
+        RequestContext, metrics=metrics, policies={"/": page.POLICY, "/docs": DOCS_POLICY}, traces=traces
+    )
     openapi.install(app)
     return app
+
+
+async def _sample(engine: Engine) -> None:
+    """Keep this process's levels fresh for whichever process is asked for the metrics of all."""
+    while True:
+        engine.sample()
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+_SAMPLE_SECONDS = 2.0
+
+
+def _traces() -> Traces:
+    try:
+        from service.traces import Traces
+    except ModuleNotFoundError as error:
+        raise ValueError(f"FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]' ({error})") from error
+    return Traces()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "openvino", "inductor"]
 ShardFormat = Literal["safetensors", "npz", "parquet", "zarr"]
 KeyScope = Literal["read", "admin"]
+LogFormat = Literal["text", "json"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 _FORMAT_OF: dict[str, Format] = {
@@ -119,6 +121,8 @@ def serve(
         str | None, typer.Option(help="Extractors to build before the service is ready, separated by semicolons.")
     ] = None,
     weights_dir: Annotated[Path | None, typer.Option(help="Folder that weights=file:NAME is read from.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Server processes on this port.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Log lines for people, or one JSON object each.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="info and debug show each request.")] = "warning",
 ) -> None:
     """Serve the HTTP API until Ctrl-C or SIGTERM; what was accepted is finished first.
@@ -130,7 +134,7 @@ def serve(
     fxserve serve
     fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
     """
-    from service.run import end_on_signals, run
+    from service.run import end_on_signals, run, run_workers
 
     end_on_signals()
     given = {
@@ -140,12 +144,34 @@ def serve(
         "models": models,
         "preload": preload,
         "weights_dir": weights_dir,
+        "workers": workers,
+        "log_format": log_format,
     }
     settings = _settings(given)
     chosen = _device(settings)
+    if settings.workers > 1:
+        if settings.port == 0:
+            raise typer.BadParameter("--workers: several processes need one --port to share, not 0")
+        # They are started anew and read what was given here from the environment.
+        os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in given.items() if value is not None}
+        run_workers(settings, chosen, log_level)
+        return
     from service.app import create_app
 
     run(create_app(settings), settings, chosen, log_level)
+
+
+@app.command()
+def check() -> None:
+    """Show what the machine has, what the service will use of it with its settings, and why.
+
+    \b
+    fxserve check
+    FXSERVE_WORKERS=2 fxserve check
+    """
+    from service.check import main
+
+    main(_settings({}))
 
 
 @app.command()

@@ -12,18 +12,23 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fxcore.errors import FxError
+from service import logs
 from service.engine.admission import Admission, Visit
 from service.engine.errors import EngineError
-from service.metrics import RequestMetrics
+from service.metrics import Metrics
 from service.problems import Refusal, error_response, internal_response
 
+if TYPE_CHECKING:
+    from service.traces import Traces
+
 log = logging.getLogger("fxserve")
+access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
@@ -54,12 +59,19 @@ def request_id(sent: str | None) -> str:
 
 
 class RequestContext:
-    """Outermost: the request's id, its metrics, and the answer where nothing inside gave one."""
+    """Outermost: the request's id, its metrics, log line and span, and the answer where nothing inside gave one.
 
-    def __init__(self, app: ASGIApp, metrics: RequestMetrics, policies: Mapping[str, str] | None = None) -> None:
-        """``policies``: the Content-Security-Policy of pages by path; all else has a strict one."""
+    Args:
+        policies: the Content-Security-Policy of pages by path; all else has a strict one.
+        traces: where spans go, if anywhere.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, policies: Mapping[str, str] | None = None, traces: Traces | None = None
+    ) -> None:
         self.app = app
         self.metrics = metrics
+        self.traces = traces
         self._pages = {path: _security_headers(policy) for path, policy in (policies or {}).items()}
         self._others = _security_headers(STRICT_POLICY)
 
@@ -67,10 +79,23 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope["request_id"] = request_id(header(scope, b"x-request-id"))
+        entered = logs.request_id.set(scope["request_id"])
+        try:
+            if self.traces is None:
+                await self._answer(scope, receive, send)
+                return
+            with self.traces.request(scope) as span:
+                status = await self._answer(scope, receive, send)
+                self.traces.answered(span, scope, status)
+        finally:
+            logs.request_id.reset(entered)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """The status that was answered."""
         started = time.perf_counter()
         status = 0
-        identity = request_id(header(scope, b"x-request-id"))
-        scope["request_id"] = identity
+        identity = scope["request_id"]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -93,7 +118,23 @@ class RequestContext:
                 raise  # the answer has begun: all that is left is to break the connection off
             await internal_response(scope["path"])(scope, receive, send_with_id)
         finally:
-            self.metrics.observe(scope, status, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.metrics.observe(scope, status, seconds)
+            if access.isEnabledFor(logging.INFO):
+                _log_answer(scope, status, seconds)
+        return status
+
+
+def _log_answer(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "duration_ms": round(seconds * 1000, 3),
+        "client": client[0] if client else None,
+    }
+    access.info("%(method)s %(path)s %(status)s %(duration_ms)s ms", fields, extra={"fields": fields})
 
 
 def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
+import tempfile
 from socket import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from service import logs
 from service.connection import Connection
+from service.metrics import SHARED_DIR
 from service.settings import Settings
 
 
@@ -28,17 +31,44 @@ def end_on_signals() -> None:
 
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
     """Serve ``app`` until a signal, then finish what was accepted."""
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_level=log_level,
-        server_header=False,
-        http=Connection,
-        ws="none",
-        timeout_graceful_shutdown=math.ceil(settings.request_timeout),
-    )
+    config = uvicorn.Config(app, **_options(settings, log_level))
     _Server(config, device).run()
+
+
+def run_workers(settings: Settings, device: str, log_level: str) -> None:
+    """Serve with several processes, which read their settings from the environment, until a signal.
+
+    They count together: whichever is asked for ``/metrics`` answers for all.
+    """
+    with tempfile.TemporaryDirectory(prefix="fxserve-metrics-") as folder:
+        os.environ.setdefault(SHARED_DIR, folder)
+        print(_told(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
+        options = _options(settings, log_level)
+        # A process that imports torch on a busy machine may be silent for over uvicorn's own five seconds.
+        uvicorn.run(
+            "service.app:create_app", factory=True, workers=settings.workers, timeout_worker_healthcheck=15, **options
+        )
+
+
+def _options(settings: Settings, log_level: str) -> dict[str, Any]:
+    return {
+        "host": settings.host,
+        "port": settings.port,
+        "log_config": logs.config(settings.log_format, log_level),
+        "log_level": log_level,
+        "access_log": False,  # ours knows the request's id and how long it took
+        "server_header": False,
+        "http": Connection,
+        "ws": "none",
+        # What was accepted has had its grace period by then; this is for answers that nobody reads.
+        "timeout_graceful_shutdown": 2,
+    }
+
+
+def _told(host: str, port: int, how: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    return f"fxserve on {url} ({how}), docs at {url}/docs, Ctrl-C ends it"
 
 
 class _Server(uvicorn.Server):
@@ -52,9 +82,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-            url = f"http://{host}:{port}"
-            print(f"fxserve on {url} ({self._device}), docs at {url}/docs, Ctrl-C ends it", flush=True)
+            print(_told(host, port, self._device), flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from service.logs import LogFormat
+from service.machine import available_cores
 
 MiB = 1024**2
 GiB = 1024**3
 
 
-def available_cores() -> int:
-    """Cores this process may run on, which in a container is less than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def own_cores(settings: dict[str, Any]) -> int:
+    """Cores of one server process, where the machine is shared by ``workers`` of them."""
+    return max(1, available_cores() // int(settings.get("workers", 1)))
 
 
 def default_cache_dir() -> Path:
@@ -34,12 +37,28 @@ class Settings(BaseSettings):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
 
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="Server processes that `fxserve serve` starts on one port. Each has its own models and extractors "
+        "and all the limits below for itself; cores are split among them.",
+    )
+    log_format: LogFormat = Field(default="text", description="Log lines of `fxserve serve`: text, or json.")
+    tracing: bool = Field(
+        default=False,
+        description="Whether OpenTelemetry spans are sent, to where OTEL_EXPORTER_OTLP_ENDPOINT says; needs the extra "
+        "otel.",
+    )
+    grace_period: float = Field(
+        default=25.0, gt=0, description="Seconds that accepted requests get to finish after SIGTERM."
+    )
+
     device: str = Field(default="auto", description="Where models run: auto (CUDA if there is one), cpu, cuda, cuda:1.")
     compute_threads: int = Field(
-        default_factory=available_cores, ge=1, description="Threads that one batch is computed with on CPU."
+        default_factory=own_cores, ge=1, description="Threads that one batch is computed with on CPU."
     )
     decode_threads: int = Field(
-        default_factory=lambda: max(1, available_cores() // 2),
+        default_factory=lambda settings: max(1, own_cores(settings) // 2),
         ge=1,
         description="Threads that decode and preprocess images; more than half the cores would fight with computing.",
     )

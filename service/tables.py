@@ -13,6 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from fxcore.catalog import ModelEntry
     from fxcore.graphs import ModelGraph
+    from service.check import Finding
 
 NOTHING = "-"
 
@@ -77,6 +78,16 @@ def outputs(made: Iterable[Mapping[str, Any]]) -> Table:
     for output in made:
         shape = _shape(output["shape"]) if output["shape"] is not None else "varies"
         table.add_row(output["key"], output["node"], shape, output["dtype"])
+    return table
+
+
+def findings(found: Iterable[Finding]) -> Table:
+    """What the machine has and what will be used."""
+    table = _table("", "used", "why", "")
+    styles = {"ok": None, "note": "yellow", "problem": "bold red"}
+    for finding in found:
+        verdict = "" if finding.verdict == "ok" else finding.verdict
+        table.add_row(finding.about, finding.used, finding.why, verdict, style=styles[finding.verdict])
     return table
 
 

@@ -286,14 +286,11 @@ async def _extract(
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {
-        "Server-Timing": ", ".join(f"{stage};dur={timings.get(stage, 0.0):.3f}" for stage in STAGES),
+        "Server-Timing": state.timed(timings),
         "X-Fxserve-Weights": record.weights,
         "Vary": "Accept",
     }
     return answers.PartsResponse(parts, accepted, headers)
-
-
-STAGES = ("decode", "queue", "compute", "encode")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

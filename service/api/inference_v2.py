@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fxcore.catalog import ModelEntry
 from service.access import may_build
 from service.api import named_v2 as named
-from service.api.features import STAGES, while_connected
+from service.api.features import while_connected
 from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented
 from service.api.state import Shared, State
 from service.codecs import compression, v2
@@ -215,7 +215,7 @@ async def _infer(
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers["Server-Timing"] = ", ".join(f"{stage};dur={timings.get(stage, 0.0):.3f}" for stage in STAGES)
+    headers["Server-Timing"] = state.timed(timings)
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Response
 
 from service import metrics
@@ -40,8 +42,9 @@ async def readyz(state: Shared) -> Readiness:
     },
 )
 async def show_metrics(state: Shared) -> Response:
-    """Counters and histograms for Prometheus."""
-    return Response(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
+    """Counters, levels and histograms for Prometheus."""
+    state.engine.sample()
+    return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)
 
 
 @router.get("/", include_in_schema=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -14,8 +14,11 @@ from fastapi import Depends, Request
 from fxcore.catalog import ModelEntry, get_model, list_models
 from fxcore.errors import UnknownModel
 from service.engine import Engine
-from service.metrics import RequestMetrics
+from service.metrics import STAGES, Metrics
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.traces import Traces
 
 Result = TypeVar("Result")
 
@@ -47,7 +50,8 @@ class State:
 
     settings: Settings
     engine: Engine
-    metrics: RequestMetrics
+    metrics: Metrics
+    traces: Traces | None = None
     nodes: KeptAnswers = field(default_factory=KeptAnswers)
     graphs: KeptAnswers = field(default_factory=KeptAnswers)
     # Tracing and drawing graphs: a few at a time, so that listing models cannot take the machine from features.
@@ -75,6 +79,13 @@ class State:
                 suggestions=list(allowed),
             )
         return entry
+
+    def timed(self, milliseconds: Mapping[str, float]) -> str:
+        """Tell metrics and traces how long the stages of this request took; the ``Server-Timing`` that says it."""
+        self.metrics.observe_stages(milliseconds)
+        if self.traces is not None:
+            self.traces.stages(milliseconds)
+        return ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` on a graph off the event loop."""

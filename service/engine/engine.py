@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with
 from service.engine.tiers import Tiers
 from service.engine.worker import DeviceWorker
+from service.metrics import Metrics
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,15 +53,17 @@ class Engine:
 
     Args:
         settings: the service's settings.
+        metrics: what to count in; its own where nobody reads it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
         self.settings = settings
+        self.metrics = metrics or Metrics()
         self.device = pick_device(settings.device)
         # Turns for two batches: one that is computed and one that is decoded.
         self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 2 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
-        self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads)
+        self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         # Decoders share the cores with the worker: a thread of theirs that fans out again would fight with it.
         self._decoders = ThreadPoolExecutor(settings.decode_threads, "fxserve-decode", compute_with, (1,))
         self._encoders = ThreadPoolExecutor(settings.encode_threads, "fxserve-encode", compute_with, (1,))
@@ -69,11 +73,17 @@ class Engine:
         self._models = ModelStore(self.device, settings.weights_dir, self._builders)
         self._tiers = Tiers(self.device, self._queue, settings)
         self._extractors = Extractors(
-            self._models, self.device, self._builders, settings.memory_budget, self._tiers, settings.models
+            self._models,
+            self.device,
+            self._builders,
+            settings.memory_budget,
+            self._tiers,
+            self.metrics,
+            settings.models,
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
-        self._draining = False
+        self.draining = False
         self._inflight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -83,31 +93,58 @@ class Engine:
         self._worker.start()
         self._preloading = asyncio.create_task(self._preload())
 
-    async def close(self, grace: float | None = None) -> None:
-        """Take no new work, finish what was accepted (for at most ``grace`` seconds), and end all threads.
+    async def drain(self, grace: float | None = None) -> None:
+        """Take no new work and wait until what was accepted is answered.
 
         Args:
-            grace: None is as long as a request may take.
+            grace: seconds after which what still waits for the device is answered with an error; None is as the
+                settings say.
         """
-        self._draining = True
-        if self._preloading is not None:
-            self._preloading.cancel()
+        self.draining = True
         try:
-            async with asyncio.timeout(self.settings.request_timeout if grace is None else grace):
+            async with asyncio.timeout(self.settings.grace_period if grace is None else grace):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("closing with %d requests unfinished", self._inflight)
+            self._queue.close(Draining())
+
+    async def close(self, grace: float | None = None) -> None:
+        """Drain, and end all threads."""
+        if self._preloading is not None:
+            self._preloading.cancel()
+        await self.drain(grace)
         self._tiers.close()
-        await asyncio.to_thread(self._worker.stop, 5.0)
+        await asyncio.to_thread(self._worker.stop, 2.0)
         for pool in (self._decoders, self._intake, self._builders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests can be served now, and if not, why."""
-        if self._draining:
+        if self.draining:
             return False, "the service is shutting down"
         trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout)
         return trouble is None, trouble or "ready"
+
+    def sample(self) -> None:
+        """Bring the metrics that are levels, not counts, up to date."""
+        metrics = self.metrics
+        metrics.ready.set(self.readiness()[0])
+        metrics.inflight_requests.set(self.admission.requests)
+        metrics.inflight_bytes.set(self.admission.bytes)
+        metrics.queue_size.set(len(self._queue))
+        metrics.models_loaded.set(len(self._models.loaded()))
+        metrics.memory_bytes.set(self._extractors.bytes())
+        metrics.memory_budget_bytes.set(self.settings.memory_budget)
+        states = Counter("evicted" if r.state == "ready" and r.run is None else r.state for r in self.list())
+        for state in ("building", "ready", "failed", "evicted"):
+            metrics.extractors.labels(state).set(states[state])
+        if self.device.type == "cuda":
+            name = str(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            metrics.gpu_memory_allocated_bytes.labels(name).set(torch.cuda.memory_allocated(self.device))
+            metrics.gpu_memory_reserved_bytes.labels(name).set(torch.cuda.memory_reserved(self.device))
+            metrics.gpu_memory_used_bytes.labels(name).set(total - free)
+            metrics.gpu_memory_total_bytes.labels(name).set(total)
 
     async def extractor(
         self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True
@@ -263,7 +300,7 @@ class Engine:
         return function(*args) if at_once else await self._in(self._intake, function, *args)
 
     def _refuse_new_work(self) -> None:
-        if self._draining:
+        if self.draining:
             raise Draining()
 
     @contextmanager

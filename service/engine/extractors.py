@@ -29,6 +29,7 @@ from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.tiers import Tiers
 from service.engine.transforming import steps, transformed
+from service.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.schemas import ExtractorSpec
@@ -52,6 +53,7 @@ class Extractors:
         pool: the threads that trace and build.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         tiers: decides what runs an extractor.
+        metrics: where evictions are counted.
         allowed: the only models served; None for all.
     """
 
@@ -62,9 +64,11 @@ class Extractors:
         pool: Executor,
         memory_budget: int,
         tiers: Tiers,
+        metrics: Metrics,
         allowed: Sequence[str] | None = None,
     ) -> None:
         self._tiers = tiers
+        self._evictions = metrics.evictions
         self._models = models
         self._device = device
         self._pool = pool
@@ -142,7 +146,7 @@ class Extractors:
         del self._records[record.id]
         self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
-            self._models.drop(record.model_key)
+            self._drop(record.model_key, "deleted")
             self._pool.submit(give_back)
 
     def bytes(self) -> int:
@@ -166,8 +170,8 @@ class Extractors:
             if idle:
                 key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
                 for record in over.get(key, ()):
-                    _unload(record)
-                self._models.drop(key)
+                    self._unload(record)
+                self._drop(key, "memory_budget")
                 evicted = True
                 log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
                 continue
@@ -175,7 +179,7 @@ class Extractors:
             if not loose:
                 log.warning("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
                 break
-            _unload(min(loose, key=lambda record: record.last_used))
+            self._unload(min(loose, key=lambda record: record.last_used))
             evicted = True
         if evicted:
             self._pool.submit(give_back)
@@ -246,6 +250,19 @@ class Extractors:
             record.last_used = time.monotonic()
         self.make_room()
 
+    def _unload(self, record: ExtractorRecord) -> None:
+        if record.run is not None:
+            self._evictions.labels("extractor", "memory_budget").inc()
+        record.extractor = None
+        record.transformed = None
+        record.run = None
+        record.tier = None
+        record.images = 0
+
+    def _drop(self, key: ModelKey, reason: str) -> None:
+        if self._models.drop(key):
+            self._evictions.labels("weights", reason).inc()
+
     def _check_name(self, name: str | None, id: str) -> None:
         owner = self._names.get(name, id) if name is not None else id
         if owner == id and name in self._records and name != id:
@@ -263,14 +280,6 @@ class Extractors:
 
 def _overhead(record: ExtractorRecord) -> int:
     return len(record.extractor.module.graph.nodes) * NODE_BYTES if record.extractor is not None else 0
-
-
-def _unload(record: ExtractorRecord) -> None:
-    record.extractor = None
-    record.transformed = None
-    record.run = None
-    record.tier = None
-    record.images = 0
 
 
 def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
@@ -291,9 +300,11 @@ def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -
     backend = BACKENDS[{"auto": "openvino" if spec.precision == "int8" else "eager"}.get(spec.backend, spec.backend)]
     why = backend.unavailable(device, spec.precision)
     if why is not None:
-        here = [p for p in PRECISIONS if backend.unavailable(device, p) is None] if spec.backend != "auto" else [
-            p for p in PRECISIONS if p != "int8"
-        ]
+        here = (
+            [p for p in PRECISIONS if backend.unavailable(device, p) is None]
+            if spec.backend != "auto"
+            else [p for p in PRECISIONS if p != "int8"]
+        )
         raise Unsupported("precision", spec.precision, here, why)
 
 

@@ -59,9 +59,9 @@ class ModelStore:
                 del self._loads[key]
             raise
 
-    def drop(self, key: ModelKey) -> None:
-        """Forget a model; its memory is free once the last extractor over it is gone."""
-        self._loads.pop(key, None)
+    def drop(self, key: ModelKey) -> bool:
+        """Forget a model, and whether there was one; its memory is free once the last extractor over it is gone."""
+        return self._loads.pop(key, None) is not None
 
     def loaded(self) -> dict[ModelKey, LoadedModel]:
         """What is in memory now."""

@@ -13,4 +13,3 @@ def compute_with(threads: int) -> None:
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
-

@@ -21,6 +21,7 @@ from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
 from service.engine.staging import Staging
 from service.engine.threads import compute_with
+from service.metrics import Metrics
 
 log = logging.getLogger("fxserve.worker")
 
@@ -37,10 +38,12 @@ class DeviceWorker:
         device: where the extractors' modules are.
         queue: where batches come from.
         threads: how many CPU threads one batch is computed with.
+        metrics: where batches are counted.
     """
 
-    def __init__(self, device: torch.device, queue: Queue, threads: int) -> None:
+    def __init__(self, device: torch.device, queue: Queue, threads: int, metrics: Metrics) -> None:
         self.device = device
+        self._metrics = metrics
         self._queue = queue
         self._threads = threads
         self._staging = Staging(device)
@@ -109,6 +112,7 @@ class DeviceWorker:
         if error is None:
             return
         out_of_memory = _is_out_of_memory(error)
+        self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
         if out_of_memory:
             error.__context__ = None
             gc.collect()
@@ -140,6 +144,7 @@ class DeviceWorker:
                 for options, group, taken in _by_options(items)
             ]
         spent = time.monotonic() - started
+        self._metrics.batch_size.observe(rows)
         for job in {item.job for item in items}:
             job.computed += spent
         for group, outputs in finished:

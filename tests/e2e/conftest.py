@@ -33,10 +33,13 @@ class Server:
         environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
         # Whether or not this machine has a network, the servers have none.
         environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9", "FXSERVE_DEVICE": "cpu"}
-        command = [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(self.port)]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.command(), env=environment, stdout=log, stderr=subprocess.STDOUT)
         self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def command(self) -> list[str]:
+        """What starts it."""
+        return [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(self.port)]
 
     def wait(self) -> None:
         """Until it answers."""

@@ -5,7 +5,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from service.engine.admission import Admission
-from service.metrics import RequestMetrics
+from service.metrics import Metrics
 from service.middleware import BodyLimit, RequestContext, request_id
 
 
@@ -56,7 +56,7 @@ def headers(sent):
 )
 def test_request_id_is_echoed_without_what_could_harm(sent, expected):
     assert request_id(sent) == expected
-    messages, _ = call(RequestContext(echo, RequestMetrics()), scope(x_request_id=sent))
+    messages, _ = call(RequestContext(echo, Metrics()), scope(x_request_id=sent))
     assert headers(messages)["x-request-id"] == expected
 
 
@@ -70,7 +70,7 @@ def test_a_defect_gives_a_problem_without_a_trace(caplog):
     async def broken(scope, receive, send):
         raise ValueError("a secret")
 
-    messages, _ = call(RequestContext(broken, RequestMetrics()), scope())
+    messages, _ = call(RequestContext(broken, Metrics()), scope())
     assert messages[0]["status"] == 500
     assert b"/problems/internal" in messages[1]["body"]
     assert b"secret" not in messages[1]["body"]
@@ -84,14 +84,14 @@ def test_a_defect_after_the_answer_began_breaks_it_off():
         raise ValueError("late")
 
     with pytest.raises(ValueError, match="late"):
-        call(RequestContext(broken, RequestMetrics()), scope())
+        call(RequestContext(broken, Metrics()), scope())
 
 
 def test_a_client_that_left_is_no_defect(caplog):
     async def left(scope, receive, send):
         raise ClientDisconnect
 
-    metrics = RequestMetrics()
+    metrics = Metrics()
     messages, _ = call(RequestContext(left, metrics), scope())
     assert messages == []
     assert caplog.text == ""
@@ -99,7 +99,7 @@ def test_a_client_that_left_is_no_defect(caplog):
 
 
 def test_metrics_count_by_route_template():
-    metrics = RequestMetrics()
+    metrics = Metrics()
 
     async def routed(scope, receive, send):
         scope["route"] = type("Route", (), {"path": "/v1/models/{model}"})()

@@ -27,7 +27,10 @@ def test_metrics_by_route_template(client):
     assert answer.headers["content-type"].startswith("text/plain")
     for route, status in (("/v1/models/{model}/nodes", 200), ("/v1/models/{model}/nodes", 404), ("unmatched", 404)):
         assert f'fxserve_requests_total{{method="GET",route="{route}",status="{status}"}}' in answer.text
-    assert 'fxserve_request_seconds_bucket{le="0.001",method="GET",route="/v1/models/{model}/nodes"}' in answer.text
+    assert (
+        'fxserve_request_duration_seconds_bucket{le="0.001",method="GET",route="/v1/models/{model}/nodes"}'
+        in answer.text
+    )
     assert "unheard-of" not in answer.text
 
 

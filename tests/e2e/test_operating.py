@@ -1,0 +1,152 @@
+"""What an operator sees of ``fxserve serve``: metrics of all its processes as one, JSON log lines, spans."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from service.metrics import STAGES
+from tests.e2e.conftest import Server
+
+FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Serve(Server):
+    """``fxserve serve`` with two processes."""
+
+    def command(self) -> list[str]:
+        call = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(self.port)]
+        return [*call, "--workers", "2", "--log-format", "json", "--log-level", "info"]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Its log lines so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()[1:]]
+
+    def ask(self, path: str) -> httpx.Response:
+        """Over a connection of its own, which any of the processes may take."""
+        return httpx.get(self.url + path, timeout=60)
+
+    def total(self, line: str) -> float:
+        """The value of the metric that begins with ``line``."""
+        values = [text for text in self.ask("/metrics").text.splitlines() if text.startswith(line)]
+        assert len(values) == 1, values
+        return float(values[0].rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module")
+def spans() -> Iterator[list[Any]]:
+    """Every span that reaches a collector on this machine."""
+    taken: list[Any] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for scope in resource.scope_spans:
+                    taken.extend(scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        yield taken
+    collector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory, spans: list[Any]) -> Iterator[Serve]:
+    server = Serve(tmp_path_factory.mktemp("serve"), tracing="true")
+    server.wait()
+    yield server
+    server.stop()
+
+
+def until(found: Callable[[], Any], seconds: float = 60) -> Any:
+    """What ``found`` returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+    return value
+
+
+def test_two_processes_count_as_one(serve: Serve) -> None:
+    until(lambda: serve.total("fxserve_ready") == 2)
+    healthy = 'fxserve_requests_total{method="GET",route="/healthz",status="200"}'
+    before = serve.total(healthy)
+    for _ in range(40):
+        assert serve.ask("/healthz").status_code == 200
+    answered = {line["process"] for line in serve.lines() if line.get("path") == "/healthz"}
+    assert len(answered) == 2
+    assert {serve.total(healthy) for _ in range(10)} == {before + 40}
+
+    victim = answered.pop()
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: "died" in serve.log.read_text())
+
+    def two_again() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return serve.total("fxserve_ready") == 2
+        return False
+
+    until(two_again)
+    assert serve.total(healthy) == before + 40  # what the dead one counted stays counted
+
+
+def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) -> None:
+    headers = {"x-request-id": "abc-1", "content-type": "image/jpeg"}
+    assert serve.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200
+    [line] = until(lambda: [line for line in serve.lines() if line.get("request_id") == "abc-1"])
+    assert line["duration_ms"] > 0
+    del line["duration_ms"], line["time"], line["process"]
+    assert line == {
+        "level": "info",
+        "logger": "fxserve.access",
+        "message": line["message"],
+        "request_id": "abc-1",
+        "method": "POST",
+        "path": "/v1/models/squeezenet1_1/features",
+        "status": 200,
+        "client": "127.0.0.1",
+    }
+
+
+def test_a_request_is_a_span_with_its_stages(serve: Serve, photos: dict[str, bytes], spans: list[Any]) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "content-type": "image/jpeg"}
+    answer = serve.http.post(FEATURES, content=photos["coffee"], headers=headers)
+    assert answer.status_code == 200
+    own = until(lambda: found if len(found := [s for s in spans if s.trace_id.hex() == TRACE]) == 5 else None)
+    [root] = [span for span in own if span.parent_span_id.hex() == PARENT]
+    assert root.name == "POST /v1/models/{model}/features"
+    told = {entry.key: entry.value for entry in root.attributes}
+    assert told["http.response.status_code"].int_value == 200
+    assert told["http.route"].string_value == "/v1/models/{model}/features"
+    stages = sorted((span for span in own if span is not root), key=lambda span: span.start_time_unix_nano)
+    assert [span.name for span in stages] == list(STAGES)
+    assert all(span.parent_span_id == root.span_id for span in stages)
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    for span in stages:
+        milliseconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
+        assert milliseconds == pytest.approx(float(timing[span.name]), abs=0.001)
+        assert root.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
