@@ -156,7 +156,8 @@ class BodyLimit:
     Args:
         app: what comes next.
         limit: most bytes of one body.
-        timeout: seconds to wait for a body, and one more for every 64 KiB of it that came.
+        timeout: seconds that a client may keep the server waiting for its body; every 64 KiB that come make good for
+            one of them.
         admission: what the bytes count towards.
     """
 
@@ -200,7 +201,7 @@ class _Body:
         self._receive = receive
         self._send = send
         self._seen = 0
-        self._waited = 0.0
+        self._patience = rules.timeout
         self._complete = False
 
     async def receive(self) -> Message:
@@ -230,18 +231,18 @@ class _Body:
         """The next message. Only the time that is spent waiting for the client counts."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        allowed = self._rules.timeout + self._seen / MIN_BYTES_PER_SECOND - self._waited
         try:
-            async with asyncio.timeout(max(allowed, 0.0)):
-                return await self._receive()
+            async with asyncio.timeout(self._patience):
+                message = await self._receive()
         except TimeoutError:
             detail = (
-                f"{self._seen:,} bytes of the body came in {self._waited + allowed:.0f} s and then nothing more; the "
-                f"least is {MIN_BYTES_PER_SECOND:,} bytes a second after {self._rules.timeout:g} s"
+                f"{self._seen:,} bytes of the body came, and then nothing more or too little; a body may keep the "
+                f"server waiting {self._rules.timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes make good for one"
             )
             self._refuse(Refusal("request-timeout", detail))
-        finally:
-            self._waited += loop.time() - began
+        earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
+        self._patience = max(0.0, min(self._patience - (loop.time() - began) + earned, self._rules.timeout))
+        return message
 
     def _refuse(self, refusal: Refusal | FxError) -> NoReturn:
         self.refusal = refusal

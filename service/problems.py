@@ -55,7 +55,8 @@ KINDS: dict[str, Kind] = {
     "request-timeout": Kind(
         408,
         "Request timeout",
-        "4,096 bytes of the body came in 20 s and then nothing more; the least is 65,536 bytes a second after 20 s",
+        "4,096 bytes of the body came, and then nothing more or too little; a body may keep the server waiting for "
+        "20 s, and every 65,536 bytes make good for one",
     ),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
     "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET"),

@@ -102,7 +102,9 @@ class Settings(BaseSettings):
 
     max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
     body_timeout: float = Field(
-        default=20.0, gt=0, description="Seconds to wait for a body, and one more for every 64 KiB of it that came."
+        default=20.0,
+        gt=0,
+        description="Seconds that a client may keep the server waiting for a body; every 64 KiB make good for one.",
     )
     fast_images: bool = Field(
         default=False,

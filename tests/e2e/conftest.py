@@ -39,7 +39,7 @@ class Server:
 
     def command(self) -> list[str]:
         """What starts it."""
-        return [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(self.port)]
+        return [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(self.port)]
 
     def wait(self) -> None:
         """Until it answers."""

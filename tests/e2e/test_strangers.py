@@ -1,0 +1,203 @@
+"""Clients that are slow, greedy, gone, or not who they say, over real sockets."""
+
+import contextlib
+import hashlib
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+JPEG = {"content-type": "image/jpeg"}
+FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
+SLOW = "/v1/models/resnet50/features?weights=random&nodes=C5&pool=avg"
+
+COMPUTED = "fxserve_batch_size_sum"  # rows
+
+
+def line(name, scope, secret):
+    return f"{name}:{scope}:{hashlib.sha256(secret.encode()).hexdigest()}\n"
+
+
+def bearer(secret):
+    return {"authorization": f"Bearer {secret}"}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(line("greedy", "admin", "one") + line("modest", "read", "two"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def guarded(start, keys):
+    """A server with keys, little memory and little patience."""
+    limits = {"max_body_bytes": 2_000_000, "max_inflight_bytes": 40_000_000, "max_inflight": 24, "max_batch": 2}
+    return start(api_keys_file=keys, body_timeout=1, **limits)
+
+
+def request(path, *headers, length=None):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: image/jpeg", "Authorization: Bearer one", *headers]
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def answer_of(connection):
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return received
+
+
+def test_keys_are_read_again_on_sighup(guarded, keys):
+    assert guarded.http.get("/v1/models").status_code == 401
+    assert guarded.http.get("/v1/models", headers=bearer("two")).status_code == 200
+    assert guarded.http.get("/v1/models", headers=bearer("three")).status_code == 401
+    with keys.open("a") as file:
+        file.write(line("new", "read", "three"))
+    guarded.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while guarded.http.get("/v1/models", headers=bearer("three")).status_code == 401 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert guarded.http.get("/v1/models", headers=bearer("three")).status_code == 200
+    assert guarded.http.get("/v1/models", headers=bearer("one")).status_code == 200
+
+
+@pytest.mark.parametrize("path", [FEATURES, "/v1/extractors", "/v2/repository/index", "/v2/models/resnet18/infer"])
+def test_a_body_that_stops_is_answered(guarded, path):
+    with guarded.connect() as connection:
+        head = request(path, length=100_000).replace(
+            b"image/jpeg", b"image/jpeg" if path == FEATURES else b"application/json"
+        )
+        connection.sendall(head + b" " * 1000)
+        received = answer_of(connection)  # and the server closes
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'{"error"' in received if path.startswith("/v2") else b"/problems/request-timeout" in received
+
+
+def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos):
+    """Two megabytes each, forty together: those that do not fit are told so, and others are served meanwhile."""
+    guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("one"))
+    connections = [guarded.connect() for _ in range(30)]
+    for connection in connections:
+        connection.settimeout(10)
+        with contextlib.suppress(OSError):
+            connection.sendall(request(FEATURES, length=2_000_000) + b"x" * 1_900_000)
+    answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+    assert answer.status_code == 200, answer.text
+    statuses = [answer_of(connection)[9:12] for connection in connections]
+    for connection in connections:
+        connection.close()
+    assert set(statuses) == {b"408", b"429"}
+
+
+def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
+    """Heads that do not end, and an answer that nobody reads; all at once, because it takes the server's patience."""
+    heads = [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX-A: "]
+    waiting = []
+    for head in heads:
+        waiting.append(guarded.connect())
+        waiting[-1].sendall(head)
+    large = FEATURES.replace("features&pool=avg", "features.0")
+    body = b"".join(
+        b"--b\r\nContent-Disposition: form-data; name=a; filename=a\r\n\r\n" + photos["chelsea"] + b"\r\n"
+        for _ in range(4)
+    )
+    body += b"--b--\r\n"
+    assert guarded.http.post(large, content=photos["chelsea"], headers=JPEG | bearer("one")).status_code == 200
+    unread = guarded.connect()
+    head = request(large, length=len(body)).replace(b"image/jpeg", b"multipart/form-data; boundary=b")
+    unread.sendall(head + body)
+    received = [answer_of(connection) for connection in waiting]
+    assert received[0] == b""
+    assert received[1].startswith(b"HTTP/1.1 408 ")
+    assert received[2].startswith(b"HTTP/1.1 408 ")
+    time.sleep(2)  # its patience began a little later
+    answer = answer_of(unread)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    length = int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    assert len(answer) < length  # cut off
+    for connection in [*waiting, unread]:
+        connection.close()
+
+
+@pytest.mark.parametrize("unit", [b"x", b"\r\nX-Some: header"])
+def test_heads_without_end_are_not_kept(guarded, unit):
+    with guarded.connect() as connection:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            while sent < 50_000_000:
+                connection.sendall(unit * (65536 // len(unit)))
+                sent += 65536
+        assert sent < 20_000_000  # what sockets buffer
+        received = answer_of(connection)
+    assert received.startswith(b"HTTP/1.1 431 ") or not received
+
+
+def test_a_client_that_asks_for_everything_at_once_leaves_room(guarded, photos):
+    """Forty requests of one key at a time and no end of them; another key's few are all served, in a few rounds."""
+    headers = JPEG | bearer("one")
+    assert guarded.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200
+    done = threading.Event()
+    served, refused = [], []
+
+    def flood():
+        while not done.is_set():
+            answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=headers)
+            (served if answer.status_code == 200 else refused).append(answer)
+
+    threads = [threading.Thread(target=flood) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    try:
+        while not refused:
+            time.sleep(0.01)
+        between = []
+        for _ in range(4):
+            before = len(served)
+            answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+            assert answer.status_code == 200, answer.text
+            between.append(len(served) - before)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert {answer.status_code for answer in refused} == {429}
+    assert int(refused[0].headers["retry-after"]) >= 1
+    # Four turns are on their way when a request comes, and one more is the greedy client's in the round.
+    assert max(between) <= 12, between
+    assert len(guarded.http.get("/healthz").content) > 0
+
+
+def test_two_hundred_clients_that_vanish(server, photos):
+    """They send and are gone: at once, and again while their requests wait. Next to nothing is computed for them."""
+    busy = [("a", ("a.jpg", photos["chelsea"], "image/jpeg"))] * 24
+    head = request(SLOW, length=len(photos["chelsea"]))
+    assert server.http.post(SLOW, files=busy).status_code == 200
+    for wait in (0.0, 0.3):
+        before = server.metric(COMPUTED)
+        first = threading.Thread(target=lambda: server.http.post(SLOW, files=busy))
+        first.start()
+        time.sleep(0.2)
+        connections = []
+        for _ in range(200):
+            connections.append(server.connect())
+            connections[-1].sendall(head + photos["chelsea"])
+            if not wait:
+                vanish(connections.pop())
+        time.sleep(wait)
+        for connection in connections:
+            vanish(connection)
+        first.join()
+        assert server.http.post(SLOW, content=photos["chelsea"], headers=JPEG).status_code == 200
+        assert server.metric(COMPUTED) - before - len(busy) - 1 < 0.05 * 200
+
+
+def vanish(connection):
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    connection.close()  # with a reset
