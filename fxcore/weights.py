@@ -6,9 +6,12 @@ are read without unpickling code; ``random`` is torchvision's initialisation und
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import http.client
 import pickle
 import re
+import tempfile
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -25,8 +28,13 @@ from fxcore.errors import UnknownWeights, WeightsUnavailable
 StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
 
 # How long to wait for the first word of the server that holds the weights, in seconds. Without a network this is
-# answered at once; the download itself may take as long as it needs.
+# answered at once; the download itself may take as long as it needs, so long as it moves.
 _REACH_TIMEOUT = 5.0
+
+STALL_TIMEOUT = 30.0
+"""Seconds without a byte after which a download is given up."""
+
+_CHUNK = 1024**2
 
 # DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
 _OLD_DENSENET_KEY = re.compile(
@@ -107,16 +115,43 @@ def _download(info: WeightsInfo) -> None:
         with urllib.request.urlopen(urllib.request.Request(info.url, method="HEAD"), timeout=_REACH_TIMEOUT):
             pass
         file.parent.mkdir(parents=True, exist_ok=True)
-        # torch.hub puts the first digits of the SHA-256 into the file name: name-<digits>.pth.
-        digits = re.search(r"-([a-f0-9]*)\.", file.name)
-        torch.hub.download_url_to_file(info.url, str(file), digits.group(1) if digits else None, progress=False)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:  # URLError is an OSError
+        _fetch(info.url, file)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         raise WeightsUnavailable(
             f"{file.name} is not in {file.parent} and could not be downloaded ({_first_line(error)}); put the file "
             "there, or ask for weights=random to try without",
             file=file.name,
             folder=str(file.parent),
         ) from error
+
+
+def _fetch(url: str, file: Path) -> None:
+    """Download ``url`` to ``file``, which is there only once it is whole and its hash is right.
+
+    ``torch.hub.download_url_to_file`` does the same, but waits without end for a server that stops sending.
+
+    Raises:
+        OSError, http.client.HTTPException: the download broke off, stalled, or could not be written.
+        ValueError: the hash is not the one in the file's name.
+    """
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        partial = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=file.parent, delete=False)).name)
+        stack.callback(partial.unlink, missing_ok=True)
+        source = stack.enter_context(urllib.request.urlopen(url, timeout=STALL_TIMEOUT))
+        with partial.open("wb") as target:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                target.write(chunk)
+        length = source.headers["content-length"]
+        if length is not None and partial.stat().st_size != int(length):
+            raise OSError(f"it broke off after {partial.stat().st_size:,} of {int(length):,} bytes")
+        # torchvision puts the first digits of the SHA-256 into the file name: name-<digits>.pth.
+        wanted = re.search(r"-([a-f0-9]+)\.", file.name)
+        if wanted is not None and not digest.hexdigest().startswith(wanted.group(1)):
+            raise ValueError(f"its SHA-256 hash is {digest.hexdigest()[:16]}…, not {wanted.group(1)}…")
+        partial.chmod(0o644)
+        partial.replace(file)
 
 
 def read_file(name: str, folder: Path | None) -> StateDict:

@@ -68,7 +68,7 @@ class Metrics:
         self.batch_failures = counter("batch_failures", "Batches that failed, by cause.", ("cause",))
         self.worker_restarts = counter("worker_restarts", "Device threads that died and were replaced.")
         self.evictions = counter(
-            "evictions", "What was put out of memory, and why: weights, extractor, record.", ("kind", "reason")
+            "evictions", "What was put out of memory (weights, extractor, record), and why.", ("kind", "reason")
         )
         self.inflight_requests = gauge("inflight_requests", "Requests admitted and not answered yet.")
         self.inflight_bytes = gauge("inflight_bytes", "Bytes that these decode to and answer with, by prediction.")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from service.engine.errors import DeadlineExceeded, NotReady
+from service.engine.errors import DeadlineExceeded, NotReady, OutOfMemory, contained
 from service.engine.options import FeatureOptions
 from service.engine.staging import copied
 
@@ -88,8 +88,10 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``, unless there is an answer already or nobody waits."""
         self._outputs = {}
+        if isinstance(error, MemoryError):
+            error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
         with suppress(InvalidStateError):
-            self.answer.set_exception(error)
+            self.answer.set_exception(contained(error))
 
     def _own(self, values: Tensor) -> Tensor:
         """``values`` in memory that neither a batch mate nor another key sees."""
@@ -154,7 +156,7 @@ class Errand:
         try:
             result = self._function()
         except BaseException as error:
-            self.answer.set_exception(error)
+            self.answer.set_exception(contained(error))
         else:
             self.answer.set_result(result)
 

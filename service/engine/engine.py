@@ -23,14 +23,14 @@ from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
 from service.engine.decoding import Decoding
-from service.engine.errors import DeadlineExceeded, Draining
+from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.preload import preload_spec
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with
+from service.engine.threads import compute_with, in_pool
 from service.engine.tiers import Tiers
 from service.engine.worker import DeviceWorker
 from service.metrics import Metrics
@@ -97,8 +97,7 @@ class Engine:
         """Take no new work and wait until what was accepted is answered.
 
         Args:
-            grace: seconds after which what still waits for the device is answered with an error; None is as the
-                settings say.
+            grace: seconds after which what is not computed yet is answered with an error; None is as the settings say.
         """
         self.draining = True
         try:
@@ -107,6 +106,7 @@ class Engine:
         except TimeoutError:
             log.warning("closing with %d requests unfinished", self._inflight)
             self._queue.close(Draining())
+            self._worker.abandon(Draining())
 
     async def close(self, grace: float | None = None) -> None:
         """Drain, and end all threads."""
@@ -239,6 +239,9 @@ class Engine:
             FxError: what the extractor's build failed of.
         """
         self._refuse_new_work()
+        trouble = self._worker.trouble(self.settings.request_timeout)
+        if trouble is not None:
+            raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
         with self.admission.enter() as ticket, record.in_use(), self._unfinished():
@@ -253,7 +256,7 @@ class Engine:
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes answers."""
         with self._unfinished():
-            return await self._in(self._encoders, function, *args)
+            return await in_pool(self._encoders, function, *args)
 
     async def _features(
         self, record: ExtractorRecord, images: Inputs, options: FeatureOptions, deadline: float, ticket: Ticket
@@ -297,7 +300,7 @@ class Engine:
 
     async def _quickly(self, at_once: bool, function: Callable[..., T], *args: object) -> T:
         """Call ``function``, here where that takes less than going to another thread and back."""
-        return function(*args) if at_once else await self._in(self._intake, function, *args)
+        return function(*args) if at_once else await in_pool(self._intake, function, *args)
 
     def _refuse_new_work(self) -> None:
         if self.draining:
@@ -331,10 +334,6 @@ class Engine:
             self._preload_trouble = f"{self._preload_trouble} failed: {error}"
         else:
             self._preload_trouble = None
-
-    @staticmethod
-    async def _in(pool: ThreadPoolExecutor, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 
 def _is_small(images: Inputs) -> bool:

@@ -106,6 +106,14 @@ class ComputeFailed(EngineError):
     status = 500
 
 
+def contained(error: BaseException) -> Exception:
+    """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it."""
+    if isinstance(error, Exception):
+        return error
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return ComputeFailed(f"what this request needed was ended by {said}", error=said)
+
+
 class UnknownExtractor(EngineError):
     """No extractor has that id or name; ``suggestions``."""
 

@@ -12,9 +12,9 @@ import difflib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +27,7 @@ from fxcore.memory import give_back
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor, Unsupported
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
+from service.engine.threads import in_pool
 from service.engine.tiers import Tiers
 from service.engine.transforming import steps, transformed
 from service.metrics import Metrics
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxserve.extractors")
 
-T = TypeVar("T")
-
 NODE_BYTES = 3 * 1024
 """What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
 
 _REMEMBERED_SPECS = 4096
+
+REMEMBERED_RECORDS = 1024
+"""Extractors without a name that are remembered though nothing of them is in memory: evicted ones, and failures."""
 
 
 class Extractors:
@@ -90,7 +92,7 @@ class Extractors:
         record = self._records.get(self._resolved.get(key, ""))
         created = False
         if record is None:
-            fresh = await self._in_pool(self._resolve, spec)
+            fresh = await in_pool(self._pool, self._resolve, spec)
             record = self._records.get(fresh.id)
             if record is None and not build:
                 raise Forbidden(
@@ -99,6 +101,7 @@ class Extractors:
                 )
             if record is None:
                 self._check_name(spec.name, fresh.id)
+                self._forget()
                 record = self._records[fresh.id] = fresh
                 created = True
             self._resolved[key] = record.id
@@ -222,7 +225,8 @@ class Extractors:
                 params = record.entry.weights_info(default).num_params if default is not None else 0
                 self.make_room(params * PRECISIONS[record.spec.precision].itemsize)
             model = await self._models.get(record.entry, record.model_key)
-            extractor = await self._in_pool(
+            extractor = await in_pool(
+                self._pool,
                 build_extractor,
                 record.graph,
                 model.module,
@@ -230,7 +234,7 @@ class Extractors:
                 record.dtype,
             )
             if record.spec.transforms:
-                record.transformed = await self._in_pool(transformed, record, extractor, steps(record.spec))
+                record.transformed = await in_pool(self._pool, transformed, record, extractor, steps(record.spec))
                 extractor = record.transformed.extractor
             record.outputs = extractor.outputs
             record.extractor = extractor
@@ -249,6 +253,14 @@ class Extractors:
             record.build = None
             record.last_used = time.monotonic()
         self.make_room()
+
+    def _forget(self) -> None:
+        """Drop what was used least recently of the records that hold nothing, so that bad specs cannot take the
+        memory one by one."""
+        empty = [r for r in self._records.values() if r.run is None and r.name is None and not r.busy]
+        for record in sorted(empty, key=lambda record: record.last_used)[: len(empty) - REMEMBERED_RECORDS + 1]:
+            del self._records[record.id]
+            self._evictions.labels("record", "unused").inc()
 
     def _unload(self, record: ExtractorRecord) -> None:
         if record.run is not None:
@@ -273,9 +285,6 @@ class Extractors:
                 name=name,
                 extractor=owner,
             )
-
-    async def _in_pool(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
 
 def _overhead(record: ExtractorRecord) -> int:

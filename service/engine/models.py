@@ -13,6 +13,7 @@ from torch import nn
 from fxcore.catalog import ModelEntry
 from fxcore.weights import load_model
 from service.engine.records import PRECISIONS, ModelKey
+from service.engine.threads import in_pool
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ModelStore:
         }
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._read, entry, key)
+        return await in_pool(self._pool, self._read, entry, key)
 
     def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, precision = key

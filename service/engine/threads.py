@@ -1,8 +1,17 @@
-"""Threads that torch may use."""
+"""Threads that torch may use, and calls into other threads."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
 import torch
+
+from service.engine.errors import contained
+
+T = TypeVar("T")
 
 
 def compute_with(threads: int) -> None:
@@ -13,3 +22,15 @@ def compute_with(threads: int) -> None:
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
+
+
+async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> T:
+    """What ``function(*args)`` returns or raises in a thread of ``pool``, so that the event loop survives it."""
+
+    def call() -> T:
+        try:
+            return function(*args)
+        except BaseException as error:
+            raise contained(error) from error.__cause__
+
+    return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -30,7 +30,7 @@ from service.engine.batching import Queue
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with
+from service.engine.threads import compute_with, in_pool
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.tiers")
@@ -87,9 +87,7 @@ class Tiers:
         if spec.backend in ("auto", "eager") and spec.precision != "int8":
             eager, options = BACKENDS["eager"], self._options(record)
             record.backend, record.checks = "eager", None
-            record.run = await asyncio.get_running_loop().run_in_executor(
-                pool, eager.lower, extractor.module, (), options
-            )
+            record.run = await in_pool(pool, eager.lower, extractor.module, (), options)
             return
         backend = BACKENDS["openvino" if spec.backend == "auto" else spec.backend]
         candidate = Candidate(backend.name)
@@ -164,7 +162,7 @@ class Tiers:
             if own.backend != "eager":
                 break
         del eager
-        await asyncio.get_running_loop().run_in_executor(self._unasked, give_back)
+        await in_pool(self._unasked, give_back)
 
     async def _lowered(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
@@ -178,7 +176,7 @@ class Tiers:
             lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
             return lowered, Reference(extractor.module, rows, record.spec.precision)
 
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await in_pool(pool, work)
 
     async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
         for inputs in reference.batches():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ log = logging.getLogger("fxserve.worker")
 
 # A CUDA context that has seen an illegal access answers every later call with the same error.
 _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
+
+_FULL_COLLECTION_EVERY = 10.0
 
 _CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
@@ -48,8 +51,10 @@ class DeviceWorker:
         self._threads = threads
         self._staging = Staging(device)
         self._busy_since: float | None = None
-        self._died: str | None = None
-        self._thread = threading.Thread(target=self._main, name=f"fxserve-{device}", daemon=True)
+        self._lost: str | None = None
+        self._batch: Sequence[Item] = ()
+        self._collected = -math.inf
+        self._thread = self._fresh_thread()
 
     def start(self) -> None:
         self._thread.start()
@@ -60,10 +65,16 @@ class DeviceWorker:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def abandon(self, reason: NotReady) -> None:
+        """Answer the requests of the batch in hand with ``reason``; what is computed of it goes nowhere."""
+        for item in self._batch:
+            item.job.fail(reason)
+
     def trouble(self, longest_batch: float) -> str | None:
-        """Why the worker cannot be relied on: it died, or has been on one batch for ``longest_batch`` seconds."""
-        if self._died is not None:
-            return self._died
+        """Why the worker cannot be relied on: its device is lost, or it has been on one batch for ``longest_batch``
+        seconds. A thread that hangs cannot be ended from outside, and another beside it would find the device busy."""
+        if self._lost is not None:
+            return self._lost
         if not self._thread.is_alive():
             return "the device worker does not run"
         busy_since = self._busy_since
@@ -71,27 +82,46 @@ class DeviceWorker:
             return f"the device worker has been on one batch for {busy:.0f} s"
         return None
 
+    def _fresh_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._main, name=f"fxserve-{self.device}", daemon=True)
+
     def _main(self) -> None:
-        batch: Sequence[Item] | None = None
-        work: Sequence[Item] | Errand | None
         try:
             compute_with(self._threads)
-            while (work := self._queue.take()) is not None:
-                self._busy_since = time.monotonic()
-                if isinstance(work, Errand):
-                    work.run()
-                else:
-                    batch = work
-                    self._serve(batch)
-                self._busy_since = None
-                batch = work = None  # an idle worker holds nobody's tensors
+            self._work()
         except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
             log.exception("the device worker died")
-            self._died = f"the device worker died of {_said(error)}"
-            dead = NotReady(self._died)
-            self._queue.close(dead)
-            for item in batch or ():
-                item.job.fail(dead)
+            self._die(error)
+
+    def _work(self) -> None:
+        work: Sequence[Item] | Errand | None
+        while (work := self._queue.take()) is not None:
+            self._busy_since = time.monotonic()
+            if isinstance(work, Errand):
+                work.run()
+            else:
+                self._batch = work
+                self._serve(work)
+            self._busy_since = None
+            self._batch = work = ()  # an idle worker holds nobody's tensors
+
+    def _die(self, error: BaseException) -> None:
+        """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is lost."""
+        why = f"the device worker died of {_said(error)}"
+        batch, self._batch, self._busy_since = self._batch, (), None
+        for item in batch:
+            item.job.fail(NotReady(why, retry_after=1.0))
+        if not isinstance(error, _DEVICE_LOST):
+            try:
+                fresh = self._fresh_thread()
+                fresh.start()
+                self._thread = fresh
+                self._metrics.worker_restarts.inc()
+                return
+            except RuntimeError as none:  # the system has no thread left
+                why = f"{why}, and {none}"
+        self._lost = why
+        self._queue.close(NotReady(why))
 
     def _serve(self, items: Sequence[Item]) -> None:
         """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
@@ -115,9 +145,7 @@ class DeviceWorker:
         self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
         if out_of_memory:
             error.__context__ = None
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self._free()
         if out_of_memory and _rows(items) > 1:
             halves = _halved(items)
         elif len(items) > 1 and not out_of_memory:
@@ -127,6 +155,17 @@ class DeviceWorker:
             return
         for half in halves:
             self._serve(half)
+
+    def _free(self) -> None:
+        """Free what can be. A full collection takes a third of a second, so a batch full of rows that do not fit must
+        not cause one for each: those after the first only look at what is young, as the last batch's remains are."""
+        now = time.monotonic()
+        full = now - self._collected > _FULL_COLLECTION_EVERY
+        if full:
+            self._collected = now
+        gc.collect(2 if full else 1)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _compute(self, items: Sequence[Item]) -> None:
         started = time.monotonic()

@@ -1,6 +1,7 @@
 """Load, deadlines, clients that leave, and models that fail: each costs the requests it is about and no other."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from service.engine.errors import (
     OutOfMemory,
     RequestTooLarge,
 )
+from service.engine.threads import in_pool
 from tests.service.engine.running import MakeEngine, Watched, built, waiting
 
 pytestmark = pytest.mark.anyio
@@ -86,10 +88,12 @@ async def test_the_deadline_of_the_settings(engine: MakeEngine) -> None:
         ready, reason = running.readiness()
         assert not ready
         assert "has been on one batch" in reason
+        with pytest.raises(NotReady, match="has been on one batch"):  # at once: it would wait for nothing
+            await running.features(record, tensors(2), deadline=time.monotonic() + 30)
         watched.open.set()
-        assert (await running.features(record, tensors(2), deadline=time.monotonic() + 30)).images == 1
         while not running.readiness()[0]:
             await asyncio.sleep(0.01)
+        assert (await running.features(record, tensors(2), deadline=time.monotonic() + 30)).images == 1
 
 
 async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> None:
@@ -147,27 +151,63 @@ async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Excepti
         assert (await running.features(record, tensors(0))).images == 1
 
 
-async def test_the_device_worker_dies(engine: MakeEngine) -> None:
+async def test_a_device_thread_that_dies_is_replaced(engine: MakeEngine) -> None:
+    """Its batch is told; what waited is computed by the next one, by which the thread's own settings are kept."""
+    async with engine(max_batch=1, compute_threads=2) as running:
+        record = await built(running)
+        expected = [(await running.features(record, tensors(i))).outputs for i in range(3)]
+        watched = Watched(record)
+        seen = []
+
+        def fault(batch: torch.Tensor) -> None:
+            if POISON in marks(batch):
+                raise SystemExit("gone")
+            seen.append((threading.current_thread(), torch.get_num_threads()))
+
+        watched.fault = fault
+        watched.open.clear()
+        poison = asyncio.create_task(running.features(record, tensors(POISON)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        others = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
+        await asyncio.sleep(0.1)
+        first = running._worker._thread
+        watched.open.set()
+        with pytest.raises(NotReady, match="the device worker died of SystemExit: gone") as caught:
+            await poison
+        assert caught.value.retry_after == 1
+        for number, task in enumerate(others):
+            for key, values in (await task).outputs.items():
+                assert_close(values, expected[number][key], rtol=1e-5, atol=1e-5)
+        assert [threads for _, threads in seen] == [2, 2, 2]
+        assert len({thread for thread, _ in seen}) == 1
+        assert seen[0][0] is not first
+        assert running.readiness()[0]
+        assert running.admission.requests == 0
+        text = running.metrics.text().decode()
+        assert "fxserve_worker_restarts_total 1.0" in text
+
+
+async def test_a_lost_device_is_told_to_everyone(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access a CUDA context answers every call with the same error: nothing can go on in it."""
+
+    class Lost(RuntimeError):
+        pass
+
+    monkeypatch.setattr("service.engine.worker._DEVICE_LOST", Lost)
     async with engine() as running:
         record = await built(running)
         watched = Watched(record)
 
         def fault(batch: torch.Tensor) -> None:
-            raise SystemExit("gone")
+            raise Lost("CUDA error: an illegal memory access was encountered")
 
         watched.fault = fault
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(0)))
-        await asyncio.to_thread(watched.entered.wait, 10)
-        others = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
-        await waiting(running, 3)
-        watched.open.set()
-        for task in [first, *others]:
-            with pytest.raises(NotReady, match="the device worker died of SystemExit"):
-                await task
-        with pytest.raises(NotReady, match="SystemExit"):
-            await running.features(record, tensors(0))
-        assert running.readiness() == (False, "the device worker died of SystemExit: gone")
+        for _ in range(2):
+            with pytest.raises(NotReady, match="the device worker died of Lost: CUDA error"):
+                await running.features(record, tensors(0))
+        ready, why = running.readiness()
+        assert not ready
+        assert "illegal memory access" in why
         assert running.admission.requests == 0
 
 
@@ -245,7 +285,7 @@ async def test_threads(engine: MakeEngine) -> None:
         watched.fault = lambda batch: seen.append(torch.get_num_threads())
         await running.features(record, tensors(0))
         seen.append(await running.run_in_encoder(torch.get_num_threads))
-        seen.append(await running._in(running._decoders, torch.get_num_threads))
+        seen.append(await in_pool(running._decoders, torch.get_num_threads))
     assert seen == [2, 1, 1]
 
 

@@ -1,0 +1,112 @@
+"""The service in a process where things go wrong when a test asks for it: ``uvicorn tests.e2e.faults.app:create_app``.
+
+Nothing stands in for the service's own code. A model, a decoder and the clock misbehave, and the published weights of
+some models lie on a server of the test's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from fastapi import FastAPI
+from torch import Tensor, nn
+from torchvision.transforms._presets import ImageClassification
+
+import fxcore.weights
+import service.app
+import service.engine.inputs
+from fxcore import ModelEntry, WeightsInfo, catalog
+
+# The first value of a row says what happens to its batch.
+RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)
+
+# The end of a file says what happens to its decoder.
+DECODER_DIES, DECODER_HAS_NO_MEMORY = b"<the decoder dies>", b"<the decoder has no memory>"
+
+DOWNLOADED = ("stalls", "wrong_hash", "disk_full", "half_written")
+STALL_SECONDS = 2.0
+
+
+def folder() -> Path:
+    """What test and service tell each other: ``release`` ends a hang, ``clock`` holds seconds to add to the time."""
+    return Path(os.environ["FAULTS_DIR"])
+
+
+@torch.fx.wrap
+def misbehave(x: Tensor) -> Tensor:
+    """``[N, 3, H, W]``, unchanged where no row asks for anything."""
+    if x.is_meta:
+        return x
+    marks = x[:, 0, 0, 0].tolist()
+    if RAISES in marks:
+        raise ValueError("the model does not like this row")
+    if HANGS in marks:
+        while not (folder() / "release").exists():
+            time.sleep(0.01)
+    if NO_MEMORY in marks:
+        torch.empty(2**50)
+    if TOO_MANY_ROWS in marks and len(marks) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    if DIES in marks:
+        raise SystemExit("the device thread ends here")
+    return torch.where((x[:, :1, :1, :1] == NAN), torch.nan, x)
+
+
+class Faulty(nn.Module):
+    """Two outputs: ``conv`` ``[N, 8, 16, 16]`` and ``head`` ``[N, 1024]``; 2 MB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.head = nn.Linear(8 * 8 * 8, 1024)
+        self.pool = nn.AvgPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pool(self.conv(misbehave(x))).flatten(1))
+
+
+def _entry(name: str) -> ModelEntry:
+    def builder(*, weights: object = None) -> nn.Module:
+        return Faulty()
+
+    url = f"{os.environ['FAULTS_URL']}/{name}-{os.environ['FAULTS_HASH']}.pth"
+    preset = partial(ImageClassification, crop_size=32, resize_size=32)
+    return ModelEntry(
+        name, "classification", builder, {"V1": WeightsInfo("V1", url, 0, {}, ())}, "V1", {"V1": preset}, {"V1": {}}
+    )
+
+
+def create_app() -> FastAPI:
+    for name in ("faulty", *DOWNLOADED):
+        catalog._registry()[name] = _entry(name)
+    fxcore.weights.STALL_TIMEOUT = STALL_SECONDS
+    _spoil_decoder()
+    _spoil_clock()
+    return service.app.create_app()
+
+
+def _spoil_decoder() -> None:
+    right = service.engine.inputs.open_image
+
+    def spoiled(data: bytes, max_pixels: int | None = None) -> object:
+        if bytes(data).endswith(DECODER_DIES):
+            raise SystemExit("the decoder's thread ends here")
+        if bytes(data).endswith(DECODER_HAS_NO_MEMORY):
+            raise MemoryError
+        return right(data, max_pixels)
+
+    service.engine.inputs.open_image = spoiled  # type: ignore[assignment]
+
+
+def _spoil_clock() -> None:
+    right = time.time
+    clock = folder() / "clock"
+
+    def spoiled() -> float:
+        return right() + (float(clock.read_text() or 0) if clock.exists() else 0.0)
+
+    time.time = spoiled

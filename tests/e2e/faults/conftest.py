@@ -1,0 +1,209 @@
+"""A server that misbehaves when told, clients that keep asking meanwhile, and the right answers by plain torch."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import safetensors.torch
+import torch
+from torch.testing import assert_close
+
+from tests.e2e.conftest import Server
+from tests.e2e.faults.app import Faulty
+
+REQUEST_TIMEOUT = 6.0
+GRACE_PERIOD = 3.0
+
+FEATURES = "/v1/models/{}/features?nodes=conv,head"
+
+
+class Weights:
+    """Published weights on a server of this machine, which can be told to stall, or to send something else."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.model = Faulty().eval()
+        buffer = io.BytesIO()
+        torch.save(self.model.state_dict(), buffer)
+        self.data = buffer.getvalue()
+        self.digits = hashlib.sha256(self.data).hexdigest()[:8]
+        self.sent = self.data
+        self.stall_after: int | None = None
+        self.resumed = threading.Event()
+        weights = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("content-length", str(len(weights.sent)))
+                self.end_headers()
+                self.wfile.write(weights.sent[: weights.stall_after])
+                if weights.stall_after is not None:
+                    weights.resumed.wait(30)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+
+def rows(*marks: float) -> torch.Tensor:
+    """``[N, 3, 32, 32]``: noise that differs by mark, with the mark as each row's first value."""
+    made = torch.stack([torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(int(m))) for m in marks])
+    made[:, 0, 0, 0] = torch.tensor(marks, dtype=torch.float32)
+    return made
+
+
+class FaultyServer(Server):
+    """``tests.e2e.faults.app``."""
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "tests.e2e.faults.app:create_app",
+            "--factory",
+            "--port",
+            f"{self.port}",
+        ]
+
+    def features(self, *marks: float, model: str = "faulty", **headers: str) -> httpx.Response:
+        """Features of a request whose rows are :func:`rows`."""
+        body = io.BytesIO()
+        np.save(body, rows(*marks).numpy())
+        given = {"content-type": "application/x-npy", "accept": "application/x-safetensors", **headers}
+        return self.http.post(FEATURES.format(model), content=body.getvalue(), headers=given)
+
+    def settled(self) -> bool:
+        """Whether nothing is in flight."""
+        return all(
+            not self.metric(f"fxserve_{name} ") for name in ("inflight_requests", "inflight_bytes", "queue_size")
+        )
+
+
+class Clients:
+    """What clients get, checked row by row against plain torch."""
+
+    def __init__(self, server: FaultyServer, model: Faulty) -> None:
+        self.server = server
+        self.model = model
+
+    def check(self, answer: httpx.Response, *marks: float) -> None:
+        """That ``answer`` is the right one, and to this request."""
+        assert answer.status_code == 200, answer.text
+        found = safetensors.torch.load(answer.content)
+        with torch.inference_mode():
+            conv = self.model.conv(rows(*marks))
+            head = self.model.head(self.model.pool(conv).flatten(1))
+        assert_close(found["conv"], conv, rtol=1e-4, atol=1e-5)
+        assert_close(found["head"], head, rtol=1e-4, atol=1e-5)
+
+    def ask(self, among: Sequence[float] = (), good: int = 40, at_once: int = 8) -> list[httpx.Response]:
+        """Answers to requests of a row each for the marks ``among``, in that order; ``good`` others meanwhile are
+        right, and each is answered once."""
+        marks: list[float] = [float(i) for i in range(good)]
+        for place, mark in enumerate(among):
+            marks.insert((place + 1) * len(marks) // (len(among) + 1), mark)
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = list(
+                pool.map(lambda n: self.server.features(marks[n], **{"x-request-id": f"r{n}"}), range(len(marks)))
+            )
+        for number, (mark, answer) in enumerate(zip(marks, answers, strict=True)):
+            assert answer.headers.get_list("x-request-id") == [f"r{number}"]
+            if mark not in among:
+                self.check(answer, mark)
+        return [answer for mark, answer in zip(marks, answers, strict=True) if mark in among]
+
+
+@pytest.fixture(scope="package")
+def weights() -> Iterator[Weights]:
+    served = Weights()
+    yield served
+    served.http.shutdown()
+
+
+@pytest.fixture(scope="package")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which test and server leave words for each other."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="package")
+def begin(
+    tmp_path_factory: pytest.TempPathFactory, weights: Weights, together: Path
+) -> Iterator[Callable[..., FaultyServer]]:
+    """Starts servers over one weights cache, which holds the weights of ``faulty``."""
+    home = tmp_path_factory.mktemp("torch-home")
+    (home / "hub/checkpoints").mkdir(parents=True)
+    (home / f"hub/checkpoints/faulty-{weights.digits}.pth").write_bytes(weights.data)
+    started: list[FaultyServer] = []
+
+    def start(**settings: Any) -> FaultyServer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FAULTS_DIR", str(together))
+            patch.setenv("FAULTS_URL", weights.url)
+            patch.setenv("FAULTS_HASH", weights.digits)
+            patch.setenv("NO_PROXY", "127.0.0.1")
+            server = FaultyServer(home, request_timeout=REQUEST_TIMEOUT, grace_period=GRACE_PERIOD, **settings)
+        started.append(server)
+        server.wait()
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="package")
+def server(begin: Callable[..., FaultyServer]) -> FaultyServer:
+    return begin()
+
+
+@pytest.fixture(scope="package")
+def clients(server: FaultyServer, weights: Weights) -> Clients:
+    made = Clients(server, weights.model)
+    made.ask()
+    return made
+
+
+@pytest.fixture
+def sound(server: FaultyServer, clients: Clients) -> Iterator[None]:
+    """After a fault: nothing is left of it, it is the same process, ready, and its answers are right."""
+    before = psutil.Process(server.process.pid).memory_info().rss
+    yield
+    until(server.settled)
+    assert server.http.get("/readyz").status_code == 200
+    clients.ask(good=16)
+    assert server.process.poll() is None
+    grown = psutil.Process(server.process.pid).memory_info().rss - before
+    assert grown < 64 * 1024**2
+
+
+def until(found: Callable[[], Any], seconds: float = 30) -> Any:
+    """What ``found`` returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value

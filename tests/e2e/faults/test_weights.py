@@ -1,0 +1,92 @@
+"""Weights that cannot be had, or are not what they should be: told as such, and taken once they are right."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.faults.app import STALL_SECONDS
+from tests.e2e.faults.conftest import Clients, FaultyServer, Weights
+
+pytestmark = pytest.mark.usefixtures("sound")
+
+
+@pytest.fixture
+def cache(server: FaultyServer) -> Path:
+    return server.log.parent / "hub/checkpoints"
+
+
+@pytest.fixture(autouse=True)
+def _weights_are_right_again(weights: Weights) -> Iterator[None]:
+    yield
+    weights.sent, weights.stall_after = weights.data, None
+
+
+def unavailable(answer: httpx.Response) -> str:
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (503, "/problems/weights-unavailable"), document
+    return str(document["detail"])
+
+
+def taken(server: FaultyServer, clients: Clients, model: str, cache: Path, weights: Weights) -> None:
+    """That the weights are there now, whole, and that nothing else was left behind."""
+    clients.check(server.features(1, 2, model=model), 1, 2)
+    [file] = cache.glob(f"{model}-*")
+    assert file.read_bytes() == weights.data
+    assert {path.name.partition("-")[0] for path in cache.iterdir()} <= {
+        "faulty", "stalls", "wrong_hash", "disk_full", "half_written",
+    }  # fmt: skip
+
+
+def test_a_download_that_stalls(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
+    weights.stall_after = len(weights.data) // 2
+    weights.resumed.clear()
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.features(1, model="stalls")))
+    began = time.monotonic()
+    asking.start()
+    clients.ask()  # nobody else waits for it
+    asking.join()
+    weights.resumed.set()
+    assert time.monotonic() - began >= STALL_SECONDS
+    assert "timed out" in unavailable(answers[0])
+    assert not list(cache.glob("stalls*"))
+    weights.stall_after = None
+    taken(server, clients, "stalls", cache, weights)
+
+
+def test_a_download_with_the_wrong_hash(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
+    weights.sent = weights.data[:-1] + b"x"
+    assert "SHA-256 hash" in unavailable(server.features(1, model="wrong_hash"))
+    assert not list(cache.glob("wrong_hash*"))
+    weights.sent = weights.data
+    taken(server, clients, "wrong_hash", cache, weights)
+
+
+def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
+    """By a limit on the size of files, which any user can set for a process of theirs."""
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+    assert len(weights.data) > 2_000_000
+    resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        assert "File too large" in unavailable(server.features(1, model="disk_full"))
+        clients.ask()
+    finally:
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
+    assert not list(cache.glob("disk_full*"))
+    taken(server, clients, "disk_full", cache, weights)
+
+
+def test_a_file_that_is_half_written(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
+    file = cache / f"half_written-{weights.digits}.pth"
+    for damaged in (weights.data[: len(weights.data) // 2], b"", b"\0" * 10_000, weights.data[:5000] * 4):
+        file.write_bytes(damaged)
+        assert "damaged" in unavailable(server.features(1, model="half_written"))
+    file.unlink()
+    taken(server, clients, "half_written", cache, weights)

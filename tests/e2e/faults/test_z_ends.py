@@ -1,0 +1,88 @@
+"""How a server ends: told to, under load, with work that will not end, or killed. Last, as it ends the server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.faults.app import HANGS
+from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weights, until
+
+
+def held(server: FaultyServer, answers: list[httpx.Response]) -> threading.Thread:
+    """A request that holds the device, in a thread of its own."""
+    thread = threading.Thread(target=lambda: answers.append(server.features(HANGS, 1)))
+    thread.start()
+    until(lambda: server.metric("fxserve_inflight_requests ") == 1)
+    time.sleep(0.2)
+    return thread
+
+
+def draining(server: FaultyServer) -> bool:
+    return "shutting down" in httpx.get(server.url + "/readyz").text
+
+
+def test_killed_and_started_again_then_told_to_end(
+    begin: Callable[..., FaultyServer], weights: Weights, together: Path
+) -> None:
+    first = begin()
+    clients = Clients(first, weights.model)
+    clients.ask(good=8)
+    broken: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(1000):
+                clients.check(first.features(1), 1)
+        except httpx.TransportError as error:
+            broken.append(error)
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    time.sleep(0.5)
+    os.kill(first.process.pid, signal.SIGKILL)
+    for thread in asking:
+        thread.join()
+    assert len(broken) == 4  # cut off, and nobody was told anything wrong
+
+    server = begin()
+    clients = Clients(server, weights.model)
+    clients.ask()
+    assert server.http.get("/readyz").status_code == 200
+
+    # SIGTERM under load: what was accepted is answered, what comes now is told to go elsewhere.
+    answers: list[httpx.Response] = []
+    slow = held(server, answers)
+    server.process.terminate()
+    until(lambda: draining(server))
+    with httpx.Client(base_url=server.url) as fresh:
+        assert fresh.get("/healthz").status_code == 200  # new connections are taken too
+    refused = server.features(3)
+    assert (refused.status_code, refused.json()["type"]) == (503, "/problems/draining")
+    assert int(refused.headers["retry-after"]) >= 1
+    (together / "release").touch()
+    slow.join()
+    clients.check(answers[0], HANGS, 1)
+    server.process.wait(GRACE_PERIOD)
+    (together / "release").unlink()
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
+    """At the end of the grace period it is told so, and the process ends all the same."""
+    clients.ask(good=8)
+    answers: list[httpx.Response] = []
+    slow = held(server, answers)
+    began = time.monotonic()
+    server.process.terminate()
+    slow.join()
+    assert time.monotonic() - began >= GRACE_PERIOD - 0.5
+    assert (answers[0].status_code, answers[0].json()["type"]) == (503, "/problems/draining")
+    server.process.wait(10)
