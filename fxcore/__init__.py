@@ -11,6 +11,7 @@ from fxcore.graphs import ModelGraph, NodeInfo, TensorSpec, model_graph
 from fxcore.images import Preprocessing, open_image
 from fxcore.levels import Level
 from fxcore.tracing import trace
+from fxcore.user_models import UserModel
 from fxcore.weights import load_model
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OutputInfo",
     "Preprocessing",
     "TensorSpec",
+    "UserModel",
     "WeightsInfo",
     "build_extractor",
     "get_model",

@@ -1,7 +1,8 @@
 """Which models exist, which weights they have, and how each wants to be built.
 
-Everything here is read from torchvision's own registry. Building is done by torchvision's own builders; what this
-module adds is *weightless* building, where no parameter takes memory and nothing is downloaded.
+Everything here is read from torchvision's own registry, beside which :mod:`fxcore.user_models` puts users' own models.
+Building is done by torchvision's own builders; what this module adds is *weightless* building, where no parameter takes
+memory and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torchvision.models as tv
 from torch import nn
 from torchvision.models import WeightsEnum
 
-from fxcore.errors import UnknownModel, UnknownWeights
+from fxcore.errors import FxError, UnknownModel, UnknownWeights
 from fxcore.images import (
     DetectorPreprocessing,
     FlowPreprocessing,
@@ -290,9 +291,30 @@ def _registry() -> dict[str, ModelEntry]:
     return {name: _entry(name) for name in tv.list_models()}
 
 
+# Models of users' own, and descriptions of such that are wrong, by name.
+_registered: dict[str, ModelEntry] = {}
+_refused: dict[str, FxError] = {}
+
+
+def is_torchvisions(name: str) -> bool:
+    """Whether torchvision has a model of this name."""
+    return name in _registry()
+
+
+def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
+    """Have ``entries`` in the catalog beside torchvision's models, in place of those that were registered before.
+
+    Args:
+        entries: name → the model, or why it cannot be had, which :func:`get_model` then says.
+    """
+    global _registered, _refused
+    _registered = {name: entry for name, entry in entries.items() if isinstance(entry, ModelEntry)}
+    _refused = {name: error for name, error in entries.items() if isinstance(error, FxError)}
+
+
 def list_models() -> list[ModelEntry]:
     """All models, by name."""
-    return list(_registry().values())
+    return [entry for _, entry in sorted({**_registry(), **_registered}.items())]
 
 
 def get_model(name: str) -> ModelEntry:
@@ -304,9 +326,11 @@ def get_model(name: str) -> ModelEntry:
     >>> get_model("resnet50").default_weights
     'IMAGENET1K_V2'
     """
-    registry = _registry()
+    registry = {**_registry(), **_registered}
     if name in registry:
         return registry[name]
+    if name in _refused:
+        raise UnknownModel(f"the model {name!r} was described wrongly and is not there", name=name, suggestions=[])
     suggestions = difflib.get_close_matches(name, registry, n=5, cutoff=0.5)
     hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of models"
     raise UnknownModel(f"there is no model {name!r}{hint}", name=name, suggestions=suggestions)

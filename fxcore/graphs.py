@@ -277,6 +277,6 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
-        if key not in _cache:
+        if key not in _cache or _cache[key].entry is not entry:  # a user's model may be described anew
             _cache[key] = ModelGraph(entry, weights)
         return _cache[key]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fxcore.catalog import FILE_PREFIX, RANDOM, ModelEntry, WeightsInfo
 from fxcore.errors import UnknownWeights, WeightsUnavailable
+from fxcore.user_models import UserEntry
 
 StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
 
@@ -59,6 +60,13 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     elif weights.startswith(FILE_PREFIX):
         name = weights.removeprefix(FILE_PREFIX)
         model = _filled(entry, RANDOM, read_file(name, weights_dir), str(weights_dir), name)
+    elif isinstance(entry, UserEntry):
+        file = entry.file(weights)
+        model = (
+            entry.build()
+            if file is None
+            else _filled(entry, weights, read_file(file.name, file.parent), str(file.parent), file.name)
+        )
     else:
         info = entry.published[weights]
         state = published_state_dict(info)

@@ -187,6 +187,9 @@ def models(
     """
     from fxcore.catalog import list_models
     from service import tables
+    from service.engine.own_models import register_models
+
+    register_models(_settings({}).models_dir, try_each=False)
 
     found = [
         entry
@@ -365,7 +368,9 @@ def key(
 def _graph(model: str, weights: str) -> ModelGraph:
     from fxcore.catalog import get_model
     from fxcore.graphs import model_graph
+    from service.engine.own_models import register_models
 
+    register_models(_settings({}).models_dir, try_each=False)
     entry = get_model(model)
     return model_graph(entry, entry.canonical_weights(weights))
 

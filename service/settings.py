@@ -81,6 +81,9 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] | None = Field(
         default=None, description="The only models served, separated by commas; all where not set."
     )
+    models_dir: Path | None = Field(
+        default=None, description="Folder with models.toml, which describes models of your own, and their weights."
+    )
     preload: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Extractors to build before /readyz says yes, separated by semicolons: "
@@ -126,7 +129,7 @@ class Settings(BaseSettings):
         default=8 * GiB, ge=1, description="Bytes of weights and extractors kept; the least recently used go first."
     )
 
-    @field_validator("cache_dir", "calibration_dir", "api_keys_file", mode="before")
+    @field_validator("cache_dir", "calibration_dir", "models_dir", "api_keys_file", mode="before")
     @classmethod
     def _no_folder(cls, value: object) -> object:
         return None if value == "" else value

@@ -147,7 +147,7 @@ def _detail(entry: ModelEntry) -> bytes:
         info = entry.weights_info(name)
         weights[name] = {
             "num_params": info.num_params,
-            "url": info.url,
+            "url": info.url or None,
             "metrics": info.metrics,
             "categories": len(info.categories),
             "cached": info.cached,

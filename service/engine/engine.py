@@ -28,6 +28,7 @@ from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
+from service.engine.own_models import register_models
 from service.engine.preload import preload_spec
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
@@ -89,7 +90,11 @@ class Engine:
         self._idle.set()
 
     async def start(self) -> None:
-        """Start the device worker and begin to preload; :meth:`readiness` says when that is done."""
+        """Start the device worker and begin to preload; :meth:`readiness` says when that is done.
+
+        The operator's own models are in the catalog then.
+        """
+        await self._in(self._builders, register_models, self.settings.models_dir, True)
         self._worker.start()
         self._preloading = asyncio.create_task(self._preload())
 

@@ -44,15 +44,14 @@ class Writer:
         self._format = chosen
         self._index = index
         self._about = about
-        self._most_rows = shard_rows or _MOST_ROWS
-        self._most_bytes = _MOST_BYTES if shard_rows is None else None
+        self._asked_rows = shard_rows
         names = index.shards()
         self._number = int(names[-1].split("-")[1].split(".")[0]) + 1 if names else 0
         self._thread = ThreadPoolExecutor(1, "fxserve-write", compute_with, (1,))
         self._writing: asyncio.Future[None] | None = None
         self._paths: list[str] = []
-        self._parts: dict[str, list[Tensor]] = {}
-        self._bytes = 0
+        self._rows: dict[str, Tensor] = {}
+        self._room = 0
         self._errors: list[tuple[str, str]] = []
         self._since = time.monotonic()
 
@@ -78,18 +77,27 @@ class Writer:
             self._thread.shutdown(wait=False)
 
     async def _add(self, paths: Sequence[str], part: Mapping[str, Tensor]) -> None:
-        if self._parts and any(self._parts[key][0].shape[1:] != values.shape[1:] for key, values in part.items()):
+        if self._paths and any(self._rows[key].shape[1:] != values.shape[1:] for key, values in part.items()):
             await self._flush()
         start = 0
         while start < len(paths):
-            stop = min(len(paths), start + self._most_rows - len(self._paths))
+            if not self._paths:
+                self._take_memory(part)
+            there = len(self._paths)
+            stop = min(len(paths), start + self._room - there)
             for key, values in part.items():
-                self._parts.setdefault(key, []).append(values[start:stop])
-                self._bytes += values[start:stop].nbytes
+                self._rows[key][there : there + stop - start] = values[start:stop]
             self._paths += paths[start:stop]
-            if len(self._paths) == self._most_rows or (self._most_bytes and self._bytes >= self._most_bytes):
+            if len(self._paths) == self._room:
                 await self._flush()
             start = stop
+
+    def _take_memory(self, part: Mapping[str, Tensor]) -> None:
+        """Memory for a shard of such rows. Many small tensors, kept until the shard is full, would leave the memory
+        between them in pieces that no batch fits into: three times as much was seen to be held."""
+        row = sum(values[:1].nbytes for values in part.values())
+        self._room = self._asked_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // max(1, row)))
+        self._rows = {key: torch.empty(self._room, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
 
     async def _flush(self) -> None:
         """Have what was gathered written."""
@@ -97,10 +105,11 @@ class Writer:
         if self._paths or self._errors:
             name = shard_name(self._number, self._format.suffix)
             self._number += bool(self._paths)
+            rows = {key: values[: len(self._paths)] for key, values in self._rows.items()}
             self._writing = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._write, name, self._paths, self._parts, self._errors
+                self._thread, self._write, name, self._paths, rows, self._errors
             )
-        self._paths, self._parts, self._bytes, self._errors = [], {}, 0, []
+        self._paths, self._rows, self._errors = [], {}, []
         self._since = time.monotonic()
 
     async def _written(self) -> None:
@@ -108,12 +117,8 @@ class Writer:
             writing, self._writing = self._writing, None
             await writing
 
-    def _write(
-        self, name: str, paths: list[str], parts: dict[str, list[Tensor]], errors: list[tuple[str, str]]
-    ) -> None:
+    def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
         if paths:
-            rows = {key: torch.cat(values) for key, values in parts.items()}
-            parts.clear()
             write_shard(self._format, self._folder / name, rows, paths, self._about)
         self._index.commit(name, paths, errors)
         with (self._folder / ERRORS).open("ab") as file:

@@ -1,0 +1,150 @@
+"""``fxserve extract``: memory over many images, and its rate against what these cores can do.
+
+    python benchmarks/extract.py memory --images 20000
+    python benchmarks/extract.py rate --model resnet50 --images 2000
+
+``memory`` makes that many small images, has a process extract them, and shows its resident memory on the way. ``rate``
+takes the photographs of the other benchmarks again and again, and compares with ``ceiling.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import photos
+import PIL.Image
+import psutil
+
+HERE = Path(__file__).parent
+PER_FOLDER = 1000
+
+# Between these shares of the images neither the start nor the last, half-filled batches count.
+STEADY = (0.1, 0.95)
+# Memory that is bounded does not grow with the images: after the first tenth, by no more than this share.
+GROWTH = 0.1
+
+
+def small_images(folder: Path, count: int) -> None:
+    """JPEG files of 96 x 72 pixels, each another piece of a photograph."""
+    photo = np.asarray(PIL.Image.open(io.BytesIO(photos.jpegs(1000, 750)[0])))
+    for number in range(count):
+        top, left = (number * 7) % (photo.shape[0] - 72), (number * 13) % (photo.shape[1] - 96)
+        target = folder / f"{number // PER_FOLDER:04d}"
+        target.mkdir(exist_ok=True)
+        PIL.Image.fromarray(photo[top : top + 72, left : left + 96]).save(target / f"{number:06d}.jpg")
+
+
+def same_photographs(folder: Path, count: int) -> None:
+    """The photographs of the other benchmarks, by many names."""
+    first = []
+    for index, data in enumerate(photos.jpegs()):
+        first.append(folder / f"photo-{index}.jpg")
+        first[-1].write_bytes(data)
+    for number in range(len(first), count):
+        os.link(first[number % len(first)], folder / f"photo-{number:06d}.jpg")
+
+
+def child(options: argparse.Namespace) -> None:
+    """Extract, and print [seconds, images done, resident bytes] for every half second."""
+    from service.engine import FeatureOptions
+    from service.offline import Job, extract
+    from service.schemas import ExtractorSpec
+    from service.settings import Settings
+
+    done = 0
+    ended = threading.Event()
+    samples: list[tuple[float, int, int]] = []
+    process, started = psutil.Process(), time.perf_counter()
+
+    def report(images: int, extracted: int, unreadable: int) -> None:
+        nonlocal done
+        done = extracted
+
+    def sample() -> None:
+        while not ended.wait(0.5):
+            samples.append((time.perf_counter() - started, done, process.memory_info().rss))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    spec = ExtractorSpec(model=options.model, weights="random", return_nodes=["C5"], backend=options.backend)
+    job = Job((options.folder,), Path(options.out), "safetensors", spec, FeatureOptions("avg", preprocess="fast"))
+    try:
+        summary = extract(job, Settings(), report)
+    finally:
+        ended.set()
+        sampler.join()
+    print(json.dumps({"samples": samples, "done": summary.done}))
+
+
+def run(options: argparse.Namespace, folder: Path) -> list[tuple[float, int, int]]:
+    """Extract ``folder`` in a process of its own; what :func:`child` samples there."""
+    command = [sys.executable, __file__, "child", "--model", options.model, "--backend", options.backend]
+    command += ["--folder", str(folder / "images"), "--out", str(folder / "features")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    if found["done"] != options.images:
+        raise SystemExit(f"{found['done']} of {options.images} images were extracted")
+    return [(seconds, images, rss) for seconds, images, rss in found["samples"] if images]
+
+
+def rate(samples: list[tuple[float, int, int]], images: int) -> float:
+    """Images a second in the middle of a run."""
+    steady = [sample for sample in samples if STEADY[0] * images <= sample[1] <= STEADY[1] * images]
+    return (steady[-1][1] - steady[0][1]) / (steady[-1][0] - steady[0][0])
+
+
+def memory(options: argparse.Namespace, folder: Path) -> None:
+    small_images(folder / "images", options.images)
+    samples = run(options, folder)
+    print(f"{options.model}, {options.images} images of 96 x 72, {rate(samples, options.images):.0f} images/s")
+    for tenth in range(1, 11):
+        upto = [rss for _, images, rss in samples if images <= tenth / 10 * options.images]
+        if upto:
+            print(f"  {10 * tenth:3d} %  resident {upto[-1] / 1e6:7.0f} MB, most so far {max(upto) / 1e6:7.0f} MB")
+    first = max(rss for _, images, rss in samples if images <= options.images / 10)
+    most = max(rss for _, _, rss in samples)
+    verdict = "bounded" if most <= (1 + GROWTH) * first else "GROWS"
+    print(f"  {verdict}: the most after the first tenth is {most / first:.3f} of the most within it")
+
+
+def against_ceiling(options: argparse.Namespace, folder: Path) -> None:
+    same_photographs(folder / "images", options.images)
+    mine = rate(run(options, folder), options.images)
+    spec = {"model": options.model, "weights": "random", "return_nodes": ["C5"], "backend": options.backend}
+    command = [sys.executable, str(HERE / "ceiling.py"), json.dumps(spec), "--pooled"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent, check=True)
+    ceiling = json.loads(done.stdout)
+    print(f"{options.model}: extract {mine:.1f} images/s, in-process {ceiling['rate']:.1f} ({ceiling['how']}, ", end="")
+    print(f"{ceiling['backend']}): {mine / ceiling['rate']:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["memory", "rate", "child"])
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--model", default="mobilenet_v3_small")
+    parser.add_argument("--backend", default="auto", choices=["auto", "eager", "openvino", "inductor"])
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.what == "child":
+        child(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="benchmark-extract-") as name:
+        (Path(name) / "images").mkdir()
+        (memory if options.what == "memory" else against_ceiling)(options, Path(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The operator's own models: read, tried and put into the catalog when the service starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from fxcore.catalog import ModelEntry, register
+from fxcore.errors import FxError
+from fxcore.graphs import model_graph
+from fxcore.user_models import BadUserModel, UserEntry, read_models
+from fxcore.weights import load_model
+
+log = logging.getLogger("fxserve.models")
+
+
+def register_models(folder: Path | None, try_each: bool) -> None:
+    """Put the models of installed packages and of ``models.toml`` in ``folder`` into the catalog.
+
+    What is wrong with one is logged as an error and costs no other its place.
+
+    Args:
+        folder: the setting ``models_dir``.
+        try_each: whether to trace each and load its weights file once, so that errors show at the start.
+    """
+    found: dict[str, ModelEntry | FxError] = {}
+    try:
+        for name, model in read_models(folder):
+            made = _tried(name, model) if try_each and isinstance(model, UserEntry) else model
+            if isinstance(made, FxError):
+                log.error("%s", made.detail)
+            found.setdefault(name, made)
+    except FxError as error:
+        log.error("no models of your own: %s", error.detail)
+    register(found)
+
+
+def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
+    weights = str(entry.default_weights)
+    try:
+        model_graph(entry, weights)
+        if entry.file(weights) is not None:
+            load_model(entry, weights)
+    except FxError as error:
+        return BadUserModel(f"model {name!r}: {error.detail}", name=name)
+    return entry
