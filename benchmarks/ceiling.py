@@ -31,9 +31,8 @@ async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
     record, _ = await engine.extractor(spec, 600)
     if record.state != "ready":
         raise SystemExit(f"no ceiling: {record.problem}")
-    deadline = time.monotonic() + settle
-    while spec.backend == "auto" and record.backend == "eager" and time.monotonic() < deadline:
-        await asyncio.sleep(0.5)
+    async with asyncio.timeout(settle):
+        await engine.settle(record)
     return record
 
 

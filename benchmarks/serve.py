@@ -205,6 +205,8 @@ def extractor(server: Server, spec: dict[str, Any], settle: float) -> tuple[str,
     if made.status_code not in (200, 201) or made.json()["state"] != "ready":
         raise SystemExit(f"fxserve makes no extractor of {spec}: {made.text}")
     path = f"/v1/extractors/{made.json()['id']}"
+    # What nobody uses is not lowered.
+    server.http.post(f"{path}/features", content=photos.jpegs()[0], headers={"content-type": "image/jpeg"})
     deadline = time.monotonic() + settle
     backend = made.json()["backend"]
     while spec["backend"] == "auto" and backend == "eager" and time.monotonic() < deadline:

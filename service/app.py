@@ -68,7 +68,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
     app.state.fxserve = state
     problems.install(app)
-    for noun in (operations, models, transforms, extractors, exports, features, inference_v2, repository_v2):
+    # Routes are tried in this order: what is asked most often comes first.
+    for noun in (features, inference_v2, models, extractors, operations, transforms, exports, repository_v2):
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
 
@@ -55,7 +55,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 def request_id(sent: str | None) -> str:
     """The id to answer with: what was sent, less anything that could forge a log line, or a new one."""
-    return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or uuid.uuid4().hex
+    return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
 
 
 class RequestContext:

@@ -42,6 +42,37 @@ class TransformStep(BaseModel):
     )
 
 
+class FeatureQuery(BaseModel):
+    """The query of a request for features."""
+
+    pool: Pool = Field(default="none", description="Make one vector an image of each map.")
+    dtype: FeatureDtype | None = Field(
+        default=None, description="Of floating outputs in the answer; as computed without it."
+    )
+    normalize: Normalize | None = Field(default=None, description="`l2`: unit length over the channels.")
+    preprocess: Preprocess = Field(
+        default="default",
+        description="`default` is the weights' own transform, to the bit; `fast` takes half the time and is within a "
+        "grey level or two of it; `none` only scales pixels to [0, 1].",
+    )
+    encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.")
+
+
+class OneStepQuery(FeatureQuery):
+    """The query of a request for features that names the extractor too."""
+
+    nodes: str = Field(
+        min_length=1,
+        max_length=65536,
+        description="`node` or `node:key`, separated by commas.",
+        examples=["layer3:C4,layer4:C5"],
+    )
+    weights: WeightsName = Field(default="DEFAULT", examples=["random"])
+    precision: Precision = "float32"
+    backend: Backend = "auto"
+    image_size: int | None = Field(default=None, ge=1, le=4096)
+
+
 class ExtractorSpec(BaseModel):
     """What an extractor is made from. Two equal specs are one extractor."""
 

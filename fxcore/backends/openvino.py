@@ -66,8 +66,16 @@ class OpenVINOModule:
         self._places = places
         core = openvino.Core()
         core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
+        model = core.read_model(path)
+        # Images come as decoders write them, channels last, which is also what the first convolution likes to read.
+        self._channels_last = [x.partial_shape.rank.get_length() == 4 for x in model.inputs]
+        layouts = openvino.preprocess.PrePostProcessor(model)
+        for place, channels_last in enumerate(self._channels_last):
+            if channels_last:
+                layouts.input(place).tensor().set_layout(openvino.Layout("NHWC"))
+                layouts.input(place).model().set_layout(openvino.Layout("NCHW"))
         self._compiled: Any = core.compile_model(
-            core.read_model(path),
+            layouts.build(),
             "CPU",
             {
                 "INFERENCE_PRECISION_HINT": "f32",
@@ -81,12 +89,12 @@ class OpenVINOModule:
         self._shapes: dict[tuple[torch.Size, ...], list[tuple[list[int], torch.dtype]]] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        inputs = tuple(x.detach().contiguous() for x in inputs)
         shapes = tuple(x.shape for x in inputs)
         known = self._shapes.get(shapes)
         # Which shapes come out is known only afterwards; from then on their memory is given beforehand.
         request = self._request if known is not None else self._compiled.create_infer_request()
-        for place, x in enumerate(inputs):
+        for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
+            x = (x.permute(0, 2, 3, 1) if channels_last else x).detach().contiguous()
             request.set_input_tensor(place, self._tensor(x.numpy(), shared_memory=True))
         if known is not None:
             values = [torch.empty(shape, dtype=dtype) for shape, dtype in known]

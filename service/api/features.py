@@ -6,33 +6,21 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from service.access import may_build
 from service.api.extractors import BUILD_PROBLEMS, IdOrName
 from service.api.models import Model
-from service.api.state import Shared, State
+from service.api.state import State, state_of
 from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
 from service.problems import Refusal, documented
-from service.schemas import (
-    MAX_NODES,
-    Backend,
-    Encoding,
-    ExtractorSpec,
-    FeatureDocument,
-    FeatureDtype,
-    Normalize,
-    Pool,
-    Precision,
-    Preprocess,
-)
+from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
 router = APIRouter(prefix="/v1", tags=["features"])
 
@@ -103,84 +91,46 @@ def _documentation(*problems: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class FeatureQuery:
-    """The query parameters and headers that both routes take."""
-
-    options: FeatureOptions
-    encoding: Encoding
-    accept: str | None
-    timeout: float | None
-
-
-async def feature_query(
-    pool: Annotated[Pool, Query(description="Make one vector an image of each map.")] = "none",
-    dtype: Annotated[
-        FeatureDtype | None, Query(description="Of floating outputs in the answer; as computed without it.")
-    ] = None,
-    normalize: Annotated[Normalize | None, Query(description="`l2`: unit length over the channels.")] = None,
-    preprocess: Annotated[
-        Preprocess,
-        Query(
-            description="`default` is the weights' own transform, to the bit; `fast` takes half the time and is within "
-            "a grey level or two of it; `none` only scales pixels to [0, 1]."
-        ),
-    ] = "default",
-    encoding: Annotated[Encoding, Query(description="Of the data in a JSON answer.")] = "json",
-    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
-    x_request_timeout: Annotated[
-        float | None,
-        Header(gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use."),
-    ] = None,
-) -> FeatureQuery:
-    options = FeatureOptions(pool=pool, dtype=dtype, normalize=normalize, preprocess=preprocess)
-    return FeatureQuery(options, encoding, accept, x_request_timeout)
-
-
-Asked = Annotated[FeatureQuery, Depends(feature_query)]
+Timeout = Annotated[
+    float | None,
+    Header(
+        alias="X-Request-Timeout",
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which the answer is of no more use.",
+    ),
+]
 
 
 @router.post(
     "/extractors/{extractor}/features",
     **_documentation(*_PROBLEMS, "invalid-request", "bad-tensor", "draining", "not-ready"),
 )
-async def extract(request: Request, state: Shared, extractor: IdOrName, asked: Asked) -> Response:
+async def extract(
+    request: Request, extractor: IdOrName, asked: Annotated[FeatureQuery, Query()], timeout: Timeout = None
+) -> Response:
     """Features of one or more images from an extractor that was made before."""
+    state = state_of(request)
 
     async def find() -> ExtractorRecord:
         return state.engine.find(extractor)
 
-    return await _answer(request, state, find, asked)
+    return await _answer(request, state, find, asked, timeout)
 
 
 @router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *BUILD_PROBLEMS))
 async def extract_in_one_step(
-    request: Request,
-    state: Shared,
-    model: Model,
-    asked: Asked,
-    nodes: Annotated[
-        str,
-        Query(
-            min_length=1,
-            max_length=65536,
-            description="`node` or `node:key`, separated by commas.",
-            examples=["layer3:C4,layer4:C5"],
-        ),
-    ],
-    weights: Annotated[str, Query(min_length=1, max_length=256, examples=["random"])] = "DEFAULT",
-    precision: Precision = "float32",
-    backend: Backend = "auto",
-    image_size: Annotated[int | None, Query(ge=1, le=4096)] = None,
+    request: Request, model: Model, asked: Annotated[OneStepQuery, Query()], timeout: Timeout = None
 ) -> Response:
     """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
+    state = state_of(request)
     spec = ExtractorSpec(
         model=model,
-        weights=weights,
-        return_nodes=named_nodes(nodes),
-        precision=precision,
-        backend=backend,
-        image_size=image_size,
+        weights=asked.weights,
+        return_nodes=named_nodes(asked.nodes),
+        precision=asked.precision,
+        backend=asked.backend,
+        image_size=asked.image_size,
     )
     state.model(model)
 
@@ -188,7 +138,7 @@ async def extract_in_one_step(
         record, _ = await state.engine.extractor(spec, build=may_build(request))
         return record
 
-    return await _answer(request, state, find, asked)
+    return await _answer(request, state, find, asked, timeout)
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:
@@ -225,28 +175,32 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
 
 
 async def _answer(
-    request: Request, state: State, find: Callable[[], Awaitable[ExtractorRecord]], asked: FeatureQuery
+    request: Request,
+    state: State,
+    find: Callable[[], Awaitable[ExtractorRecord]],
+    asked: FeatureQuery,
+    timeout: float | None,
 ) -> Response:
     """Everything that both routes share, under the request's deadline."""
-    timeout = min(asked.timeout or math.inf, state.settings.request_timeout)
-    deadline = time.monotonic() + timeout
+    seconds = min(timeout or math.inf, state.settings.request_timeout)
+    deadline = time.monotonic() + seconds
     kind, parameters = bodies.check(request)
     state.engine.admission.check()
+    record = await find()
     try:
-        async with asyncio.timeout(timeout):
-            record = await state.engine.load(await find())
-            accepted = _negotiate(record, asked)
-            images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-            work = _extract(state, record, images, asked, accepted, deadline)
-            return await while_connected(request, work)
+        async with asyncio.timeout(None if record.run is not None else seconds):  # None costs nothing
+            await state.engine.load(record)
     except TimeoutError:
         raise DeadlineExceeded from None
+    accepted = _negotiate(record, asked, request.headers.get("accept"))
+    images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+    return await while_connected(request, _extract(state, record, images, asked, accepted, deadline))
 
 
-def _negotiate(record: ExtractorRecord, asked: FeatureQuery) -> str:
+def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
     floating = ("float32", "float16", "bfloat16")
-    dtypes = [asked.options.dtype if asked.options.dtype and o.dtype in floating else o.dtype for o in record.outputs]
-    accepted = answers.negotiate(asked.accept, dtypes, asked.options.pool != "none")
+    dtypes = [asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs]
+    accepted = answers.negotiate(accept, dtypes, asked.pool != "none")
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -268,13 +222,14 @@ async def _extract(
             "a heat-map is drawn over one encoded image: send one",
             available=list(answers.OFFERED[:-1]),
         )
-    result = await state.engine.features(record, images, asked.options, deadline)
+    options = FeatureOptions(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
+    result = await state.engine.features(record, images, options, deadline)
     started = time.perf_counter()
     source = answers.Source(record.spec.model, record.id, record.weights, record.graph.fingerprint, record.return_nodes)
     if drawn:
         assert not isinstance(images, Mapping)
         output = record.outputs[0]
-        preprocessing = record.preprocessing if asked.options.preprocess != "none" else None
+        preprocessing = record.preprocessing if asked.preprocess != "none" else None
         parts = await state.engine.run_in_encoder(
             heatmap.write, images[0], preprocessing, result.outputs[output.key], output.layout
         )

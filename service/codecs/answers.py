@@ -86,18 +86,22 @@ def write(
 class PartsResponse(Response):
     """An answer sent piece by piece from the memory it is in, with its exact Content-Length.
 
-    Large answers are not joined, and a client that reads slowly holds up its own answer only.
+    A client that reads slowly holds up its own answer only. Copying what fits into one piece takes less time than
+    sending its parts one by one.
     """
 
     _STEP = 256 * 1024
 
     def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
         self._parts = [memoryview(part).cast("B") for part in parts if len(part)]
+        length = sum(map(len, self._parts))
+        if length <= self._STEP and len(self._parts) > 1:
+            self._parts = [memoryview(b"".join(self._parts))]
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.body = b""
-        self.init_headers({**headers, "Content-Length": str(sum(len(part) for part in self._parts))})
+        self.init_headers({**headers, "Content-Length": str(length)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,6 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The row-major little-endian bytes of a CPU tensor: its own memory where it is contiguous, as the engine's are."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    # An empty tensor cannot be viewed as another dtype, and bfloat16 has no numpy dtype: bytes have.
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    # By numpy, as every call of torch gives the interpreter's lock away and waits to get it back.
+    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")

@@ -94,7 +94,7 @@ class Engine:
 
         The operator's own models are in the catalog then.
         """
-        await self._in(self._builders, register_models, self.settings.models_dir, True)
+        await in_pool(self._builders, register_models, self.settings.models_dir, True)
         self._worker.start()
         self._preloading = asyncio.create_task(self._preload())
 

@@ -110,7 +110,8 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: Feat
     # Images of one size are written into one batch. The memory is not touched, and so not taken, until then. What is
     # the weights' own transform to the bit keeps its memory format too: convolutions round differently in another.
     same = pad is None and len(set(sizes)) == 1
-    rows = batch(len(images), sizes[0]) if same and options.preprocess != "default" else None
+    alone = len(images) == 1  # what decodes it takes the memory for it: not the thread that plans for everybody
+    rows = batch(len(images), sizes[0]) if same and options.preprocess != "default" and not alone else None
 
     def prepare(index: int) -> Tensor:
         out = None if rows is None else rows[index]
