@@ -52,6 +52,23 @@ def check_rows(
     return rows
 
 
+def calibration_rows(
+    preprocessing: Preprocessing,
+    inputs: Sequence[TensorSpec],
+    size: tuple[int, int],
+    folder: Path | None = None,
+    count: int = 32,
+) -> list[tuple[Tensor, ...]]:
+    """Photographs as :func:`check_rows` makes them, to take the ranges of activations from.
+
+    Args:
+        folder: of the photographs; without it, those that are shipped, mirrored and cropped.
+        count: at most how many.
+    """
+    images = photos(folder)[:count] if folder is not None else augmented(photos(), count)[:count]
+    return check_rows(preprocessing, inputs, images, size)
+
+
 def augmented(images: Sequence[PIL.Image.Image], count: int) -> list[PIL.Image.Image]:
     """At least ``count`` images: the given ones, then mirrored and cropped ones of them, always the same."""
     made = list(images)

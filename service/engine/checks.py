@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends import Lowered
-from fxcore.photos import augmented, check_rows, photos
+from fxcore.photos import calibration_rows, check_rows, photos
 from fxcore.verify import Verification, verify
 
 if TYPE_CHECKING:
@@ -176,6 +176,6 @@ def example_rows(
     rows = check_rows(record.preprocessing, record.inputs, photos(), size)
     calibration = []
     if record.spec.precision == "int8":
-        images = photos(folder)[:256] if folder is not None else augmented(photos(), CALIBRATION_IMAGES)
-        calibration = check_rows(record.preprocessing, record.inputs, images, size)
+        count = CALIBRATION_IMAGES if folder is None else 256
+        calibration = calibration_rows(record.preprocessing, record.inputs, size, folder, count)
     return [tuple(x.to(device, record.dtype) for x in row) for row in rows], calibration

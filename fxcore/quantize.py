@@ -1,0 +1,287 @@
+"""int8 by torch.fx's own graph mode: calibrated on photographs, node by node, with the error that each layer brings.
+
+What runs are torch's int8 kernels (``torch.backends.quantized.engine``), which exist on CPUs only. torch has marked
+graph mode as deprecated in favour of torchao's PT2E, which gives a program for a compiler instead of kernels and fails
+on extractors that return more than one node; graph mode works from torch 2.11 to 2.15 and no successor does what it
+does, so it is what is used here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+from torch.ao.quantization.fx.fuse import fuse
+from torch.ao.quantization.fx.prepare import prepare
+from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx
+
+from fxcore.annotate import mutable
+from fxcore.errors import FxError, NotTraceable, UnknownNode
+from fxcore.tracing import PATH, trace
+from fxcore.transforms.base import fork, public_name, require_eval
+from fxcore.verify import OutputErrors, verify
+
+Inputs = tuple[Tensor, ...]
+
+_BATCH = 8
+_REPORT_ROWS = 2
+
+# What graph mode runs together with the convolution or linear layer before it.
+_FUSED = (nn.modules.batchnorm._BatchNorm, nn.ReLU)
+
+
+class CannotQuantize(FxError):
+    """Graph mode cannot make an int8 module of this one."""
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What one layer loses by being computed in int8.
+
+    Attributes:
+        name: of its node, as :func:`quantize` takes it in ``keep``; what was fused into it counts with it.
+        sqnr: of the layer alone, in decibels: it is given the float model's own values, rounded to int8, and its output
+            is rounded to int8 too. Infinite where nothing is lost.
+        relative, cosine: the same error as norm of the difference over norm of the float value, and as cosine.
+        accumulated: the relative error of its value when everything before it is int8 as well.
+    """
+
+    name: str
+    sqnr: float
+    relative: float
+    cosine: float
+    accumulated: float
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An int8 module, and what each of its layers costs.
+
+    Attributes:
+        module: takes and returns float32 as the original does; on the CPU.
+        layers: what was quantized, the layer that brings the largest error first.
+    """
+
+    module: fx.GraphModule
+    layers: list[LayerError]
+
+
+def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Sequence[str] = ()) -> Quantized:
+    """``module`` computed in int8 wherever torch has a kernel for that; it stays as it is.
+
+    Weights get a scale per channel, activations one per tensor from histograms over the calibration inputs.
+
+    Args:
+        module: in eval mode, on the CPU, float32.
+        calibration: positional inputs, one row each; :func:`fxcore.photos.calibration_rows` makes them of photographs.
+        keep: names of nodes to leave in float32; a path means every node under it.
+
+    Raises:
+        UnknownNode: ``keep`` names none.
+        CannotQuantize: it fails, or there is nothing to calibrate on.
+
+    >>> from fxcore import build_extractor, get_model, load_model, model_graph
+    >>> from fxcore.photos import calibration_rows
+    >>> graph = model_graph("resnet18")
+    >>> extractor = build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve(["C2"]))
+    >>> rows = calibration_rows(graph.preprocessing, extractor.inputs, graph.input_size, count=4)
+    >>> found = quantize(extractor.module, rows, keep=["layer1.0"])
+    >>> sorted(layer.name for layer in found.layers)
+    ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2']
+    """
+    require_eval(module, "quantize")
+    if not calibration:
+        raise CannotQuantize("int8 needs images to calibrate on, and none were given")
+    rows = [tuple(torch.cat(parts) for parts in zip(*chunk, strict=True)) for chunk in _chunks(calibration, _BATCH)]
+    few = tuple(torch.cat(parts) for parts in zip(*calibration[:_REPORT_ROWS], strict=True))
+    try:
+        with torch.no_grad(), _quiet():
+            observed, kept = _observed(module, rows[0], keep)
+            for inputs in rows:
+                observed(*inputs)
+            paths = {node.name: path for node in observed.graph.nodes if (path := public_name(node)) not in kept}
+            floats = _Floats(observed)
+            floats.run(*few)
+            reference = convert_to_reference_fx(copy.deepcopy(observed))
+            layers = _layer_errors(reference, floats.values, paths, few)
+            made = convert_fx(observed)
+    except FxError:
+        raise
+    except Exception as error:  # graph mode raises of every kind
+        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
+        raise CannotQuantize(f"torch cannot quantize this module: {type(error).__name__}: {reason}") from error
+    return Quantized(made.eval(), layers)
+
+
+def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tuple[fx.GraphModule, set[str]]:
+    """A private copy with batch norms fused and observers placed, and the names of the nodes that stay in float.
+
+    ``prepare_fx`` would trace the module again, and a trace patches nn.Module for every thread; it has been traced, so
+    its two other steps are called.
+    """
+    private = _opened(copy.deepcopy(fork(module)).eval())
+    scopes = {node.name: (public_name(node), _kind(private, node)) for node in private.graph.nodes}
+    mapping = get_default_qconfig_mapping(_ranges())
+    kept = _leave_in_float(private, mapping, keep)
+    fused = fuse(private, is_qat=False)
+    return prepare(fused, mapping, False, scopes, example_inputs=example).eval(), kept
+
+
+def _ranges() -> str:
+    """Whose ranges activations get. Without VNNI, x86 kernels add two products in 16 bits, which would overflow: their
+    default leaves one bit of eight unused. With it that bit is torch's to use, as the ranges of oneDNN have it."""
+    engine = torch.backends.quantized.engine
+    return "onednn" if engine in ("x86", "fbgemm") and torch.cpu._is_vnni_supported() else engine
+
+
+def _opened(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, with what torchvision's names keep whole spelled out: containers, squeeze-and-excitation, …
+
+    The last node of each keeps the name of the whole.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_module":
+            continue
+        called = module.get_submodule(str(node.target))
+        if type(called).__module__.startswith("torch.nn.") and not isinstance(called, nn.Sequential):
+            continue
+        try:
+            inner = trace(called, leaf_modules=[_Nothing])
+        except NotTraceable:
+            continue  # it stays as it is, in float32
+        given = iter(node.args)
+        copies: dict[fx.Node, fx.Node] = {n: next(given) for n in inner.nodes if n.op == "placeholder"}  # type: ignore[misc]
+        with graph.inserting_before(node):
+            for n in inner.nodes:
+                if n.op in ("placeholder", "output"):
+                    continue
+                made = copies[n] = graph.node_copy(n, lambda n: copies[n])
+                if n.op in ("call_module", "get_attr"):
+                    made.target = f"{node.target}.{n.target}"
+                made.meta = {PATH: f"{public_name(node)}.{public_name(n)}"}
+        result = copies[next(n for n in inner.nodes if n.op == "output").args[0]]  # type: ignore[index]
+        if result not in node.all_input_nodes:
+            result.meta[PATH] = public_name(node)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    module.recompile()
+    return fork(module).eval()
+
+
+class _Nothing(nn.Module):
+    """A class of which there is no module: every module is traced into."""
+
+
+def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:
+    kept = set()
+    for name in keep:
+        named = [n for n in module.graph.nodes if (p := public_name(n)) == name or p.startswith(name + ".")]
+        if not named:
+            raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
+        for node in named:
+            # A batch norm or an activation is computed by the layer before it.
+            while _is_fused(module, node) and len(node.all_input_nodes) == 1:
+                node = node.all_input_nodes[0]
+            mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
+            kept.add(public_name(node))
+    return kept
+
+
+def _is_fused(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), _FUSED)
+    return node.op == "call_function" and node.target in (torch.relu, nn.functional.relu)
+
+
+def _kind(module: fx.GraphModule, node: fx.Node) -> type:
+    return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)
+
+
+class _Floats(fx.Interpreter):
+    """Runs an observed module and remembers the value of every operation."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and n.op not in ("placeholder", "get_attr"):
+            self.values[n.name] = value
+        return value
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return mutable(args), mutable(kwargs)
+
+
+class _Rounded(_Floats):
+    """Runs a reference module, in which every layer is a float operation between roundings, and compares.
+
+    Args:
+        floats: values of the float module by node name.
+        alone: whether each layer is given the float module's values, or what the layers before it made.
+    """
+
+    def __init__(self, module: fx.GraphModule, floats: dict[str, Tensor], alone: bool) -> None:
+        super().__init__(module)
+        self._floats = floats
+        self._alone = alone
+        self.errors: dict[str, OutputErrors] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        made_by = n.args[0] if n.args else None
+        if n.target is not torch.quantize_per_tensor or not isinstance(made_by, fx.Node):
+            return value
+        expected = self._floats.get(made_by.name)
+        if expected is None:
+            return value
+        if made_by.name not in self.errors:
+            self.errors[made_by.name] = verify(lambda: expected, lambda: value, ()).outputs["0"]
+        if not self._alone:
+            return value
+        return torch.quantize_per_tensor(expected, value.q_scale(), value.q_zero_point(), value.dtype)
+
+
+def _layer_errors(
+    reference: fx.GraphModule, floats: dict[str, Tensor], paths: dict[str, str], inputs: Inputs
+) -> list[LayerError]:
+    alone, together = (_Rounded(reference, floats, alone) for alone in (True, False))
+    alone.run(*inputs)
+    together.run(*inputs)
+    layers = [
+        LayerError(
+            name=paths[name],
+            sqnr=-20 * math.log10(errors.relative) if errors.relative else math.inf,
+            relative=errors.relative,
+            cosine=errors.cosine,
+            accumulated=together.errors[name].relative,
+        )
+        for name, errors in alone.errors.items()
+        if name in paths
+    ]
+    return sorted(layers, key=lambda layer: layer.sqnr)
+
+
+def _chunks(rows: Sequence[Inputs], size: int) -> Iterator[Sequence[Inputs]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's word, on every call, that graph mode is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,126 @@
+"""int8 against float32: which models work and how near they stay, what each layer costs, and what may be kept."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
+from fxcore.errors import UnknownNode
+from fxcore.photos import calibration_rows
+from fxcore.quantize import CannotQuantize, Inputs, quantize
+from fxcore.verify import verify
+
+# Least cosine similarity of each node's value to float32's, and how many layers are computed in int8. Weights are
+# random: errors grow with depth faster than they do in trained models, most of all through ReLU6 and no shortcut.
+TABLE = [
+    ("resnet18", {"C3": 0.995, "C5": 0.98, "fc": 0.99}, 32),
+    ("resnet50", {"C3": 0.98, "C5": 0.8, "fc": 0.98}, 73),
+    ("mobilenet_v2", {"C1": 0.99, "C2": 0.95, "classifier": 0.9}, 101),
+    ("regnet_y_400mf", {"C3": 0.99, "C5": 0.8, "fc": 0.98}, 152),
+    ("vit_b_16", {"encoder.layers.encoder_layer_3": 0.99}, 51),
+]
+
+
+def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Inputs]]:
+    """An extractor over random weights whose batch norms know the scale of what they see, and photographs for it.
+
+    Freshly made batch norms do not: in MobileNet v2 everything fades to 1e-30, which int8 has no number for.
+    """
+    graph = model_graph(name)
+    model = load_model(get_model(name), "random")
+    rows = calibration_rows(graph.preprocessing, graph.inputs, graph.input_size, count=images)
+
+    def take_scale(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        norm.running_var.copy_(args[0].square().mean((0, 2, 3)))
+
+    hooks = [m.register_forward_pre_hook(take_scale) for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    with torch.no_grad():
+        model(rows[0][0])
+    for hook in hooks:
+        hook.remove()
+    return build_extractor(graph, model, graph.resolve(nodes)), rows
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Extractor, list[Inputs]]:
+    return make("resnet18", ["C2", "C3"], 4)
+
+
+@pytest.mark.parametrize(("name", "cosines", "layers"), TABLE)
+def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> None:
+    extractor, rows = make(name, list(cosines), 4)
+    found = quantize(extractor.module, rows)
+    errors = verify(extractor.module, found.module, rows[1]).outputs
+    assert len(found.layers) == layers
+    for node, least in cosines.items():
+        assert errors[node].cosine > least, errors
+    assert found.layers[0].sqnr > 20  # of eight bits, at least three hold even where most is lost
+
+
+def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[Inputs]]) -> None:
+    """The first layer's error, against the value of a module that ends there; and the order."""
+    extractor, rows = small
+    first = build_extractor(
+        extractor.graph, extractor.module, extractor.graph.resolve(["relu"])
+    ).module  # the weights of the extractor
+    inputs = (torch.cat([rows[0][0], rows[1][0]]),)
+    seen = verify(first, quantize(first, rows).module, inputs).outputs["relu"]
+    layers = {layer.name: layer for layer in quantize(extractor.module, rows).layers}
+    assert layers["conv1"].relative == pytest.approx(seen.relative, rel=0.2)
+    assert layers["conv1"].sqnr == pytest.approx(-20 * math.log10(seen.relative), abs=1)
+    assert [layer.sqnr for layer in layers.values()] == sorted(layer.sqnr for layer in layers.values())
+    deep = layers["layer2.1.conv2"]
+    assert deep.accumulated > 2 * deep.relative  # alone it is given the float model's values
+
+
+def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> None:
+    """By node, by path, by the batch norm or activation that is fused into a layer, and a function by its name."""
+    extractor, rows = small
+    every = [layer.name for layer in quantize(extractor.module, rows).layers]
+    assert {"conv1", "layer1.0.conv1", "layer1.0.add", "layer2.1.add"} <= set(every)
+    found = quantize(extractor.module, rows, keep=["layer1", "layer2.0.bn1", "layer2.1.add"])
+    names = {layer.name for layer in found.layers}
+    assert names == {n for n in every if not n.startswith("layer1.") and n not in ("layer2.0.conv1", "layer2.1.add")}
+    floats = [m for m in found.module.modules() if isinstance(m, nn.Conv2d)]
+    assert len(floats) == 5
+    whole = quantize(extractor.module, rows, keep=["conv1", "maxpool", "layer1", "layer2"])
+    assert verify(extractor.module, whole.module, rows[1]).relative < 1e-5
+    with pytest.raises(UnknownNode, match=r"'layer9'"):
+        quantize(extractor.module, rows, keep=["layer9"])
+
+
+def test_the_original_and_other_threads_notice_nothing(small: tuple[Extractor, list[Inputs]]) -> None:
+    """Nothing is traced again, which would patch nn.Module for every thread."""
+    extractor, rows = small
+    state = {key: value.clone() for key, value in extractor.module.state_dict().items()}
+    with torch.no_grad():
+        expected = extractor.module(*rows[0])
+    done = threading.Event()
+    wrong: list[str] = []
+
+    def serve() -> None:
+        while not done.is_set():
+            with torch.inference_mode():
+                if not torch.equal(extractor.module(*rows[0])["C3"], expected["C3"]):
+                    wrong.append("another value")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        quantize(extractor.module, rows)
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
+    assert all(torch.equal(value, state[key]) for key, value in extractor.module.state_dict().items())
+    assert not any(hasattr(m, "qconfig") for m in extractor.module.modules())
+
+
+def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
+    with pytest.raises(CannotQuantize, match="images to calibrate on"):
+        quantize(small[0].module, [])
