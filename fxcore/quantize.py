@@ -1,19 +1,18 @@
 """int8 by torch.fx's own graph mode: calibrated on photographs, node by node, with the error that each layer brings.
 
 What runs are torch's int8 kernels (``torch.backends.quantized.engine``), which exist on CPUs only. torch has marked
-graph mode as deprecated in favour of torchao's PT2E, which gives a program for a compiler instead of kernels and fails
-on extractors that return more than one node; graph mode works from torch 2.11 to 2.15 and no successor does what it
-does, so it is what is used here.
+graph mode as deprecated in favour of torchao's PT2E, which gives a program for a compiler instead of kernels;
+graph mode works from torch 2.11 to 2.15, and with torchao 0.18 PT2E was seen to
+refuse ResNets ("Input partition has more than one output node") and to take three to four times as long as float32
+where it worked, unless a compiler follows.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +27,20 @@ from fxcore.annotate import mutable
 from fxcore.errors import FxError, NotTraceable, UnknownNode
 from fxcore.tracing import PATH, trace
 from fxcore.transforms.base import fork, public_name, require_eval
+from fxcore.transforms.keep_float import KEPT, named
 from fxcore.verify import OutputErrors, verify
 
 Inputs = tuple[Tensor, ...]
 
+# Said by torch on every call; once for the process, since ``catch_warnings`` is made for one thread.
+warnings.filterwarnings("ignore", message=r"\s*torch\.ao\.quantization is deprecated", category=DeprecationWarning)
+warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are deprecated", category=UserWarning)
+
 _BATCH = 8
 _REPORT_ROWS = 2
 
-# What graph mode runs together with the convolution or linear layer before it.
-_FUSED = (nn.modules.batchnorm._BatchNorm, nn.ReLU)
+_WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
 class CannotQuantize(FxError):
@@ -83,7 +87,8 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
     Args:
         module: in eval mode, on the CPU, float32.
         calibration: positional inputs, one row each; :func:`fxcore.photos.calibration_rows` makes them of photographs.
-        keep: names of nodes to leave in float32; a path means every node under it.
+        keep: names of nodes to leave in float32; a path means every node under it. Those that
+            :func:`~fxcore.transforms.keep_float.keep_float` named come on top.
 
     Raises:
         UnknownNode: ``keep`` names none.
@@ -104,11 +109,12 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
     rows = [tuple(torch.cat(parts) for parts in zip(*chunk, strict=True)) for chunk in _chunks(calibration, _BATCH)]
     few = tuple(torch.cat(parts) for parts in zip(*calibration[:_REPORT_ROWS], strict=True))
     try:
-        with torch.no_grad(), _quiet():
-            observed, kept = _observed(module, rows[0], keep)
+        with torch.no_grad():
+            observed, kept = _observed(module, rows[0], [*module.meta.get(KEPT, ()), *keep])
             for inputs in rows:
                 observed(*inputs)
-            paths = {node.name: path for node in observed.graph.nodes if (path := public_name(node)) not in kept}
+            computed = {node.name: public_name(_computed_by(observed, node)) for node in observed.graph.nodes}
+            paths = {name: path for name, path in computed.items() if path not in kept}
             floats = _Floats(observed)
             floats.run(*few)
             reference = convert_to_reference_fx(copy.deepcopy(observed))
@@ -133,7 +139,19 @@ def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> t
     mapping = get_default_qconfig_mapping(_ranges())
     kept = _leave_in_float(private, mapping, keep)
     fused = fuse(private, is_qat=False)
-    return prepare(fused, mapping, False, scopes, example_inputs=example).eval(), kept
+    observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
+    _share_rounded(observed, kept)
+    return observed, kept
+
+
+def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
+    """Let all who read an int8 layer read its rounded value: where a float layer read it beside an int8 one, torch's
+    lowering would take the unrounded one away from it (`Tried to erase Node`)."""
+    for node in list(observed.graph.nodes):
+        seen_by = [user for user in node.users if str(user.target).startswith("activation_post_process")]
+        if seen_by and public_name(_computed_by(observed, node)) not in kept:
+            node.replace_all_uses_with(seen_by[0], delete_user_cb=lambda user, seen=seen_by: user not in seen)
+    observed.recompile()
 
 
 def _ranges() -> str:
@@ -160,16 +178,16 @@ def _opened(module: fx.GraphModule) -> fx.GraphModule:
         except NotTraceable:
             continue  # it stays as it is, in float32
         given = iter(node.args)
-        copies: dict[fx.Node, fx.Node] = {n: next(given) for n in inner.nodes if n.op == "placeholder"}  # type: ignore[misc]
+        copies: dict[fx.Node, fx.Node] = {n: next(given) for n in inner.nodes if n.op == "placeholder"}
         with graph.inserting_before(node):
             for n in inner.nodes:
                 if n.op in ("placeholder", "output"):
                     continue
-                made = copies[n] = graph.node_copy(n, lambda n: copies[n])
+                made = copies[n] = graph.node_copy(n, copies.__getitem__)
                 if n.op in ("call_module", "get_attr"):
                     made.target = f"{node.target}.{n.target}"
                 made.meta = {PATH: f"{public_name(node)}.{public_name(n)}"}
-        result = copies[next(n for n in inner.nodes if n.op == "output").args[0]]  # type: ignore[index]
+        result = copies[next(n for n in inner.nodes if n.op == "output").args[0]]
         if result not in node.all_input_nodes:
             result.meta[PATH] = public_name(node)
         node.replace_all_uses_with(result)
@@ -183,27 +201,36 @@ class _Nothing(nn.Module):
 
 
 def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:
+    layer = {node: _computed_by(module, node) for node in module.graph.nodes}
     kept = set()
     for name in keep:
-        named = [n for n in module.graph.nodes if (p := public_name(n)) == name or p.startswith(name + ".")]
-        if not named:
+        meant = [node for node in module.graph.nodes if named(node, name)]
+        if not meant:
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
-        for node in named:
-            # A batch norm or an activation is computed by the layer before it.
-            while _is_fused(module, node) and len(node.all_input_nodes) == 1:
-                node = node.all_input_nodes[0]
+        kept |= {layer[node] for node in meant}
+    for node in module.graph.nodes:
+        if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
-            kept.add(public_name(node))
-    return kept
+    return {public_name(node) for node in kept}
 
 
-def _is_fused(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), _FUSED)
-    return node.op == "call_function" and node.target in (torch.relu, nn.functional.relu)
+def _computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The layer that computes ``node``: for a batch norm or a ReLU that is the one before it."""
+    while len(node.all_input_nodes) == 1:
+        before = node.all_input_nodes[0]
+        relu = node.target in (torch.relu, nn.functional.relu) or issubclass(_kind(module, node), nn.ReLU)
+        if issubclass(_kind(module, node), _NORMS):
+            fused = issubclass(_kind(module, before), _WEIGHTED)
+        else:
+            fused = relu and (before.op == "call_function" or issubclass(_kind(module, before), (*_WEIGHTED, *_NORMS)))
+        if not fused:
+            break
+        node = before
+    return node
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> type:
+    """The class of the module that a node calls, or else of the one that holds it."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)
 
 
@@ -277,11 +304,3 @@ def _layer_errors(
 def _chunks(rows: Sequence[Inputs], size: int) -> Iterator[Sequence[Inputs]]:
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's word, on every call, that graph mode is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

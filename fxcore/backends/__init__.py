@@ -13,7 +13,13 @@ from fxcore.backends.openvino import OpenVINO
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Eager(), OpenVINO(), CudaGraphs(), Inductor())}
 """All backends by name, in the order in which they are tried where any will do."""
 
-__all__ = ["BACKENDS", "Backend", "Lowered", "LoweringFailed", "Options", "faster_than_eager"]
+__all__ = ["BACKENDS", "Backend", "Lowered", "LoweringFailed", "Options", "faster_than_eager", "first_choice"]
+
+
+def first_choice(device: torch.device, precision: str) -> Backend:
+    """What answers first where any backend will do: eager, or for int8 OpenVINO where it is installed."""
+    openvino = BACKENDS["openvino"]
+    return openvino if precision == "int8" and openvino.unavailable(device, precision) is None else BACKENDS["eager"]
 
 
 def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:

@@ -1,5 +1,5 @@
 """PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last,
-activations in place where nobody can see it.
+activations in place where nobody can see it. In int8, torch.fx's graph mode (:mod:`fxcore.quantize`).
 
 What folding makes anew is shared by all extractors over a model: equal tensors are one tensor, so fifty extractors have
 two copies of the weights between them, the model's own and the folded ones, not fifty.
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.backends.base import Inputs, LoweringFailed, Options, said, storages_of, tensors_of
+from fxcore.quantize import CannotQuantize, quantize
 from fxcore.transforms.fuse_conv_bn import (
     _fused_sequence,
     affine_of_module,
@@ -42,16 +43,20 @@ _guard = threading.Lock()
 
 
 class Eager:
-    """Runs the module's graph operation by operation; every model, device and floating precision."""
+    """Runs the module's graph operation by operation; every model, device and precision, int8 on CPUs."""
 
     name = "eager"
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
-        return "eager has no int8 arithmetic" if precision == "int8" else None
+        if precision == "int8" and (device.type != "cpu" or torch.backends.quantized.engine == "none"):
+            return f"eager has int8 arithmetic on CPUs with torch's quantized kernels, and not on this {device}"
+        return None
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule:
+    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule | EagerInt8:
         try:
-            return EagerModule(module)
+            return EagerInt8(module, options) if options.precision == "int8" else EagerModule(module)
+        except CannotQuantize as error:
+            raise LoweringFailed(f"eager could not prepare the model: {error.detail}", backend=self.name) from error
         except Exception as error:
             raise LoweringFailed(f"eager could not prepare the model: {said(error)}", backend=self.name) from error
 
@@ -77,6 +82,32 @@ class EagerModule:
 
     def storages(self) -> dict[int, int]:
         return {at: size for at, size in storages_of(tensors_of(self.module)).items() if at not in self._own}
+
+
+class EagerInt8:
+    """A :class:`~fxcore.backends.base.Lowered` of torch's int8 kernels.
+
+    Attributes:
+        layers: what each layer loses, the one that loses most first.
+    """
+
+    def __init__(self, module: fx.GraphModule, options: Options) -> None:
+        found = quantize(module, options.calibration)
+        self.layers = found.layers
+        self._module = found.module
+        self._channels_last = has_2d_convolutions(module)
+        packed = found.module.state_dict().values()  # weights are packed in memory that no tensor shows
+        self._bytes = sum(value.nbytes for value in packed if isinstance(value, Tensor))
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        if self._channels_last:
+            inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
+        with torch.inference_mode():
+            outputs: dict[str, Tensor] = self._module(*inputs)
+            return outputs
+
+    def storages(self) -> dict[int, int]:
+        return {id(self): self._bytes}
 
 
 def has_2d_convolutions(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
 from fxcore.transforms.fuse_linear_bn import fuse_linear_bn
 from fxcore.transforms.insert import insert_after, wrap
 from fxcore.transforms.invert import NotInvertible, invert
+from fxcore.transforms.keep_float import keep_float
 from fxcore.transforms.out_of_place import out_of_place
 from fxcore.transforms.pattern import BadPattern, op, replace_pattern
 from fxcore.transforms.registry import apply_transforms, described, get_transform, list_transforms
@@ -52,6 +53,7 @@ __all__ = [
     "get_transform",
     "insert_after",
     "invert",
+    "keep_float",
     "list_transforms",
     "op",
     "out_of_place",

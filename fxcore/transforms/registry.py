@@ -20,6 +20,7 @@ from fxcore.transforms.fold_normalization import fold_normalization
 from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
 from fxcore.transforms.fuse_linear_bn import fuse_linear_bn
 from fxcore.transforms.insert import insert_after
+from fxcore.transforms.keep_float import keep_float
 from fxcore.transforms.out_of_place import out_of_place
 from fxcore.transforms.remove import remove
 from fxcore.transforms.replace import ACTIVATIONS, replace_activation
@@ -75,6 +76,12 @@ _TRANSFORMS = (
         {"mean": _PER_CHANNEL, "std": _PER_CHANNEL},
         fold_normalization,
         changes_input=True,
+    ),
+    Transform(
+        "keep_float",
+        "Leave nodes, or all under a path, in float32 where precision=int8 quantizes the rest.",
+        {"nodes": {"type": "array", "items": {"type": "string"}}},
+        keep_float,
     ),
     Transform(
         "attention_maps",

@@ -28,7 +28,7 @@ from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, Unknown
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
-from service.engine.tiers import Tiers
+from service.engine.tiers import Tiers, chosen_backend, names_floats
 from service.engine.transforming import steps, transformed
 from service.metrics import Metrics
 
@@ -306,15 +306,14 @@ def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -
         if why is not None:
             here = [n for n in names if n == "auto" or BACKENDS[n].unavailable(device, "float32") is None]
             raise Unsupported("backend", spec.backend, here, why)
-    backend = BACKENDS[{"auto": "openvino" if spec.precision == "int8" else "eager"}.get(spec.backend, spec.backend)]
+    backend = chosen_backend(spec, device)
     why = backend.unavailable(device, spec.precision)
     if why is not None:
-        here = (
-            [p for p in PRECISIONS if backend.unavailable(device, p) is None]
-            if spec.backend != "auto"
-            else [p for p in PRECISIONS if p != "int8"]
-        )
+        here = [p for p in PRECISIONS if backend.unavailable(device, p) is None]
         raise Unsupported("precision", spec.precision, here, why)
+    if spec.precision == "int8" and backend.name != "eager" and names_floats(spec):
+        why = "it quantizes every layer and takes no keep_float"
+        raise Unsupported("backend", spec.backend, ("auto", "eager"), why)
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

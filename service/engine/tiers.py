@@ -17,13 +17,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
+from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager, first_choice
 from fxcore.backends.base import said
+from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from fxcore.memory import give_back
 from service.engine.batching import Queue
@@ -33,12 +34,18 @@ from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
 from service.settings import Settings
 
+if TYPE_CHECKING:
+    from service.schemas import ExtractorSpec
+
 log = logging.getLogger("fxserve.tiers")
 
 T = TypeVar("T")
 
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
+
+SHOWN_LAYERS = 10
+"""How many of the layers that lose most in int8 are told."""
 
 _TRIAL_SECONDS = 0.5
 """About the longest forward pass that requests are kept waiting for by a trial."""
@@ -84,12 +91,11 @@ class Tiers:
             BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
         """
         spec = record.spec
-        if spec.backend in ("auto", "eager") and spec.precision != "int8":
-            eager, options = BACKENDS["eager"], self._options(record)
+        backend = chosen_backend(spec, self._device)
+        if backend.name == "eager" and spec.precision != "int8":
             record.backend, record.checks = "eager", None
-            record.run = await in_pool(pool, eager.lower, extractor.module, (), options)
+            record.run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
             return
-        backend = BACKENDS["openvino" if spec.backend == "auto" else spec.backend]
         candidate = Candidate(backend.name)
         try:
             lowered, reference = await self._lowered(record, extractor, backend, self._asked)
@@ -100,10 +106,10 @@ class Tiers:
             raise BackendRefused(f"{backend.name} failed on the check images: {error}", backend.name) from error
         if not candidate.agrees:
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
-            raise BackendRefused(detail, backend.name, **candidate.figures())
+            raise BackendRefused(detail, backend.name, **candidate.figures(), **_layers(lowered))
         candidate.state = "serving"
         record.backend = backend.name
-        record.checks = self._report(record, candidate, [candidate])
+        record.checks = self._report(record, candidate, [candidate]) | _layers(lowered)
         record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
 
     def used(self, record: ExtractorRecord, images: int) -> None:
@@ -248,6 +254,23 @@ class Tiers:
             raise
         except Exception as error:
             raise PassFailed(said(error)) from error
+
+
+def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
+    """The backend that a spec names, or what answers first where it names none."""
+    if spec.backend != "auto":
+        return BACKENDS[spec.backend]
+    return BACKENDS["eager"] if names_floats(spec) else first_choice(device, spec.precision)
+
+
+def names_floats(spec: ExtractorSpec) -> bool:
+    """Whether a spec says which nodes int8 is to leave alone, which torch's own int8 can."""
+    return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)
+
+
+def _layers(lowered: Lowered) -> dict[str, Any]:
+    """The layers that lose most in int8, where the backend knows."""
+    return {"layers": [asdict(e) for e in lowered.layers[:SHOWN_LAYERS]]} if isinstance(lowered, EagerInt8) else {}
 
 
 class PassFailed(Exception):

@@ -86,6 +86,8 @@ def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> N
     found = quantize(extractor.module, rows, keep=["layer1", "layer2.0.bn1", "layer2.1.add"])
     names = {layer.name for layer in found.layers}
     assert names == {n for n in every if not n.startswith("layer1.") and n not in ("layer2.0.conv1", "layer2.1.add")}
+    beside = quantize(extractor.module, rows, keep=["layer2.0.conv1"])  # its input is read by an int8 layer too
+    assert "layer2.0.downsample.0" in {layer.name for layer in beside.layers}
     floats = [m for m in found.module.modules() if isinstance(m, nn.Conv2d)]
     assert len(floats) == 5
     whole = quantize(extractor.module, rows, keep=["conv1", "maxpool", "layer1", "layer2"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxcore.backends import BACKENDS, Options
+from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
 from fxcore.verify import verify
 from tests.fxcore.backends.conftest import Build
@@ -82,6 +82,15 @@ def test_a_view_is_never_overwritten() -> None:
     assert torch.equal(module(x)["b"], x + 1)
 
 
-def test_int8_is_not_eagers() -> None:
-    assert BACKENDS["eager"].unavailable(CPU, "int8")
+def test_int8_is_for_cpus_and_smaller_than_float32(extractor: Build, batch: torch.Tensor) -> None:
+    """A quarter of the weights' bytes, beside scales and biases; the values are those of fxcore.quantize."""
+    made = extractor("resnet18", "C3")
+    rows = [(row[None],) for row in batch]
+    lowered = BACKENDS["eager"].lower(made.module, (batch,), Options(precision="int8", calibration=rows))
+    weights = sum(p.nbytes for name, p in made.module.named_parameters() if "conv" in name or "downsample.0" in name)
+    assert sum(lowered.storages().values()) == pytest.approx(weights / 4, rel=0.05)
+    assert verify(made.module, lowered, batch).cosine > 0.99
+    assert "int8" in (BACKENDS["eager"].unavailable(torch.device("cuda"), "int8") or "")
+    with pytest.raises(LoweringFailed, match="calibrate"):
+        BACKENDS["eager"].lower(made.module, (batch,), Options(precision="int8"))
     assert BACKENDS["eager"].unavailable(CPU, "bfloat16") is None

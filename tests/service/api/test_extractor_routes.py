@@ -114,7 +114,7 @@ def test_a_name_can_be_taken(client, name):
         ({"return_nodes": "layer3"}, 422, "invalid-request", {"errors"}),
         ({"return_nodes": ["x" * 300]}, 422, "invalid-request", {"errors"}),
         ({"precision": "float8"}, 422, "invalid-request", {"errors"}),
-        ({"backend": "eager", "precision": "int8"}, 422, "unsupported", {"field", "available"}),
+        ({"backend": "inductor", "precision": "int8"}, 422, "unsupported", {"field", "available"}),
         ({"transforms": ["magic"]}, 422, "unknown-transform", {"name", "suggestions"}),
         ({"image_size": 0}, 422, "invalid-request", {"errors"}),
         ({"image_size": True}, 422, "invalid-request", {"errors"}),

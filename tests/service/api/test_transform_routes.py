@@ -57,6 +57,38 @@ def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(cl
     assert "layer1_0_bn1" in code
 
 
+def test_int8_on_eager_says_what_each_layer_costs_and_keeps_the_named_ones_in_float(client):
+    int8 = {"precision": "int8", "return_nodes": ["C2"]}
+    float32 = client.post("/v1/extractors", json=spec(return_nodes=["C2"])).json()
+    made = client.post("/v1/extractors?wait=300", json=spec(**int8))
+    assert made.status_code == 201, made.text
+    detail = made.json()
+    assert (detail["backend"], detail["precision"], detail["outputs"][0]["dtype"]) == ("eager", "int8", "float32")
+    candidate = detail["checks"]["candidates"][0]
+    assert 0.98 < candidate["min_cosine"] < 1
+    layers = detail["checks"]["layers"]
+    assert layers[0].keys() == {"name", "sqnr", "relative", "cosine", "accumulated"}
+    exact, rounded = features(client, float32["id"])["C2"], features(client, detail["id"])["C2"]
+    cosine = float((exact * rounded).sum() / np.linalg.norm(exact) / np.linalg.norm(rounded))
+    assert cosine == pytest.approx(candidate["min_cosine"], abs=0.005)
+    keep = {"name": "keep_float", "params": {"nodes": [layers[0]["name"], "layer1.1"]}}
+    kept = client.post("/v1/extractors?wait=300", json=spec(keep, backend="auto", **int8)).json()
+    assert kept["backend"] == "eager"
+    assert {e["name"] for e in kept["checks"]["layers"]}.isdisjoint({layers[0]["name"], "layer1.1.conv1"})
+    assert kept["checks"]["candidates"][0]["min_cosine"] > candidate["min_cosine"]
+
+
+def test_int8_that_is_too_far_is_refused_with_its_figures(client):
+    """MobileNet v2 with fresh batch norms fades to nothing: int8 gives zeros."""
+    far = spec(model="mobilenet_v2", precision="int8", return_nodes=["C3"])
+    answer = client.post("/v1/extractors?wait=300", json=far)
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (422, "/problems/backend-refused"), document
+    assert document["min_cosine"] < 0.98
+    assert f"{document['min_cosine']:.4f}" in document["detail"]
+    assert document["layers"][0]["sqnr"] < document["layers"][-1]["sqnr"]
+
+
 def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client):
     def id_of(*transforms: Any) -> str:
         return str(client.post("/v1/extractors", json=spec(*transforms)).json()["id"])

@@ -71,7 +71,7 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
         ({"nodes": ["features.99"]}, UnknownNode),
         ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
         ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
-        ({"backend": "eager", "precision": "int8"}, Unsupported),
+        ({"backend": "inductor", "precision": "int8"}, Unsupported),
         ({"transforms": ["fuse"]}, UnknownTransform),
         ({"model": "vgg11"}, UnknownModel),
     ],
@@ -85,8 +85,8 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, ob
 
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
     async with engine() as running:
-        with pytest.raises(Unsupported, match=r"\(eager has no int8 arithmetic\); available: float32,") as caught:
-            await running.extractor(spec(backend="eager", precision="int8"))
+        with pytest.raises(Unsupported, match=r"float precisions, not int8\); available: float32,") as caught:
+            await running.extractor(spec(backend="inductor", precision="int8"))
     available = ["float32", "bfloat16", "float16"]
     assert caught.value.extra == {"field": "precision", "value": "int8", "available": available}
 

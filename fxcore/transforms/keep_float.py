@@ -1,0 +1,42 @@
+"""Nodes that int8 leaves alone, named in a module itself so that they travel with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxcore.transforms.base import CannotTransform, public_name, transform
+
+#: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.quantize.quantize` leaves in float
+KEPT = "keep_float"
+
+
+@transform
+def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
+    """Have :func:`fxcore.quantize.quantize` leave these nodes in float32; nothing else changes.
+
+    Args:
+        nodes: names; a path means every node under it.
+
+    Raises:
+        CannotTransform: a name that no node has.
+
+    >>> from torch import fx, nn
+    >>> marked = keep_float(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()), nodes=["_0"])
+    >>> marked.meta["keep_float"]
+    ('_0',)
+    """
+    for name in nodes:
+        if not any(named(node, name) for node in module.graph.nodes):
+            raise CannotTransform(
+                f"keep_float: the graph has no node {name!r}; see the list of nodes", transform="keep_float", node=name
+            )
+    module.meta[KEPT] = (*module.meta.get(KEPT, ()), *nodes)
+    return len(nodes)
+
+
+def named(node: fx.Node, name: str) -> bool:
+    """Whether ``name`` is the node's name or a path that it lies under."""
+    path = public_name(node)
+    return path == name or path.startswith(name + ".")
