@@ -77,37 +77,63 @@ def profile(module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, runs: int
     >>> [(n.name, n.bytes) for n in found.nodes]
     [('input_1', 0), ('_0', 64), ('_1', 64)]
     """
-    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    device = next((x.device for x in arguments if isinstance(x, Tensor)), torch.device("cpu"))
-    watcher = _Watcher(module, device)
-    whole = []
-    with torch.no_grad():
-        for run in range(warmup + runs):
-            watcher.begin(counts=run >= warmup)
-            watcher.run(*arguments)
-            _wait(device)
+    profiler = Profiler(module, inputs)
+    for run in range(warmup + runs):
+        profiler.run(counts=run >= warmup)
+    return profiler.result()
+
+
+class Profiler:
+    """:func:`profile` run by run, for who has other things to do between two.
+
+    Args:
+        module, inputs: see there.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any] | Tensor) -> None:
+        self._module = module
+        self._inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        self._device = next((x.device for x in self._inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        self._watcher = _Watcher(module, self._device)
+        self._whole: list[float] = []
+
+    def run(self, *, counts: bool = True) -> None:
+        """Run the module twice: node by node, and as a whole.
+
+        Args:
+            counts: False to warm up.
+        """
+        with torch.no_grad():
+            self._watcher.begin(counts)
+            self._watcher.run(*self._inputs)
+            _wait(self._device)
             start = time.perf_counter()
-            module(*arguments)
-            _wait(device)
-            if run >= warmup:
-                whole.append(1000 * (time.perf_counter() - start))
-    medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
-    total = sum(medians.values()) or 1.0
-    nodes = [
-        NodeProfile(
-            name=str(node.meta.get(PATH, node.name)),
-            fx_name=node.name,
-            op=node.op,
-            target=node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target)),
-            milliseconds=milliseconds,
-            share=milliseconds / total,
-            bytes=watcher.fresh[node],
-            live_bytes=watcher.live[node],
-            peak_bytes=int(statistics.median(watcher.peaks[node])) if node in watcher.peaks else None,
-        )
-        for node, milliseconds in medians.items()
-    ]
-    return Profile(nodes, statistics.median(whole), max((n.live_bytes for n in nodes), default=0), runs)
+            self._module(*self._inputs)
+            _wait(self._device)
+            if counts:
+                self._whole.append(1000 * (time.perf_counter() - start))
+
+    def result(self) -> Profile:
+        """The medians over the runs that counted; there must be one."""
+        watcher = self._watcher
+        medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
+        total = sum(medians.values()) or 1.0
+        nodes = [
+            NodeProfile(
+                name=str(node.meta.get(PATH, node.name)),
+                fx_name=node.name,
+                op=node.op,
+                target=node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?"),
+                milliseconds=milliseconds,
+                share=milliseconds / total,
+                bytes=watcher.fresh[node],
+                live_bytes=watcher.live[node],
+                peak_bytes=int(statistics.median(watcher.peaks[node])) if node in watcher.peaks else None,
+            )
+            for node, milliseconds in medians.items()
+        ]
+        peak = max((n.live_bytes for n in nodes), default=0)
+        return Profile(nodes, statistics.median(self._whole), peak, len(self._whole))
 
 
 class _Watcher(fx.Interpreter):

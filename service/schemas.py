@@ -240,12 +240,38 @@ class GraphTotals(BaseModel):
     nodes: int = Field(examples=[176])
 
 
+class NodeMeasured(BaseModel):
+    """What one node takes, as a median over runs on a photograph."""
+
+    name: str = Field(examples=["layer3.0.conv1"])
+    fx_name: str = Field(examples=["layer3_0_conv1"])
+    op: str = Field(examples=["call_module"])
+    target: str = Field(examples=["layer3.0.conv1"])
+    milliseconds: float = Field(examples=[0.71])
+    share: float = Field(description="Of the sum over all nodes.", examples=[0.014])
+    bytes: int = Field(description="Memory that its value takes anew; 0 for a view.", examples=[802816])
+    live_bytes: int = Field(description="Memory of all values still needed once it has run.", examples=[3211264])
+    peak_bytes: int | None = Field(description="Most allocated while it ran; on a GPU.", examples=[None])
+
+
+class GraphMeasured(BaseModel):
+    """An extractor in eager, node by node, one photograph at a time."""
+
+    runs: int = Field(description="That each figure is the median of.", examples=[5])
+    milliseconds: float = Field(description="Of a whole pass, unwatched.", examples=[42.5])
+    peak_bytes: int = Field(description="The largest `live_bytes`.", examples=[12845056])
+    nodes: list[NodeMeasured]
+
+
 class GraphDocument(BaseModel):
     model: str = Field(examples=["resnet50"])
     input_shape: list[int | None] = Field(examples=[[None, 3, 224, 224]])
     nodes: list[GraphNode]
     totals: GraphTotals
     closed: list[ClosedPart] = Field(default_factory=list)
+    profile: GraphMeasured | None = Field(
+        default=None, description="Of an extractor, with `profile=true`: what each node takes.", examples=[None]
+    )
 
 
 class OutputDetail(BaseModel):

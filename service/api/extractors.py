@@ -182,11 +182,21 @@ async def show_graph(
     format: Annotated[
         GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
     ] = None,
+    profile: Annotated[
+        bool,
+        Query(
+            description="With each node's time and memory on a photograph, in eager, as medians over runs; JSON only. "
+            "Measured once, between requests."
+        ),
+    ] = False,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> Response:
     """The graph that an extractor runs: the model's, without what its nodes do not need."""
     wanted = graphs.chosen_format(format, accept)
-    answer = await _drawn(state, state.engine.find(extractor), wanted)
+    if profile and wanted != "json":
+        raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
+    record = state.engine.find(extractor)
+    answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted))
     return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
 
 
@@ -204,6 +214,20 @@ async def show_graph(
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
     """The Python that torch.fx generated for an extractor's forward."""
     return Response(await _drawn(state, state.engine.find(extractor), "code"), media_type="text/plain")
+
+
+async def _profiled(state: State, record: ExtractorRecord) -> bytes:
+    key = ("profile", record.id)
+    async with state.profiling:
+        answer = state.graphs.get(key)
+        if answer is None:
+            with record.in_use():
+                built = await loaded(state, record, DEFAULT_WAIT)
+                found = await state.engine.profile(record, built)
+                graph = built.module.graph
+                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", found))
+            state.graphs.put(key, answer)
+    return answer
 
 
 async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat) -> bytes:

@@ -10,6 +10,7 @@ import orjson
 from torch import fx
 
 from fxcore.graphs import ModelGraph, NodeInfo
+from fxcore.profile import Profile
 from fxcore.render import render
 from fxcore.tracing import PATH
 from service.codecs.negotiation import choose
@@ -66,8 +67,8 @@ def write(graph: ModelGraph, format: GraphFormat) -> bytes:
     return render(graph, format).encode()
 
 
-def write_part(graph: ModelGraph, part: fx.Graph, format: GraphFormat) -> bytes:
-    """The part of ``graph`` that an extractor runs."""
+def write_part(graph: ModelGraph, part: fx.Graph, format: GraphFormat, profile: Profile | None = None) -> bytes:
+    """The part of ``graph`` that an extractor runs, as JSON with what was measured of it."""
     if format != "json":
         return render(part, format).encode()
     kept = {node.meta.get(PATH) for node in part.nodes}
@@ -77,16 +78,24 @@ def write_part(graph: ModelGraph, part: fx.Graph, format: GraphFormat) -> bytes:
         "flops": sum(node.flops for node in nodes),
         "nodes": len(nodes),
     }
-    return _document(graph, nodes, totals)
+    return _document(graph, nodes, totals, profile)
 
 
-def _document(graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int]) -> bytes:
-    return orjson.dumps(
-        {
-            "model": graph.entry.name,
-            "input_shape": graph.input_shape,
-            "nodes": [asdict(node) for node in nodes],
-            "totals": totals,
-            "closed": closed_parts(graph),
+def _document(
+    graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int], profile: Profile | None = None
+) -> bytes:
+    document = {
+        "model": graph.entry.name,
+        "input_shape": graph.input_shape,
+        "nodes": [asdict(node) for node in nodes],
+        "totals": totals,
+        "closed": closed_parts(graph),
+    }
+    if profile is not None:
+        document["profile"] = {
+            "runs": profile.runs,
+            "milliseconds": profile.milliseconds,
+            "peak_bytes": profile.peak_bytes,
+            "nodes": [asdict(node) for node in profile.nodes],
         }
-    )
+    return orjson.dumps(document)

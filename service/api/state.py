@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,9 @@ class State:
     tracing: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
     # An export holds the weights a second time; one at a time.
     exporting: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+
+    # Two at a time would measure each other.
+    profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def models(self) -> list[ModelEntry]:
         """The models that are served here."""

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from fxcore.errors import FxError
+from fxcore.extractor import Extractor
+from fxcore.profile import Profile
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
@@ -30,6 +32,7 @@ from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models
 from service.engine.preload import preload_spec
+from service.engine.profiling import profiled
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
 from service.engine.tiers import Tiers
@@ -208,6 +211,10 @@ class Engine:
         if record.problem is not None:
             raise record.problem.with_traceback(None)
         return record
+
+    async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Profile:
+        """Where the time and memory of ``extractor``, which ``record`` runs, go; measured between requests."""
+        return await profiled(record, extractor, self._queue)
 
     async def settle(self, record: ExtractorRecord) -> None:
         """Wait until ``record``, which is built, runs on the fastest backend that is found for it."""

@@ -1,4 +1,6 @@
+import asyncio
 import itertools
+import math
 
 import pytest
 
@@ -187,3 +189,31 @@ def test_graph_and_code_are_of_what_runs(client):
     assert client.get(f"/v1/extractors/{id}/graph", headers={"accept": "text/csv"}).status_code == 406
     assert client.get("/v1/extractors/unknown/graph").status_code == 404
     assert client.get("/v1/extractors/unknown/code").status_code == 404
+
+
+def test_a_profile_tells_each_nodes_time_and_memory_and_serving_goes_on(client, photos):
+    """Memory is that of the shapes, known beforehand; requests are answered meanwhile, between the runs."""
+    made = client.post("/v1/extractors", json=spec(model="resnet18", return_nodes=["layer1"], backend="eager")).json()
+    url, jpeg = f"/v1/extractors/{made['id']}", {"content-type": "image/jpeg"}
+
+    async def both():
+        graph = asyncio.create_task(client.http.get(f"{url}/graph?profile=true"))
+        answers = [await client.http.post(f"{url}/features", content=photos["chelsea"], headers=jpeg)]
+        return await graph, answers[0]
+
+    answer, features = client.run(both())
+    assert features.status_code == 200
+    assert answer.status_code == 200, answer.text
+    document = answer.json()
+    nodes = {node["name"]: node for node in document["profile"]["nodes"]}
+    assert set(nodes) == {node["name"] for node in document["nodes"]}
+    for node in document["nodes"]:
+        if node["target"].endswith(("conv1", "conv2")):
+            assert nodes[node["name"]]["bytes"] == 4 * math.prod(node["shape"][1:])
+    assert all(node["milliseconds"] > 0 for node in nodes.values())
+    assert sum(node["share"] for node in nodes.values()) == pytest.approx(1)
+    assert document["profile"]["runs"] == 5
+    assert client.get(f"{url}/graph?profile=true").content == answer.content  # measured once
+    assert "profile" not in client.get(f"{url}/graph").json()
+    refused = client.get(f"{url}/graph?profile=true&format=svg")
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/invalid-request")
