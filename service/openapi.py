@@ -54,6 +54,8 @@ def _add_refusals(path: str, operation: dict[str, Any]) -> None:
     if "requestBody" in operation:
         slugs += ["request-timeout", "body-too-large", "admission-full"]
     is_v2 = path == "/v2" or path.startswith("/v2/")
+    if is_v2 and operation["responses"].pop("422", None) is not None:  # FastAPI's own; the protocol has no such status
+        slugs.append("invalid-request")
     # FastAPI adds the schema of a response's model itself; here it is too late for that.
     schema = {"$ref": "#/components/schemas/ErrorV2" if is_v2 else "#/components/schemas/Problem"}
     for status, response in (protocol_v2 if is_v2 else problems).documented(*slugs).items():

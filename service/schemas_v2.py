@@ -95,7 +95,7 @@ class InferResponse(BaseModel):
 
 
 class IndexRequest(BaseModel):
-    ready: bool = Field(default=False, description="Only what is ready.")
+    ready: bool = Field(default=False, strict=True, description="Only what is ready.")
 
 
 class RepositoryEntry(BaseModel):

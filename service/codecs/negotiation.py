@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from service.problems import Refusal
 
+# Browsers send 150 characters. What is far longer was made to take time, on the event loop.
+_LONGEST_ACCEPT = 2048
+
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
     """A Content-Type in lower case without its parameters, and the parameters.
@@ -36,7 +39,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
     """
     if accept is None or not accept.strip():
         return offered[0]
-    ranges = [_range(part) for part in _split_outside_quotes(accept, ",") if part.strip()]
+    ranges = [_range(part) for part in _split_outside_quotes(accept[:_LONGEST_ACCEPT], ",") if part.strip()]
     best, best_quality = None, 0.0
     for candidate in offered:
         quality = _quality(candidate, ranges)

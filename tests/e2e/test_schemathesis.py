@@ -1,0 +1,52 @@
+"""Requests made from the OpenAPI document, good and bad ones: every answer is one that the document promises.
+
+A short form runs with the tests; ``FXSERVE_SCHEMATHESIS_EXAMPLES=200 pytest tests/e2e/test_schemathesis.py`` is longer.
+"""
+
+import os
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+
+EXAMPLES = int(os.environ.get("FXSERVE_SCHEMATHESIS_EXAMPLES", "4"))
+NOT_HTTP = "Invalid HTTP request received."
+
+
+@pytest.fixture(scope="module")
+def schema(start):
+    server = start(models="squeezenet1_1", max_body_bytes=1_000_000)
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    # What is well-formed may still name what there is not, or be an image that is none.
+    schema.config.checks.positive_data_acceptance.expected_statuses += ["400", "413", "422"]
+    return schema
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+def test_every_answer_is_documented(schema, mode):
+    failures = {}
+    for operation in schema.get_all_operations():
+        case = operation.ok().as_strategy(mode)
+
+        @hypothesis.settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+        )
+        @hypothesis.given(case=case)
+        def check(case):
+            answer = case.call(timeout=60)
+            if answer.text != NOT_HTTP:  # said before there is a route that could have documented it
+                case.validate_response(answer)
+
+        try:
+            check()
+        except hypothesis.errors.Unsatisfiable:
+            pass  # nothing about it can be wrong
+        except BaseExceptionGroup as group:
+            failures[operation.ok().label] = group
+    assert not failures, "\n".join(f"{label}: {group}" for label, group in failures.items())

@@ -1,0 +1,194 @@
+"""What reads bytes of strangers, each as a function of bytes that may fail in the ways it says and in no other.
+
+Where there is another implementation of the format, what is accepted must be what that one reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import cache
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from fxcore.decoding import decode
+from fxcore.errors import BadImage, ImageTooLarge, UnknownNode
+from fxcore.graphs import ModelGraph, model_graph
+from fxcore.images import image_size, open_image
+from service.api.features import named_nodes
+from service.codecs import compression, multipart, npy, v2
+from service.codecs import safetensors as our_safetensors
+from service.codecs.negotiation import choose, media_type
+from service.middleware import request_id
+from service.problems import Refusal
+from service.schemas_v2 import TensorMetadata
+from tests.nasty import NASTY, photo, saved
+
+LIMIT = 200_000
+
+
+def image(data: bytes) -> None:
+    """The decoders; what PIL and simplejpeg decode has the size that the header said."""
+    try:
+        height, width = image_size(data, LIMIT)
+    except (BadImage, ImageTooLarge):
+        return
+    try:
+        decoded = open_image(data, LIMIT)
+        assert decoded.size == (width, height)
+        assert decoded.mode == "RGB"
+    except BadImage:
+        pass
+    with suppress(BadImage):
+        assert decode(data, LIMIT).shape == (height, width, 3)
+
+
+def npy_body(data: bytes) -> None:
+    """npy bodies; numpy reads the same, without unpickling."""
+    try:
+        tensor = npy.read(bytearray(data))
+    except Refusal:
+        return
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    np.testing.assert_array_equal(tensor.numpy(), array.astype(array.dtype.newbyteorder("=")))
+
+
+def safetensors_body(data: bytes) -> None:
+    """safetensors bodies; the format's own library reads the same."""
+    try:
+        tensors = our_safetensors.read(bytearray(data))
+    except Refusal:
+        return
+    reference = safetensors.torch.load(data)
+    assert tensors.keys() == reference.keys()
+    for key, tensor in tensors.items():
+        assert (tensor.dtype, tensor.shape) == (reference[key].dtype, reference[key].shape)
+        assert torch.equal(tensor.view(-1).view(torch.uint8), reference[key].reshape(-1).view(torch.uint8))
+
+
+INPUTS = [
+    TensorMetadata(name="image", datatype="BYTES", shape=[-1]),
+    TensorMetadata(name="x", datatype="FP32", shape=[-1, 3, 4, 4]),
+]
+
+
+def v2_body(data: bytes) -> None:
+    """V2 requests: the first two bytes say how long the JSON is, or that it is all JSON."""
+    length = int.from_bytes(data[:2], "little")
+    header = None if length == 0xFFFF else str(length)
+    encoding = "gzip" if data[2:4] == b"\x1f\x8b" else ""
+    try:
+        request = v2.read(v2.Body(bytearray(data[2:]), header, encoding, ""), LIMIT, INPUTS)
+    except Refusal:
+        return
+    assert request.bytes <= 8 * LIMIT  # a digit and a comma may be eight bytes
+
+
+def multipart_body(data: bytes) -> None:
+    """multipart bodies, in pieces of a size that the first byte says."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        step = 1 + data[0] if data else 1
+        for start in range(1, len(data), step):
+            yield data[start : start + step]
+
+    try:
+        files = asyncio.run(multipart.read(pieces(), {"boundary": "b"}))
+    except Refusal:
+        return
+    assert sum(map(len, files)) <= len(data)
+
+
+def compressed_body(data: bytes) -> None:
+    """gzip and deflate bodies, which unpack to no more than the limit."""
+    for encoding in compression.ENCODINGS:
+        try:
+            unpacked = compression.decompress(bytearray(data), encoding, LIMIT)
+        except Refusal:
+            continue
+        assert len(unpacked) <= LIMIT
+
+
+@cache
+def graph() -> ModelGraph:
+    return model_graph("squeezenet1_1")
+
+
+def node_names(data: bytes) -> None:
+    """Names of nodes, from the query to the one node that is meant."""
+    text = data.decode("utf-8", "replace")
+    try:
+        named = named_nodes(text)
+    except Refusal:
+        return
+    for name in named:
+        with suppress(UnknownNode):
+            assert graph().resolve([name])[name] in graph().eval_nodes
+
+
+OFFERED = ["application/json", "application/x-safetensors", "image/png"]
+
+
+def header_values(data: bytes) -> None:
+    """Content-Type, Accept and X-Request-ID."""
+    text = data.decode("latin-1")
+    media_type(text)
+    with suppress(Refusal):
+        assert choose(text, OFFERED) in OFFERED
+    assert request_id(text).isascii()
+    assert request_id(text).isprintable()
+
+
+def _npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def _v2(json: bytes, rest: bytes = b"") -> bytes:
+    return len(json).to_bytes(2, "little") + json + rest
+
+
+def _images() -> list[bytes]:
+    small = photo(size=(24, 16))
+    formats = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+    names = ("exif that loops", "exif of gigabytes", "tiff of gigabytes", "no data", "gif says it is large")
+    return [saved(small, format) for format in formats] + [NASTY[name][0]() for name in names]
+
+
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "image": (image, _images),
+    "npy": (npy_body, lambda: [_npy(np.arange(6).astype(t).reshape(1, 2, 3)) for t in ("u1", "f4", ">f2", "?")]),
+    "safetensors": (
+        safetensors_body,
+        lambda: [safetensors.torch.save({"x": torch.ones(1, 2), "y": torch.zeros(3, dtype=torch.uint8)})],
+    ),
+    "v2": (
+        v2_body,
+        lambda: [
+            _v2(b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[1],"data":["/9j/"]}]}'),
+            _v2(b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,2],"data":[1,2]}],"outputs":[{"name":"C5"}]}'),
+            _v2(
+                b'{"inputs":[{"name":"x","datatype":"FP32","shape":[2],"parameters":{"binary_data_size":8}}]}', bytes(8)
+            ),
+            _v2(b"", bytes(192)),
+        ],
+    ),
+    "multipart": (
+        multipart_body,
+        lambda: [b'\x07--b\r\nContent-Disposition: form-data; name="a"; filename="a"\r\n\r\nxyz\r\n--b--\r\n'],
+    ),
+    "compressed": (
+        compressed_body,
+        lambda: [b"".join(compression.compress([bytes(1000)], encoding)) for encoding in compression.ENCODINGS],
+    ),
+    "nodes": (node_names, lambda: [b"features.2:a,C3", b"features", b"classifier.1,x"]),
+    "headers": (
+        header_values,
+        lambda: [b"image/png;q=0.1, */*;q=0", b'multipart/form-data; boundary="a\\"b"; x=1', b"a, b;q=1.5"],
+    ),
+}

@@ -1,0 +1,64 @@
+"""Odd and hostile images: the right answer or a clear error, little memory, and the next request is served."""
+
+import io
+import resource
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torchvision
+
+from tests.nasty import MAX_PIXELS, NASTY, photo, saved
+from tests.service.conftest import Client
+
+FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2&pool=avg"
+JPEG = {"content-type": "image/jpeg"}
+
+
+@pytest.fixture(scope="module")
+def small():
+    client = Client(max_pixels=MAX_PIXELS)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def usual(small):
+    answer = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
+    assert answer.status_code == 200
+    return answer.json()["outputs"]
+
+
+@pytest.mark.parametrize("preprocess", ["default", "fast"])
+@pytest.mark.parametrize("name", NASTY)
+def test_right_answer_or_clear_error(small, usual, name, preprocess):
+    make, expected = NASTY[name]
+    data = make()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    answer = small.post(f"{FEATURES}&preprocess={preprocess}", content=data, headers=JPEG)
+    assert answer.status_code == expected, answer.text[:500]
+    if expected == 200:
+        assert np.isfinite(answer.json()["outputs"][0]["data"]).all()
+    else:
+        kind = {413: "image-too-large", 422: "bad-image"}[expected]
+        assert answer.json()["type"] == f"/problems/{kind}"
+        assert answer.json()["index"] == 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 150_000  # KiB: an image of a million pixels, several times
+    following = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
+    assert following.json()["outputs"] == usual
+
+
+@pytest.mark.parametrize("name", ["palette", "cmyk", "one pixel", "animated gif", "grey with alpha", "lab profile"])
+def test_odd_images_have_the_values_of_what_they_show(small, name):
+    data = NASTY[name][0]()
+    answer = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
+    image = PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    torch.manual_seed(0)
+    model = torchvision.models.squeezenet1_1(weights=None).eval()
+    transform = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.transforms()
+    with torch.inference_mode():
+        value = model.features[:3](transform(image)[None])
+    got = torch.tensor(answer.json()["outputs"][0]["data"]).reshape(value.shape)
+    torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)
