@@ -1,0 +1,76 @@
+"""Each example runs as it stands, on random weights, and finds what it looks for."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from tests.e2e.conftest import Server, start  # noqa: F401
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+@pytest.fixture(scope="module")
+def url(start: Callable[..., Server]) -> str:  # noqa: F811
+    """One server for all of them."""
+    return start().url
+
+
+def run(name: str, *arguments: Any) -> str:
+    """What an example prints."""
+    command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments), "--weights", "random"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name, data in photos.items():
+        (tmp_path / f"photos/{name}.jpg").write_bytes(data)
+    piece = PIL.Image.open(io.BytesIO(photos["coffee"])).transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
+    piece.crop((30, 20, 560, 380)).save(tmp_path / "piece.png")
+    lines = run("search", tmp_path / "piece.png", tmp_path / "photos", "--server", url, "--model", "resnet18")
+    found = [Path(line.split("  ")[1]).stem for line in lines.splitlines()]
+    assert found[0] == "coffee"
+    assert sorted(found) == sorted(photos)
+
+
+def test_a_probe_reads_digits(url: str) -> None:
+    said = run("probe", "--server", url, "--digits", 900)
+    match = re.match(r"accuracy (\d\.\d+) on 270 digits, resnet18 C3", said)
+    assert match is not None, said
+    assert float(match[1]) > 0.9
+
+
+def test_a_head_finds_patches(url: str) -> None:
+    model = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    said = run("detection_head", "--server", url, "--model", model, "--level", "P5", "--pictures", 200)
+    match = re.match(r"(\d\.\d+) of 50 patches found within a cell of 32 pixels; size off by (\d+) pixels", said)
+    assert match is not None, said
+    assert float(match[1]) > 0.8
+    assert float(match[2]) < 16
+
+
+def test_attention_becomes_a_picture(photos: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
+    said = run("attention", tmp_path / "cat.jpg", tmp_path / "heads.png")
+    assert "12 heads of encoder.layers.encoder_layer_0.self_attention.attention, 14 x 14 patches each" in said
+    picture = np.asarray(PIL.Image.open(tmp_path / "heads.png"))
+    assert picture.shape == (14 * 16, 12 * 14 * 16)
+    assert picture.std() > 5
