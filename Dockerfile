@@ -4,8 +4,13 @@ RUN python -m venv /opt/fxserve
 WORKDIR /src
 # Dependencies by themselves first: a change of the code does not install torch again.
 COPY pyproject.toml .
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+# https://download.pytorch.org/whl/cpu has torch without CUDA, several GB smaller. torchvision must come from there too.
+ARG TORCH_INDEX=
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extra = p['optional-dependencies']; print(*p['dependencies'], *extra['openvino'], *extra['otel'], sep='\n')" \
       > requirements.txt \
+ && grep -E '^torch(vision)?\b' requirements.txt > torch.txt \
+ && /opt/fxserve/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
  && /opt/fxserve/bin/pip install -r requirements.txt
 COPY README.md LICENSE ./
 COPY fxcore fxcore
@@ -15,14 +20,16 @@ RUN /opt/fxserve/bin/pip install --no-deps .
 FROM python:3.11-slim-bookworm
 RUN groupadd --gid 10001 fxserve \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin fxserve \
- && install -d -o 10001 -g 10001 /cache /cache/torch
+ && install -d -o 10001 -g 10001 /cache /cache/torch /cache/compiled
 COPY --from=build /opt/fxserve /opt/fxserve
-# Weights are kept in /cache/torch; nothing else is written but to /tmp, so the root file system can be read-only.
+# Weights are kept in /cache/torch and compiled models in /cache/compiled; nothing else is written but to /tmp, so the
+# root file system can be read-only.
 ENV PATH=/opt/fxserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \
     TORCH_HOME=/cache/torch \
+    FXSERVE_CACHE_DIR=/cache/compiled \
     FXSERVE_HOST=0.0.0.0 \
     FXSERVE_PORT=8000
 VOLUME /cache

@@ -73,6 +73,7 @@ class Metrics:
         self.inflight_requests = gauge("inflight_requests", "Requests admitted and not answered yet.")
         self.inflight_bytes = gauge("inflight_bytes", "Bytes that these decode to and answer with, by prediction.")
         self.queue_size = gauge("queue_size", "Items that wait for the device.")
+        self.tasks = gauge("tasks", "Unfinished tasks of the event loop.")
         self.models_loaded = gauge("models_loaded", "Sets of weights in memory.")
         self.extractors = gauge("extractors", "Extractors, by state; evicted ones are built again.", ("state",))
         self.memory_bytes = gauge("memory_bytes", "What weights and extractors take of the memory budget.")

@@ -140,6 +140,7 @@ class Engine:
         metrics.inflight_requests.set(self.admission.requests)
         metrics.inflight_bytes.set(self.admission.bytes)
         metrics.queue_size.set(len(self._queue))
+        metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.models_loaded.set(len(self._models.loaded()))
         metrics.memory_bytes.set(self._extractors.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)

@@ -1,0 +1,273 @@
+"""A long mixed load against a real server, and what it leaves behind: memory, threads, files, children and tasks.
+
+    python benchmarks/soak.py                    half an hour
+    python benchmarks/soak.py --seconds 120      the short form
+
+Clients ask for many extractors over many models, with photographs of many sizes, bad images, wrong names, bodies that
+break off, and leave before they are answered. A pinned extractor is asked throughout. It fails (exit status 1) where
+
+- an answer is not one that the request may get, or the pinned extractor's values change;
+- the pinned extractor is ever evicted, or the weights and extractors exceed the budget once nothing is in flight;
+- resident memory, threads, files, children or unfinished tasks grow from the second fifth of the time to the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import random
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import PIL.Image
+import safetensors.numpy
+import servers
+import skimage.data
+from rich.console import Console
+
+MiB = 1024**2
+
+# Forty small and middling models of all families: 520 MB of weights, more than twice the budget below.
+# fmt: off
+MODELS = (
+    "alexnet", "convnext_tiny", "densenet121", "densenet169", "densenet201", "efficientnet_b0", "efficientnet_b1",
+    "efficientnet_b2", "efficientnet_b3", "googlenet", "inception_v3", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0",
+    "mnasnet1_3", "mobilenet_v2", "mobilenet_v3_large", "mobilenet_v3_small", "regnet_x_1_6gf", "regnet_x_400mf",
+    "regnet_x_800mf", "regnet_y_1_6gf", "regnet_y_400mf", "regnet_y_800mf", "resnet18", "resnet34", "resnet50",
+    "resnext50_32x4d", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5", "shufflenet_v2_x2_0",
+    "squeezenet1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "lraspp_mobilenet_v3_large",
+    "deeplabv3_mobilenet_v3_large", "maxvit_t", "efficientnet_v2_s",
+)
+# fmt: on
+EXTRACTORS = 300
+BUDGET = 512 * MiB
+PINNED = "mobilenet_v3_small@random:features.8"
+PINNED_PATH = "/v1/models/mobilenet_v3_small/features?weights=random&nodes=features.8&pool=avg"
+
+FEW_MODELS = ("squeezenet1_1", "squeezenet1_0", "mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5", "resnet18")
+
+
+@dataclass
+class Sample:
+    """What the server holds at a time; the first two in bytes."""
+
+    memory: float
+    kept: float
+    threads: int
+    files: int
+    children: int
+    tasks: int
+    inflight: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.memory / MiB:6.0f} MiB resident, {self.kept / MiB:5.0f} MiB kept, {self.threads:3} threads, "
+            f"{self.files:3} files, {self.children} children, {self.tasks:3} tasks, {self.inflight:3.0f} in flight"
+        )
+
+
+@dataclass
+class Outcome:
+    """What the clients and the watcher saw."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def note(self, status: str, allowed: Sequence[str], what: str) -> None:
+        self.statuses[status] += 1
+        if status not in allowed:
+            self.wrong.append(f"{what}: {status}")
+
+
+class Soak:
+    """The clients of one run.
+
+    Args:
+        server: where they ask.
+        models: what they ask for.
+        extractors: how many different extractors.
+    """
+
+    def __init__(self, server: servers.Server, models: Sequence[str], extractors: int) -> None:
+        self.server = server
+        self.outcome = Outcome()
+        self.ending = threading.Event()
+        self.specs = self._specs(models, extractors)
+        self.photos = _photos()
+        self.pinned = self._ask(server.http, PINNED_PATH, self.photos[0]).content
+        [extractor] = server.http.get("/v1/extractors").json()["extractors"]
+        self.pinned_id: str = extractor["id"]
+
+    def run(self, seconds: float, clients: int) -> Outcome:
+        """Ask for so long, with so many clients, and watch."""
+        threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(min(seconds / 60, max(0.0, until - time.monotonic())))
+            self.outcome.samples.append(self.sample())
+            print(self.outcome.samples[-1], flush=True)
+        self.ending.set()
+        for thread in threads:
+            thread.join()
+        return self.outcome
+
+    def sample(self) -> Sample:
+        process, metrics = self.server.process, self.server.http.get("/metrics").text
+        found = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+        if self.server.http.get(f"/v2/models/{self.pinned_id}/ready").status_code != 200:
+            self.outcome.wrong.append("the pinned extractor was evicted")
+        return Sample(
+            process.memory_info().rss,
+            float(found["fxserve_memory_bytes"]),
+            process.num_threads(),
+            process.num_fds(),
+            len(process.children(recursive=True)),
+            int(float(found["fxserve_tasks"])),
+            float(found["fxserve_inflight_requests"]),
+        )
+
+    def _specs(self, models: Sequence[str], extractors: int) -> list[str]:
+        """Paths of the one-step route: different nodes of the models in turn."""
+        nodes = {}
+        for model in models:
+            listed = self.server.http.get(f"/v1/models/{model}/graph").json()["nodes"]
+            nodes[model] = [n["name"] for n in listed if n["extractable"] and n["op"] != "placeholder"]
+        chosen = random.Random(0)
+        specs = []
+        for number in range(extractors):
+            model = models[number % len(models)]
+            node = chosen.choice(nodes[model])
+            specs.append(f"/v1/models/{model}/features?weights=random&nodes={node}:n{number}&dtype=float16")
+        return specs
+
+    def _client(self, number: int) -> None:
+        chosen = random.Random(number)
+        with httpx.Client(base_url=self.server.http.base_url, timeout=180, verify=False) as client:
+            while not self.ending.is_set():
+                try:
+                    self._act(client, chosen)
+                except Exception as error:
+                    self.outcome.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _act(self, client: httpx.Client, chosen: random.Random) -> None:
+        note = self.outcome.note
+        spec, photo = chosen.choice(self.specs), chosen.choice(self.photos)
+        busy = ("429",)
+        match chosen.choices(("spec", "pinned", "bad", "unknown", "left", "broken", "deadline"), (8, 4, 2, 1, 2, 1, 1))[
+            0
+        ]:
+            case "spec":
+                note(str(self._ask(client, spec, photo).status_code), ("200", *busy), spec)
+            case "pinned":
+                answer = self._ask(client, PINNED_PATH, self.photos[0])
+                note(str(answer.status_code), ("200", *busy), "pinned")
+                if answer.status_code == 200 and not _same(answer.content, self.pinned):
+                    self.outcome.wrong.append("the pinned extractor's values changed")
+            case "bad":
+                note(
+                    str(self._ask(client, PINNED_PATH, photo[: len(photo) // 3]).status_code),
+                    ("422", *busy),
+                    "bad image",
+                )
+            case "unknown":
+                path = f"/v1/models/resnet18/features?weights=random&nodes=no-{chosen.random()}"
+                note(str(self._ask(client, path, photo).status_code), ("422", *busy), "unknown node")
+            case "left":
+                self._leave(PINNED_PATH, photo, len(photo))
+                note("left", ("left",), "")
+            case "broken":
+                self._leave(spec, photo, len(photo) // 2)
+                note("left", ("left",), "")
+            case "deadline":
+                answer = self._ask(client, spec, photo, timeout="0.02")
+                note(str(answer.status_code), ("200", "504", *busy), "deadline")
+
+    def _ask(self, client: httpx.Client, path: str, photo: bytes, timeout: str = "120") -> httpx.Response:
+        headers = {
+            "content-type": "image/jpeg",
+            "accept": "application/x-safetensors",
+            "x-request-timeout": timeout,
+        }
+        return client.post(path, content=photo, headers=headers)
+
+    def _leave(self, path: str, photo: bytes, sent: int) -> None:
+        """Send (a part of) a request and go."""
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(photo)}\r\n\r\n"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.port)) as connection:
+            connection.sendall(head.encode() + photo[:sent])
+
+
+def _photos() -> list[bytes]:
+    """Photographs of 48 to 1,500 pixels, as JPEG."""
+    photos = []
+    for name, sides in (("chelsea", (224, 48, 640)), ("coffee", (320, 1500)), ("rocket", (97, 500))):
+        for side in sides:
+            image = PIL.Image.fromarray(getattr(skimage.data, name)()).resize((side, side * 3 // 4))
+            file = io.BytesIO()
+            image.save(file, "JPEG", quality=85)
+            photos.append(file.getvalue())
+    return photos
+
+
+def _same(one: bytes, other: bytes) -> bool:
+    """Whether two answers hold equal values, to what batching changes."""
+    a, b = safetensors.numpy.load(one), safetensors.numpy.load(other)
+    return a.keys() == b.keys() and all(abs(a[key] - b[key]).max() < 1e-4 * abs(b[key]).max() for key in a)
+
+
+def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
+    """What is wrong: with the answers, with what is left, and with what grew."""
+    wrong = [f"{count} x {what}" for what, count in Counter(outcome.wrong).most_common(20)]
+    if settled.inflight:
+        wrong.append(f"{settled.inflight:.0f} requests are still in flight")
+    if settled.kept > budget:
+        wrong.append(f"{settled.kept / MiB:.0f} MiB are kept, over the budget of {budget / MiB:.0f}")
+    fifth = max(1, len(outcome.samples) // 5)
+    early, late = outcome.samples[fifth : 2 * fifth], outcome.samples[-fifth:]
+    for what, slack in (("memory", 64 * MiB), ("threads", 4), ("files", 8), ("children", 0), ("tasks", 16)):
+        before = statistics.median(getattr(sample, what) for sample in early)
+        after = statistics.median(getattr(sample, what) for sample in late)
+        allowed = before * (1.1 if what == "memory" else 1) + slack
+        if after > allowed:
+            wrong.append(f"{what} grew from {before:,.0f} to {after:,.0f}, over {allowed:,.0f}")
+    return wrong
+
+
+def main(seconds: float, clients: int, models: Sequence[str], extractors: int, budget: int) -> int:
+    """Run it and print what was seen; the exit status."""
+    console = Console()
+    with servers.fxserve(memory_budget=budget, preload=PINNED, fast_images=False, lowering=False) as server:
+        soak = Soak(server, models, extractors)
+        outcome = soak.run(seconds, clients)
+        time.sleep(3)
+        settled = soak.sample()
+        outcome.samples.append(settled)
+        print(settled)
+        console.print(dict(outcome.statuses))
+        evicted = [line for line in server.http.get("/metrics").text.splitlines() if "evictions_total{" in line]
+        console.print("\n".join(evicted), markup=False)
+        wrong = judge(outcome, settled, budget)
+    for line in wrong:
+        console.print(line, style="red", markup=False)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--small", action="store_true", help="six small models and 24 extractors, as the tests run it")
+    given = parser.parse_args()
+    chosen = (FEW_MODELS, 24, 64 * MiB) if given.small else (MODELS, EXTRACTORS, BUDGET)
+    sys.exit(main(given.seconds, given.clients, *chosen))
