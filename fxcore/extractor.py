@@ -17,6 +17,7 @@ from fxcore.graphs import ModelGraph, TensorSpec
 from fxcore.layout import public_name
 from fxcore.levels import stride_of
 from fxcore.tracing import PATH, trace
+from fxcore.transforms.base import APPLIED
 from fxcore.transforms.out_of_place import purify
 
 
@@ -105,6 +106,7 @@ def build_extractor(
     pruned.lint()
     _add_constants(model, graph.constants)
     module = fx.GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
+    module.meta[APPLIED] = graph.passes
     outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
     return Extractor(module, graph, outputs, dtype)
 

@@ -5,6 +5,7 @@ Listing nodes, resolving names and planning an extractor all read this one objec
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -23,6 +24,8 @@ from fxcore.layout import public_name
 from fxcore.levels import Level, channels_of, find_levels, stride_of
 from fxcore.parts import trace_model
 from fxcore.tracing import PATH, names
+from fxcore.transforms.base import Applied, applied, fork
+from fxcore.transforms.registry import apply_transforms
 
 #: frames of a clip that video graphs are annotated for; MViT accepts no other number
 VIDEO_FRAMES = 16
@@ -99,11 +102,8 @@ class ModelGraph:
         if self._device.type == "meta":
             self._module.to("meta")
         self.graph = self._module.graph
-        try:
-            annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
-        except Exception as error:
-            raise BadTensor(self._refusal([self.input_size], error)) from error
-        self.levels: dict[str, Level] = find_levels(entry.name, self.graph, self._root, self.input_size)
+        self._opened: dict[tuple[str, ...], ModelGraph] = {}
+        self._annotate()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -159,11 +159,48 @@ class ModelGraph:
         Raises:
             BadTensor: the model does not take that size.
         """
-        if (height, width) == self.input_size:
-            return self
-        other = ModelGraph(self.entry, self.weights, (height, width))
+        return self if (height, width) == self.input_size else self._copy(self._module, (height, width))
+
+    def with_nodes_of(self, *transforms: str) -> ModelGraph:
+        """The same graph with the nodes that passes bring, as ``attention_maps`` does; all others stay as they are.
+
+        >>> graph = model_graph("vit_b_32").with_nodes_of("attention_maps")
+        >>> graph.by_name["encoder.layers.encoder_layer_0.self_attention.attention"].meta["value"].shape
+        torch.Size([1, 12, 50, 50])
+        """
+        key = tuple(transforms)
+        with _guard:
+            lock = _locks.setdefault((self.entry.name, self.weights, str(self.input_size), *key), threading.Lock())
+        with lock:
+            if key not in self._opened:
+                self._opened[key] = self._copy(apply_transforms(self._module, key), self.input_size)
+            return self._opened[key]
+
+    def _copy(self, module: fx.GraphModule, input_size: tuple[int, int]) -> ModelGraph:
+        """This graph with the nodes of ``module``, annotated anew. Tracing saw no sizes: nothing is traced again."""
+        other = copy.copy(self)
+        for name in ("by_name", "nodes", "totals", "leaf_modules"):
+            other.__dict__.pop(name, None)
         other.fingerprint = self.fingerprint  # it tells models apart, not sizes
+        other.input_size = input_size
+        other._opened = {}
+        other._module = fork(module)
+        other.graph = other._module.graph
+        other.eval_nodes = names(other.graph)
+        other._annotate()
         return other
+
+    def _annotate(self) -> None:
+        try:
+            annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
+        except Exception as error:
+            raise BadTensor(self._refusal([self.input_size], error)) from error
+        self.levels: dict[str, Level] = find_levels(self.entry.name, self.graph, self._root, self.input_size)
+
+    @property
+    def passes(self) -> tuple[Applied, ...]:
+        """The passes of :meth:`with_nodes_of`."""
+        return applied(self._module)
 
     def values_at(
         self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
@@ -256,7 +293,7 @@ def type_name(module: nn.Module) -> str:
 
 
 _cache: dict[tuple[str, str], ModelGraph] = {}
-_locks: dict[tuple[str, str], threading.Lock] = {}
+_locks: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
 

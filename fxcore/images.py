@@ -6,6 +6,7 @@ detectors' own transform for detectors. PIL does the decoding and the resampling
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from abc import ABC, abstractmethod
@@ -148,6 +149,19 @@ class Preprocessing(ABC):
             raise BadTensor(f"images to be preprocessed are uint8 [N, H, W, 3]; this is {_describe(array)}")
         return torch.stack([self.image(PIL.Image.fromarray(one.numpy())) for one in array])
 
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        """The mean and standard deviation that it ends with, per channel of values in [0, 1]; None where more follows,
+        as a detector's padding with zeros does."""
+        return None
+
+    def without_normalization(self) -> Preprocessing:
+        """The same, without its last step: values stay in [0, 1].
+
+        Raises:
+            BadTensor: that is not its last step.
+        """
+        raise BadTensor("the normalisation of this model's images is not the last step of their preprocessing")
+
     def stack(self, images: Sequence[Tensor]) -> Tensor:
         """Images of one size → a batch ``[N, C, H, W]``.
 
@@ -182,6 +196,14 @@ class ImagePreprocessing(Preprocessing):
     def preset(self) -> Any:
         """The transform that :meth:`image` applies."""
         return self._preset
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return list(self._preset.mean), list(self._preset.std)
+
+    def without_normalization(self) -> ImagePreprocessing:
+        made = copy.copy(self)
+        made._preset = _not_normalizing(self._preset)
+        return made
 
     def describe(self) -> dict[str, Any]:
         preset = self._preset
@@ -324,6 +346,14 @@ class VideoPreprocessing(Preprocessing):
             "this is a video model: send clips as tensors, uint8 [N, T, H, W, 3] or float32 [N, 3, T, H, W]"
         )
 
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return list(self._preset.mean), list(self._preset.std)
+
+    def without_normalization(self) -> VideoPreprocessing:
+        made = copy.copy(self)
+        made._preset = _not_normalizing(self._preset)
+        return made
+
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         return self.nominal_size()
 
@@ -347,6 +377,13 @@ def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int
     short, long = sorted((height, width))
     resized = int(size[0] * long / short)
     return (size[0], resized) if height <= width else (resized, size[0])
+
+
+def _not_normalizing(preset: Any) -> Any:
+    """A copy of one of torchvision's presets that subtracts nothing and divides by one, which changes no bit."""
+    made = copy.copy(preset)
+    made.mean, made.std = [0.0] * len(preset.mean), [1.0] * len(preset.std)
+    return made
 
 
 def _describe(array: Tensor) -> str:

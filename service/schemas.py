@@ -319,9 +319,12 @@ class TransformDetail(BaseModel):
         examples=[{"dropout": {"type": "boolean", "default": True}}],
     )
     exact: bool = Field(description="The values stay what they were, up to rounding.", examples=[True])
-    changes_input: bool = Field(description="The model takes another input afterwards.", examples=[False])
-    adds_nodes: bool = Field(description="It brings new nodes.", examples=[False])
-    served: bool = Field(description="Whether an extractor's `transforms` may name it.", examples=[True])
+    changes_input: bool = Field(
+        description="The model takes another input afterwards; an extractor's preprocessing follows.", examples=[False]
+    )
+    adds_nodes: bool = Field(
+        description="It brings new nodes, which `return_nodes` may name; it runs before all others.", examples=[False]
+    )
 
 
 class TransformList(BaseModel):

@@ -6,7 +6,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from fxcore.transforms import described, list_transforms
-from service.engine.transforming import served
+from service.engine.transforming import parameters
 from service.schemas import TransformList
 
 router = APIRouter(prefix="/v1/transforms", tags=["extractors"])
@@ -14,6 +14,6 @@ router = APIRouter(prefix="/v1/transforms", tags=["extractors"])
 
 @router.get("", response_model=TransformList)
 async def show_transforms() -> Response:
-    """Every pass over a graph, with its parameters as JSON Schema; `served` ones fit an extractor's `transforms`."""
-    found = [{**described(transform), "served": served(transform)} for transform in list_transforms()]
+    """Every pass over a graph, with its parameters in an extractor's `transforms` as JSON Schema."""
+    found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]
     return Response(orjson.dumps({"transforms": found}), media_type="application/json")

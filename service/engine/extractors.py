@@ -29,7 +29,7 @@ from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
 from service.engine.tiers import Tiers, chosen_backend, names_floats
-from service.engine.transforming import steps, transformed
+from service.engine.transforming import prepared, steps, transformed, with_their_nodes
 from service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -198,12 +198,12 @@ class Extractors:
         entry = get_model(spec.model)
         weights = entry.canonical_weights(spec.weights)
         _check_backend(spec, self._device, entry.is_quantized(weights))
-        steps(spec)  # refused before anything is loaded
-        graph = model_graph(entry, weights)
+        wanted = steps(spec)  # refused before anything is loaded
+        graph = with_their_nodes(model_graph(entry, weights), wanted)
         return_nodes = graph.resolve(spec.return_nodes)
         if spec.image_size is not None:
             graph = _resized(graph, spec.image_size)
-        preprocessing = entry.preprocessing(weights, spec.image_size)
+        preprocessing = prepared(entry.preprocessing(weights, spec.image_size), wanted)
         return ExtractorRecord(
             id=extractor_id(spec, weights, return_nodes),
             spec=spec,

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
+from fxcore.graphs import ModelGraph
+from fxcore.images import Preprocessing
 from fxcore.photos import check_rows, photos
 from fxcore.transforms import (
     Applied,
+    BadParameter,
     CannotKeep,
+    CannotTransform,
     Transform,
     applied,
     apply_transforms,
+    described,
     get_transform,
-    list_transforms,
 )
+from fxcore.transforms.fold_normalization import normalized
 from fxcore.transforms.registry import parse
 from fxcore.verify import Verification, verify
 from service.engine.checks import TOLERANCE
-from service.engine.errors import Unsupported
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -33,10 +38,12 @@ if TYPE_CHECKING:
 Step = dict[str, Any]
 
 
-def served(transform: Transform) -> bool:
-    """Whether extractors take it: not where images would have to be prepared in another way, nor where it makes nodes,
-    which are chosen before it runs."""
-    return not transform.changes_input and not transform.adds_nodes
+FOLD = "fold_normalization"
+
+
+def parameters(transform: Transform) -> dict[str, Any]:
+    """The parameters that an extractor takes for it: what is folded in is its own preprocessing's mean and std."""
+    return {} if transform.name == FOLD else described(transform)["parameters"]
 
 
 def steps(spec: ExtractorSpec) -> list[Step]:
@@ -46,15 +53,43 @@ def steps(spec: ExtractorSpec) -> list[Step]:
         UnknownTransform, BadParameter: see there.
         Unsupported: an extractor does not take it.
     """
-    found = []
+    found: list[Step] = []
     for asked in spec.transforms:
-        wanted: str | Mapping[str, Any] = asked if isinstance(asked, str) else {**asked.params, "name": asked.name}
-        transform, parameters = parse(wanted)
-        if not served(transform):
-            why = "it changes what the model takes as input" if transform.changes_input else "it makes nodes of its own"
-            raise Unsupported("transforms", transform.name, [t.name for t in list_transforms() if served(t)], why)
-        found.append({"name": transform.name, **parameters})
+        wanted: dict[str, Any] = {"name": asked} if isinstance(asked, str) else {**asked.params, "name": asked.name}
+        if wanted["name"] == FOLD:
+            if len(wanted) > 1:
+                raise BadParameter(
+                    f"an extractor's {FOLD} takes no parameters: what is folded in is its own preprocessing's",
+                    transform=FOLD,
+                    parameter=next(key for key in wanted if key != "name")[:64],
+                )
+            if any(step["name"] == FOLD for step in found):
+                raise CannotTransform(f"{FOLD} can be asked for once", transform=FOLD)
+            found.append(wanted)
+        else:
+            transform, given = parse(wanted)
+            found.append({"name": transform.name, **given})
     return found
+
+
+def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
+    """``graph`` with the nodes that some of ``wanted`` bring; they are there before nodes are chosen."""
+    names = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
+    return graph.with_nodes_of(*names) if names else graph
+
+
+def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
+    """What prepares images for an extractor with ``wanted``.
+
+    Raises:
+        CannotTransform: the normalisation cannot be left to the model.
+    """
+    if not any(step["name"] == FOLD for step in wanted):
+        return preprocessing
+    try:
+        return preprocessing.without_normalization()
+    except BadTensor as error:
+        raise CannotTransform(f"{FOLD}: {error.detail}", transform=FOLD) from error
 
 
 @dataclass(frozen=True)
@@ -86,10 +121,20 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
     Raises:
         CannotTransform: a transform does not apply, or cannot keep a node that is asked for.
     """
-    module = apply_transforms(extractor.module, wanted)
+    mean, std = record.entry.preprocessing(record.weights, record.spec.image_size).normalization() or ([], [])
+    after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
+    given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else step for step in after]
+    module = apply_transforms(extractor.module, given)
     rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
     inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
-    found = verify(extractor.module, module, inputs)
+    original: Callable[..., Any] = extractor.module
+    if any(step["name"] == FOLD for step in after):
+        shift, scale = (torch.tensor(v, dtype=record.dtype, device=record.device) for v in (mean, std))
+
+        def original(*images: Tensor) -> Any:
+            return extractor.module(*(normalized(x, shift, scale) for x in images))
+
+    found = verify(original, module, inputs)
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
     for output in extractor.outputs:
         error = found.outputs[output.key].relative

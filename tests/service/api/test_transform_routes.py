@@ -35,7 +35,8 @@ def test_all_passes_are_listed_with_their_parameters(client):
     assert found["fuse_conv_bn"]["parameters"] == {}
     assert found["remove"]["parameters"]["dropout"] == {"type": "boolean", "default": True}
     assert all(t["description"].endswith(".") for t in found.values())
-    assert not found["fold_normalization"]["served"]
+    assert found["fold_normalization"]["parameters"] == {}
+    assert found["attention_maps"]["adds_nodes"]
 
 
 def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(client):
@@ -89,6 +90,58 @@ def test_int8_that_is_too_far_is_refused_with_its_figures(client):
     assert document["layers"][0]["sqnr"] < document["layers"][-1]["sqnr"]
 
 
+@pytest.mark.parametrize(
+    ("model", "node", "shape"),
+    [
+        ("vit_b_32", "encoder.layers.encoder_layer_0.self_attention.attention", [1, 12, 50, 50]),
+        ("swin_t", "features.1.1.attn.attention", [1, 64, 3, 49, 49]),
+    ],
+)
+def test_attention_maps_can_be_asked_for(client, model, node, shape):
+    """Per head, beside ordinary nodes, which stay what they are; without the transform there is no such node."""
+    ordinary = node.replace(".self_attention.attention", ".ln").replace(".attn.attention", ".norm1")
+    wanted = {"model": model, "return_nodes": [node, ordinary]}
+    answer = client.post("/v1/extractors", json=spec(**wanted)).json()
+    assert (answer["type"], answer["name"]) == ("/problems/unknown-node", node)
+    made = client.post("/v1/extractors?wait=200", json=spec("attention_maps", "fuse_conv_bn", **wanted))
+    assert made.status_code == 201, made.text
+    detail = made.json()
+    assert detail["outputs"][0]["shape"] == [None, *shape[1:]]
+    assert detail["checks"]["transforms"]["applied"][0]["name"] == "attention_maps"
+    maps = features(client, detail["id"])
+    assert list(maps[node].shape) == shape
+    assert np.allclose(maps[node].sum(-1), 1, atol=1e-5)
+    plain = client.post("/v1/extractors?wait=200", json=spec(model=model, return_nodes=[ordinary])).json()
+    assert np.array_equal(features(client, plain["id"])[ordinary], maps[ordinary])
+    assert node in [n["name"] for n in client.get(f"/v1/extractors/{detail['id']}/graph").json()["nodes"]]
+
+
+def test_folded_normalisation_leaves_it_out_of_the_preprocessing(client, photos):
+    """The same photograph gives the same features, as pixels, as a file, and as a prepared tensor in [0, 1]."""
+    plain = client.post("/v1/extractors", json=spec()).json()
+    made = client.post("/v1/extractors", json=spec("fold_normalization")).json()
+    assert plain["preprocessing"]["mean"] == [0.485, 0.456, 0.406]
+    assert (made["preprocessing"]["mean"], made["preprocessing"]["std"]) == ([0.0] * 3, [1.0] * 3)
+    assert made["checks"]["max_rel_error"] < 1e-5
+    before, after = features(client, plain["id"]), features(client, made["id"])
+    headers = {"content-type": "image/jpeg", "accept": "application/x-npz"}
+    for extractor, found in ((plain, before), (made, after)):
+        url = f"/v1/extractors/{extractor['id']}/features"
+        archive = np.load(io.BytesIO(client.post(url, content=photos["chelsea"], headers=headers).content))
+        found |= {f"{key} of a file": archive[key] for key in archive}
+    for key, value in before.items():
+        assert np.linalg.norm(after[key] - value) <= 1e-5 * np.linalg.norm(value), key
+
+
+@pytest.mark.parametrize(
+    ("model", "node"),
+    [("fasterrcnn_mobilenet_v3_large_fpn", "backbone.body.0"), ("raft_small", "feature_encoder.convnormrelu")],
+)
+def test_normalisation_that_cannot_be_folded_is_said(client, model, node):
+    answer = client.post("/v1/extractors", json=spec("fold_normalization", model=model, return_nodes=[node])).json()
+    assert (answer["type"], answer["transform"]) == ("/problems/cannot-transform", "fold_normalization")
+
+
 def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client):
     def id_of(*transforms: Any) -> str:
         return str(client.post("/v1/extractors", json=spec(*transforms)).json()["id"])
@@ -119,8 +172,8 @@ def test_a_transform_that_changes_values_is_served_and_said(client):
             "cannot-transform",
             {"node": "layer9"},
         ),
-        ("fold_normalization", "bad-parameter", {}),
-        ("attention_maps", "unsupported", {"field": "transforms", "value": "attention_maps"}),
+        ({"name": "fold_normalization", "params": {"mean": [0.5]}}, "bad-parameter", {"parameter": "mean"}),
+        ({"name": "attention_maps", "params": {"heads": [1]}}, "bad-parameter", {"parameter": "heads"}),
     ],
 )
 def test_what_is_refused(client, wrong, kind, fields):
