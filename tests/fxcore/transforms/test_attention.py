@@ -28,7 +28,7 @@ def opened(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 SHAPES = {
     "vit_b_32": (12, (1, 12, 17, 17)),
-    "swin_t": (12, (1, 9, 3, 49, 49)),
+    "swin_t": (12, (1, 4, 3, 49, 49)),
     "swin_v2_t": (12, (1, 64, 3, 64, 64)),
     "maxvit_t": (22, (1, 64, 2, 49, 49)),
     "swin3d_t": (12, (1, None, 3, None, None)),
