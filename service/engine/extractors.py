@@ -258,7 +258,8 @@ class Extractors:
         """Drop what was used least recently of the records that hold nothing, so that bad specs cannot take the
         memory one by one."""
         empty = [r for r in self._records.values() if r.run is None and r.name is None and not r.busy]
-        for record in sorted(empty, key=lambda record: record.last_used)[: len(empty) - REMEMBERED_RECORDS + 1]:
+        over = max(0, len(empty) - REMEMBERED_RECORDS + 1)
+        for record in sorted(empty, key=lambda record: record.last_used)[:over]:
             del self._records[record.id]
             self._evictions.labels("record", "unused").inc()
 

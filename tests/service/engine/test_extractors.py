@@ -299,3 +299,20 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
     assert measured["one"] - measured["before"] > 0.9 * weights
     # Against what the first one added, not against a process that holds torch as well.
     assert measured["fifty"] - measured["before"] < 1.3 * (measured["one"] - measured["before"])
+
+
+async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.extractors.REMEMBERED_RECORDS", 4)
+    async with engine() as running:
+        good = await built(running, "squeezenet1_1", ["features.3"])
+        named, _ = await running.extractor(spec(weights="file:named.pth", name="kept"), 60)
+        for number in range(12):
+            record, created = await running.extractor(spec(weights=f"file:{number}.pth"), 60)
+            assert created
+            assert record.state == "failed"
+        remembered = [record.spec.weights for record in running.list()]
+        assert remembered == ["random", "file:named.pth", *(f"file:{number}.pth" for number in range(8, 12))]
+        assert (await running.features(good, {"x": torch.zeros(1, 3, 64, 64)})).images == 1
+        assert running.find("kept") is named
+        _, created = await running.extractor(spec(weights="file:0.pth"), 60)  # a forgotten one is made anew
+        assert created
