@@ -134,7 +134,7 @@ def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> It
     for target in targets:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem
-            is_ready, is_coming = target.state == "ready", target.state == "building"
+            is_ready, is_coming = target.run is not None, target.build is not None
         else:
             name, problem = target.name, None
             weights = (target.name, target.default_weights)

@@ -76,11 +76,13 @@ async def load(
     responses=documented("unknown-model"),
 )
 async def unload(state: Shared, name: Name) -> ModelReady:
-    """Forget an extractor, or all extractors without a name over a model's default weights, and free what only they
-    used. Requests on their way through them are still answered."""
+    """Free what an extractor, or all extractors without a name over a model's default weights, hold in memory.
+
+    They stay in the index and can be loaded again. Requests on their way through them are still answered.
+    """
     target = named.find(state, name)
     for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
-        await state.engine.delete(record.id)
+        await state.engine.unload(record.id)
     return ModelReady(name=name, ready=False)
 
 

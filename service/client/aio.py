@@ -22,10 +22,10 @@ from service.client.options import (
     Preprocess,
     feature_query,
 )
-from service.client.tensors import Array, Assembly
+from service.client.tensors import Assembly
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Result = TypeVar("Result")
 
@@ -165,7 +165,7 @@ class AsyncExtractor(Described):
         normalize: Literal["l2"] | None = ...,
         preprocess: Preprocess = ...,
         as_torch: Literal[False] = ...,
-    ) -> dict[str, Array]: ...
+    ) -> dict[str, Any]: ...
 
     @overload
     async def __call__(
@@ -177,7 +177,7 @@ class AsyncExtractor(Described):
         normalize: Literal["l2"] | None = ...,
         preprocess: Preprocess = ...,
         as_torch: Literal[True],
-    ) -> dict[str, torch.Tensor]: ...
+    ) -> dict[str, Any]: ...
 
     async def __call__(
         self,
@@ -188,12 +188,13 @@ class AsyncExtractor(Described):
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
         as_torch: bool = False,
-    ) -> dict[str, Array] | dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The features of one or more images, by key; the first dimension is the images in the order given.
 
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
-        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES)
+        alone = not self.one_size or preprocess == "none"
+        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES, alone)
         assembly = Assembly(todo[-1].start + todo[-1].rows)
         query = feature_query(pool, dtype, normalize, preprocess)
         patience = self._client.patience

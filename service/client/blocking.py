@@ -23,10 +23,10 @@ from service.client.options import (
     Preprocess,
     feature_query,
 )
-from service.client.tensors import Array, Assembly
+from service.client.tensors import Assembly
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Result = TypeVar("Result")
 
@@ -171,7 +171,7 @@ class Extractor(Described):
         normalize: Literal["l2"] | None = ...,
         preprocess: Preprocess = ...,
         as_torch: Literal[False] = ...,
-    ) -> dict[str, Array]: ...
+    ) -> dict[str, Any]: ...
 
     @overload
     def __call__(
@@ -183,7 +183,7 @@ class Extractor(Described):
         normalize: Literal["l2"] | None = ...,
         preprocess: Preprocess = ...,
         as_torch: Literal[True],
-    ) -> dict[str, torch.Tensor]: ...
+    ) -> dict[str, Any]: ...
 
     def __call__(
         self,
@@ -194,8 +194,11 @@ class Extractor(Described):
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
         as_torch: bool = False,
-    ) -> dict[str, Array] | dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The features of one or more images, by key; the first dimension is the images in the order given.
+
+        Where images of different sizes give maps of different sizes (detectors, segmentation), an output is a list with
+        the map of each image.
 
         Args:
             images: one or a sequence of: a path, the bytes of an image file, a PIL image, a uint8 array or tensor
@@ -211,7 +214,8 @@ class Extractor(Described):
         Raises:
             Problem: the server refused; nothing of the call is returned. Of an image: ``error.index``.
         """
-        todo = parts(images, self.rows(pool), MAX_BODY_BYTES)
+        alone = not self.one_size or preprocess == "none"
+        todo = parts(images, self.rows(pool), MAX_BODY_BYTES, alone)
         assembly = Assembly(todo[-1].start + todo[-1].rows)
         query = feature_query(pool, dtype, normalize, preprocess)
         patience = self._client.patience

@@ -22,10 +22,6 @@ class TimedOut(FxserveError, TimeoutError):
     """There was no answer in time."""
 
 
-class CannotStack(FxserveError):
-    """Images of one call gave maps of different shapes, which form no single array."""
-
-
 class Problem(FxserveError):
     """The server refused, and said why.
 

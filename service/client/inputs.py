@@ -71,13 +71,14 @@ class Part:
         return list(_grouped(_ones(self.content), self.start, rows, sys.maxsize))
 
 
-def parts(images: Any, max_rows: int, max_bytes: int) -> list[Part]:
+def parts(images: Any, max_rows: int, max_bytes: int, alone: bool = False) -> list[Part]:
     """The requests for a call.
 
     Args:
         images: one image, several, or a mapping from the model's input names to arrays.
         max_rows: most images in a request.
         max_bytes: about the most bytes in a request; a single image may be larger.
+        alone: whether encoded images, whose size is not known here, go one by one.
 
     Raises:
         TypeError, ValueError: something that is no image, or none at all.
@@ -91,7 +92,7 @@ def parts(images: Any, max_rows: int, max_bytes: int) -> list[Part]:
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
     single = _item(images)
     items = [single] if single is not None else [_known(one) for one in _iterated(images)]
-    made = list(_grouped(_ones(items), 0, max_rows, max_bytes))
+    made = list(_grouped(_ones(items), 0, max_rows, max_bytes, alone))
     if not made:
         raise ValueError("there is no image; give at least one")
     return made
@@ -174,14 +175,15 @@ def _ones(items: Iterable[Item]) -> Iterator[Item]:
             yield from (item[row : row + 1] for row in range(len(item)))
 
 
-def _grouped(ones: Iterable[Item], start: int, max_rows: int, max_bytes: int) -> Iterator[Part]:
+def _grouped(ones: Iterable[Item], start: int, max_rows: int, max_bytes: int, alone: bool = False) -> Iterator[Part]:
     """Runs of images that can go together: encoded ones, or arrays of one shape and dtype."""
     run: list[Any] = []
     size = 0
     kind: object = None
     for one in ones:
         its_kind = "encoded" if isinstance(one, Encoded) else (one.shape, one.dtype)
-        if run and (its_kind != kind or len(run) == max_rows or size + one.nbytes > max_bytes):
+        full = len(run) == max_rows or size + one.nbytes > max_bytes or (alone and its_kind == "encoded")
+        if run and (its_kind != kind or full):
             yield Part(start, len(run), run)
             start, run, size = start + len(run), [], 0
         run.append(one)

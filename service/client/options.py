@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ MAX_ANSWER_BYTES = 64 * 1024**2
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "fxserve-client"}
 
 
-class Common:
+class Common(ABC):
     """The settings of a client.
 
     Args:
@@ -53,9 +54,9 @@ class Common:
         self.headers = {**HEADERS, **(headers or {})}
         self._connect()
 
+    @abstractmethod
     def _connect(self) -> None:
         """Make the httpx client; nothing is sent yet."""
-        raise NotImplementedError
 
 
 class Described:
@@ -80,6 +81,12 @@ class Described:
     def __repr__(self) -> str:
         keys = ", ".join(output["key"] for output in self.outputs)
         return f"<{type(self).__name__} {self.id} of {self.description['model']}: {keys}>"
+
+    @property
+    def one_size(self) -> bool:
+        """Whether images of any size give outputs of one shape. Where they do not, images are sent one by one: a
+        detector would pad those of a request to one size, and the values of each would depend on its neighbours."""
+        return not any(size is None for output in self.outputs for size in output["shape"][1:])
 
     def rows(self, pool: str) -> int:
         """How many images to send in a request."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from service.client.errors import CannotStack
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +57,7 @@ class Assembly:
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._arrays: dict[str, tuple[str, Array]] = {}
+        self._loose: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
 
     def put(self, start: int, content: NDArray[np.uint8]) -> None:
@@ -70,27 +70,41 @@ class Assembly:
                 if key not in self._arrays:
                     self._arrays[key] = name, np.empty((self._rows, *part.shape[1:]), part.dtype)
             whole = self._arrays[key][1]
-            if whole.shape[1:] != part.shape[1:]:
-                raise CannotStack(
-                    f"output {key!r} has the shapes {whole.shape[1:]} and {part.shape[1:]} for images of this call; "
-                    "send images of one size together, or ask for pool='avg'"
-                )
-            whole[start : start + len(part)] = part
+            if whole.shape[1:] == part.shape[1:]:
+                whole[start : start + len(part)] = part
+            else:
+                with self._lock:
+                    self._loose.setdefault(key, {})[start] = part
 
-    def arrays(self) -> dict[str, Array]:
-        """The outputs; bfloat16, which numpy does not have, is widened to float32."""
-        return {key: _widened(array) if name == _BF16 else array for key, (name, array) in self._arrays.items()}
+    def arrays(self) -> dict[str, Any]:
+        """The outputs; bfloat16, which numpy does not have, is widened to float32.
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+        Each is an array, or where images gave different shapes a list with one of each image.
+        """
+        return self._each(lambda name, array: _widened(array) if name == _BF16 else array)
+
+    def tensors(self) -> dict[str, Any]:
         """The outputs as torch tensors over the same memory, bfloat16 as it is."""
         import torch
 
-        return {
-            key: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            if name == _BF16
-            else torch.from_numpy(array)
-            for key, (name, array) in self._arrays.items()
-        }
+        def tensor(name: str, array: Array) -> torch.Tensor:
+            if name == _BF16:
+                return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+            return torch.from_numpy(array)
+
+        return self._each(tensor)
+
+    def _each(self, made: Callable[[str, Array], Any]) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        for key, (name, whole) in self._arrays.items():
+            if key not in self._loose:
+                outputs[key] = made(name, whole)
+                continue
+            rows = list(whole)
+            for start, part in self._loose[key].items():
+                rows[start : start + len(part)] = list(part)
+            outputs[key] = [made(name, row) for row in rows]
+        return outputs
 
 
 def _widened(bits: Array) -> Array:

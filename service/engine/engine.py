@@ -199,6 +199,14 @@ class Engine:
         """
         self._extractors.delete(id_or_name)
 
+    async def unload(self, id_or_name: str) -> None:
+        """Give back an extractor's memory; it stays known and is built again by the next request for it.
+
+        Raises:
+            UnknownExtractor: there is none.
+        """
+        self._extractors.unload(id_or_name)
+
     async def load(self, record: ExtractorRecord) -> ExtractorRecord:
         """Wait until ``record`` is built and in memory, building it again if it was evicted.
 

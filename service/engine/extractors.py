@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,6 +151,22 @@ class Extractors:
         self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
             self._drop(record.model_key, "deleted")
+            self._pool.submit(give_back)
+
+    def unload(self, id_or_name: str) -> None:
+        """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
+
+        Requests that are on their way through it end normally: they go on with what is given back.
+
+        Raises:
+            UnknownExtractor: there is none of that id or name.
+        """
+        record = self.find(id_or_name)
+        empty = {"extractor": None, "transformed": None, "run": None, "tier": None, "build": None}
+        self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
+        others = (other for other in self._records.values() if other.model_key == record.model_key)
+        if not any(other.run is not None or other.build is not None for other in others):
+            self._drop(record.model_key, "unloaded")
             self._pool.submit(give_back)
 
     def bytes(self) -> int:

@@ -106,6 +106,18 @@ def test_options(extractor, three, expected):
     assert (torch.from_numpy(pooled) - wanted).abs().max() < 1e-5
 
 
+def test_images_of_different_sizes(client, three):
+    segmenter = client.extractor("lraspp_mobilenet_v3_large", {"backbone.4": "map"}, weights="random")
+    three = [three[0], PIL.Image.open(io.BytesIO(three[0])).rotate(90, expand=True), three[2]]
+    mixed, alone = segmenter(three), [segmenter(photo)["map"][0] for photo in three]
+    assert isinstance(mixed["map"], list)
+    assert len({row.shape for row in mixed["map"]}) > 1
+    for row, same in zip(mixed["map"], alone, strict=True):
+        np.testing.assert_allclose(row, same, atol=1e-4)
+    assert segmenter(three[:1] * 2)["map"].shape == (2, *alone[0].shape)
+    assert segmenter(three, pool="avg")["map"].shape == (3, 40)
+
+
 def test_many_images_are_many_requests_at_a_time(server, extractor, three, expected):
     def served():
         route = "/v1/extractors/{extractor}/features"

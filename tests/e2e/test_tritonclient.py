@@ -210,9 +210,11 @@ def test_the_repository(triton_client, two):
     triton_client.load_model("passing", config=json.dumps(SPEC | {"return_nodes": ["layer1"]}))
     assert state("passing") == "READY"
     triton_client.unload_model("passing")
-    assert state("passing") is None
-    with pytest.raises(InferenceServerException, match="no extractor or model 'passing'"):
-        triton_client.infer("passing", [image_input(two)])
+    assert state("passing") == "UNAVAILABLE"
+    assert not triton_client.is_model_ready("passing")
+    triton_client.load_model("passing")  # as it was
+    assert [o["name"] for o in triton_client.get_model_metadata("passing")["outputs"]] == ["layer1"]
+    assert triton_client.is_model_ready("passing")
 
 
 def test_a_model_by_its_name_answers_any_node(triton_client, reference, two):

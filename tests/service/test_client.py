@@ -171,8 +171,22 @@ def test_several_answers_come_in_any_order():
     assembly.put(2, content(a=np.array([[2.0]], np.float16)))
     assembly.put(0, content(a=np.array([[0.0], [1.0]], np.float16)))
     assert assembly.arrays()["a"].tolist() == [[0], [1], [2]]
-    with pytest.raises(errors.CannotStack):
-        assembly.put(0, content(a=np.array([[0.0, 1.0]], np.float16)))
+
+
+def test_maps_of_different_sizes_become_a_list():
+    assembly = Assembly(4)
+    assembly.put(1, content(a=np.array([[1.0, 2.0]])))
+    assembly.put(2, content(a=np.array([[3.0], [4.0]])))
+    assembly.put(0, content(a=np.array([[0.0, 0.0]])))
+    arrays, tensors = assembly.arrays()["a"], assembly.tensors()["a"]
+    assert [row.tolist() for row in arrays] == [[0, 0], [1, 2], [3], [4]]
+    assert [row.tolist() for row in tensors] == [[0, 0], [1, 2], [3], [4]]
+
+
+def test_images_of_unknown_sizes_go_one_by_one_where_that_matters():
+    images = [b"a", b"b", np.zeros((2, 4, 4, 3), np.uint8)]
+    assert [part.rows for part in parts(images, 16, 10**6, True)] == [1, 1, 2]
+    assert [part.rows for part in parts(images, 16, 10**6)] == [2, 2]
 
 
 def test_bfloat16_is_widened_for_numpy():
@@ -248,7 +262,8 @@ def test_odd_retry_after(value):
 
 
 def test_every_problem_is_of_the_class_of_its_status():
-    groups = {404: errors.NotFound, 413: errors.TooLarge, 429: errors.Busy, 503: errors.Busy, 504: errors.TimedOut}
+    groups = {401: errors.Unauthorized, 403: errors.Unauthorized}
+    groups |= {404: errors.NotFound, 413: errors.TooLarge, 429: errors.Busy, 503: errors.Busy, 504: errors.TimedOut}
     for slug, kind in KINDS.items():
         error = errors.problem_of(kind.status, {"type": f"/problems/{slug}", "detail": "x", **kind.extra})
         assert isinstance(error, groups.get(kind.status, errors.ServerError if kind.status == 500 else errors.Invalid))
