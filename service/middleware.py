@@ -41,6 +41,12 @@ LINGER_BYTES = 1024**2
 MIN_BYTES_PER_SECOND = 64 * 1024
 """Half a megabit: what is slower holds memory that others could use."""
 
+MAX_OTHER_BYTES = 2 * 1024**2
+"""Of a body that carries no images: a spec of the most nodes with the longest names is half of it. Some are parsed on
+the event loop, at two hundred megabytes a second, into objects of ten times their size."""
+
+_WITH_IMAGES = ("/features", "/infer")
+
 # JSON and images run nothing and load nothing. Drawings bring their own styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
@@ -155,7 +161,7 @@ class BodyLimit:
 
     Args:
         app: what comes next.
-        limit: most bytes of one body.
+        limit: most bytes of one body that carries images; others have a smaller limit.
         timeout: seconds that a client may keep the server waiting for its body; every 64 KiB that come make good for
             one of them.
         admission: what the bytes count towards.
@@ -171,37 +177,39 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        limit = self.limit if scope["path"].endswith(_WITH_IMAGES) else min(self.limit, MAX_OTHER_BYTES)
         declared = header(scope, b"content-length")
-        if declared is not None and declared.isdigit() and int(declared) > self.limit:
-            await _refuse(self._too_large(), scope, receive, send)
+        if declared is not None and declared.isdigit() and int(declared) > limit:
+            await _refuse(_too_large(limit), scope, receive, send)
             return
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these; what comes stays in the socket
             await self.app(scope, receive, send)
             return
         with self.admission.visit() as visit:
-            body = _Body(self, visit, receive, send)
+            body = _Body(limit, self.timeout, visit, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
             if body.refusal is not None and not body.answered:
                 await _refuse(body.refusal, scope, receive, send)
 
-    def _too_large(self) -> Refusal:
-        detail = f"the body is larger than {self.limit:,} bytes, the most that is taken"
-        return Refusal("body-too-large", detail, limit=self.limit)
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal("body-too-large", f"the body is larger than {limit:,} bytes, the most that is taken", limit=limit)
 
 
 class _Body:
     """One body on its way in. Once it is refused, that is the answer, whatever the route makes of it."""
 
-    def __init__(self, rules: BodyLimit, visit: Visit, receive: Receive, send: Send) -> None:
+    def __init__(self, limit: int, timeout: float, visit: Visit, receive: Receive, send: Send) -> None:
         self.refusal: Refusal | FxError | None = None
         self.answered = False
-        self._rules = rules
+        self._limit = limit
+        self._timeout = timeout
         self._visit = visit
         self._receive = receive
         self._send = send
         self._seen = 0
-        self._patience = rules.timeout
+        self._patience = timeout
         self._complete = False
 
     async def receive(self) -> Message:
@@ -214,8 +222,8 @@ class _Body:
             size = len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
             self._seen += size
-            if self._seen > self._rules.limit:
-                self._refuse(self._rules._too_large())
+            if self._seen > self._limit:
+                self._refuse(_too_large(self._limit))
             try:
                 self._visit.claim(size)
             except EngineError as full:
@@ -237,11 +245,11 @@ class _Body:
         except TimeoutError:
             detail = (
                 f"{self._seen:,} bytes of the body came, and then nothing more or too little; a body may keep the "
-                f"server waiting {self._rules.timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes make good for one"
+                f"server waiting {self._timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes make good for one"
             )
             self._refuse(Refusal("request-timeout", detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
-        self._patience = max(0.0, min(self._patience - (loop.time() - began) + earned, self._rules.timeout))
+        self._patience = max(0.0, min(self._patience - (loop.time() - began) + earned, self._timeout))
         return message
 
     def _refuse(self, refusal: Refusal | FxError) -> NoReturn:

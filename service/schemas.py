@@ -18,6 +18,9 @@ ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
 MAX_NODES = 1024
 """The most nodes one extractor may return: more than any model's levels, fewer than a request could hide work in."""
 
+MAX_IMAGES = 1024
+"""The most images a request may hold, in whatever form it has them as a list."""
+
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 Pool = Literal["none", "avg", "max", "gem", "cls"]
@@ -340,7 +343,12 @@ class ImagesBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    images: list[str] = Field(min_length=1, description="Base64 of one encoded image each.", examples=[["/9j/4AAQ…"]])
+    images: list[str] = Field(
+        min_length=1,
+        max_length=MAX_IMAGES,
+        description="Base64 of one encoded image each.",
+        examples=[["/9j/4AAQ…"]],
+    )
 
 
 class FeatureTensor(BaseModel):

@@ -9,8 +9,8 @@ from python_multipart.multipart import MultipartParser
 
 from service.codecs.negotiation import media_type
 from service.problems import Refusal
+from service.schemas import MAX_IMAGES
 
-MAX_PARTS = 1024
 MAX_PART_HEADER_BYTES = 8192
 
 
@@ -27,8 +27,8 @@ class _Files:
         self._value = bytearray()
 
     def on_part_begin(self) -> None:
-        if len(self.files) >= MAX_PARTS:
-            raise Refusal("invalid-request", f"the body has more than {MAX_PARTS} parts; send fewer images at a time")
+        if len(self.files) >= MAX_IMAGES:
+            raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} parts; send fewer images at a time")
         self._chunks, self._headers, self._header_bytes = [], {}, 0
 
     def on_header_field(self, data: bytes, start: int, end: int) -> None:

@@ -6,7 +6,7 @@ from starlette.responses import PlainTextResponse
 
 from service.engine.admission import Admission
 from service.metrics import Metrics
-from service.middleware import BodyLimit, RequestContext, request_id
+from service.middleware import MAX_OTHER_BYTES, BodyLimit, RequestContext, request_id
 
 
 def scope(**headers):
@@ -151,6 +151,18 @@ def test_lingering_ends():
     """A client that never stops sending is thrown out."""
     _, taken = call(limited(echo), scope(), [b"x" * 65536] * 1000)
     assert taken < 30
+
+
+@pytest.mark.parametrize("path", ["/v1/extractors", "/v2/repository/models/x/load", "/v1/nothing"])
+def test_only_images_may_be_large(path):
+    limit = MAX_OTHER_BYTES + 10
+    app = BodyLimit(echo, limit, 60.0, Admission(10, 100 * limit))
+    messages, _ = call(app, scope(content_length=str(limit)) | {"path": path}, [])
+    assert messages[0]["status"] == 413
+    messages, _ = call(app, scope() | {"path": path}, [bytes(limit - 20), b"x" * 20])
+    assert messages[0]["status"] == 413
+    messages, _ = call(app, scope() | {"path": "/v1/models/x/features"}, [bytes(limit - 20), b"x" * 20])
+    assert messages[0]["status"] == 200
 
 
 def test_a_body_that_does_not_come_is_given_up():

@@ -353,6 +353,8 @@ def _post(path, status, kind, **options):
         _post(ONE_STEP, 422, "invalid-request", content=b"[" * 90_000, headers={"content-type": "application/json"}),
         _post(ONE_STEP, 422, "invalid-request", json={"images": []}),
         _post(ONE_STEP, 422, "invalid-request", json={"images": [1]}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [""] * 1025}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [""] * 100_000}),
         _post(ONE_STEP, 422, "invalid-request", json={"pictures": []}),
         _post(ONE_STEP, 422, "bad-image", json={"images": ["a"]}),
         _post(ONE_STEP, 422, "bad-image", json={"images": ["ééé="]}),

@@ -6,6 +6,7 @@ import pytest
 from service.codecs import multipart
 from service.codecs.negotiation import media_type
 from service.problems import Refusal
+from service.schemas import MAX_IMAGES
 
 
 def read(body, content_type, step=None):
@@ -80,6 +81,6 @@ def test_malformed_bodies_are_refused(body, content_type):
 
 
 def test_too_many_parts_are_refused():
-    body, content_type = made([("a", ("a", b"1"))] * (multipart.MAX_PARTS + 1))
+    body, content_type = made([("a", ("a", b"1"))] * (MAX_IMAGES + 1))
     with pytest.raises(Refusal, match="more than 1024 parts"):
         read(body, content_type)
