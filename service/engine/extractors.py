@@ -43,6 +43,8 @@ NODE_BYTES = 3 * 1024
 
 _REMEMBERED_SPECS = 4096
 
+_TRY_AGAIN_SECONDS = 1.0
+
 REMEMBERED_RECORDS = 1024
 """Extractors without a name that are remembered though nothing of them is in memory: evicted ones, and failures."""
 
@@ -72,6 +74,7 @@ class Extractors:
     ) -> None:
         self._tiers = tiers
         self._evictions = metrics.evictions
+        self._later: asyncio.TimerHandle | None = None
         self._models = models
         self._device = device
         self._pool = pool
@@ -179,7 +182,10 @@ class Extractors:
         return models + sum(storages.values()) + sum(map(_overhead, running))
 
     def make_room(self, wanted: int = 0) -> None:
-        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left."""
+        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
+
+        Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
+        """
         evicted = False
         while self.bytes() + wanted > self._memory_budget:
             over: dict[ModelKey, list[ExtractorRecord]] = {}
@@ -197,12 +203,18 @@ class Extractors:
                 continue
             loose = [record for records in over.values() for record in records if not record.busy]
             if not loose:
-                log.warning("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
+                log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
+                if self._later is None:
+                    self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
                 break
             self._unload(min(loose, key=lambda record: record.last_used))
             evicted = True
         if evicted:
             self._pool.submit(give_back)
+
+    def _make_room_later(self) -> None:
+        self._later = None
+        self.make_room()
 
     def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
         """Everything that can be said of an extractor without weights. Runs in the pool: it may trace the model."""

@@ -196,6 +196,20 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
         assert running.models_loaded() == {("mobilenet_v3_small", "random")}
 
 
+async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
+    """Though nothing is built any more that would have to make room for itself."""
+    async with engine(memory_budget=1) as running:
+        record, _ = await running.extractor(spec())
+        with record.in_use():
+            await running.load(record)
+        assert running.models_loaded() == {("mobilenet_v3_small", "random")}
+        deadline = time.monotonic() + 20
+        while running.models_loaded() and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert running.models_loaded() == set()
+        assert record.run is None
+
+
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
