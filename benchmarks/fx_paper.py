@@ -1,0 +1,129 @@
+"""The figures of the torch.fx paper (Reed et al., arXiv 2112.08429, section 6), measured on this machine.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/fx_paper.py  # idle OpenMP threads would spin beside other backends
+
+Operations of resnet50 as torch.fx, torch.jit.trace and torch.jit.script record them; how much latency Conv-BN fusion
+takes off on one thread and on all; int8 against float32; a compiled lowering against eager. Each pair is timed in
+turns, in one run, and what is printed are ratios of medians. The paper's int8 is DeepRecommender's and its lowering
+TensorRT's on a GPU; here both are resnet50's on a CPU, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from serve import machine, table
+from torch import Tensor, fx
+
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.backends import BACKENDS, Options
+from fxcore.photos import calibration_rows
+from fxcore.quantize import quantize
+from fxcore.transforms import fuse_conv_bn
+
+MODEL = "resnet50"
+CPU = torch.device("cpu")
+
+Row = tuple[str, str, str]
+Run = Callable[[], object]
+
+
+def operations() -> Iterator[Row]:
+    """How many operations each capture of the model has, modules inlined."""
+    model = load_model(get_model(MODEL), "random")
+    example = torch.zeros(1, 3, 224, 224)
+    scripted = torch.jit.script(model)
+    torch._C._jit_pass_inline(scripted.graph)
+    yield "operations, torch.jit.script", "2614", str(jit_nodes(scripted.graph))
+    traced = torch.jit.trace(model, example)
+    yield "operations, torch.jit.trace", "860", str(jit_nodes(traced.inlined_graph))
+    yield "operations, torch.fx", "445", str(len(trace(model).nodes))
+
+
+def jit_nodes(block: object) -> int:
+    """Nodes of a TorchScript graph or block, those of inner blocks included."""
+    return sum(1 + sum(map(jit_nodes, node.blocks())) for node in block.nodes())  # type: ignore[attr-defined]
+
+
+def fusion(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
+    """Latency that folding batch norms takes off, and folding with channels_last memory."""
+    fused = fuse_conv_bn(module)
+    last = fuse_conv_bn(module)
+    last.to(memory_format=torch.channels_last)
+    nhwc = x.contiguous(memory_format=torch.channels_last)
+    every = torch.get_num_threads()
+    for threads, said, paper in ((1, "one thread", "18 %"), (every, f"all threads ({every})", "40 %")):
+        torch.set_num_threads(threads)
+        plain, folded, both = in_turns(runs, lambda: module(x), lambda: fused(x), lambda: last(nhwc))
+        yield f"Conv-BN fusion, latency saved, {said}", paper, f"{1 - folded / plain:.0%}"
+        yield f"… with channels_last, {said}", "", f"{1 - both / plain:.0%}"
+    torch.set_num_threads(every)
+
+
+def int8(module: fx.GraphModule, rows: list[tuple[Tensor, ...]], x: Tensor, runs: int) -> Iterator[Row]:
+    """FX graph-mode int8 against the float module, and against that with batch norms folded."""
+    quantized = quantize(module, rows).module
+    fused = fuse_conv_bn(module)
+    fused.to(memory_format=torch.channels_last)
+    nhwc = x.contiguous(memory_format=torch.channels_last)
+    plain, best, taken = in_turns(runs, lambda: module(x), lambda: fused(nhwc), lambda: quantized(nhwc))
+    yield "int8, times as fast as float32", "3.3", f"{plain / taken:.2f}"
+    yield "… as float32 fused, channels_last", "", f"{best / taken:.2f}"
+
+
+def lowering(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
+    """Each compiled backend that is installed against the plain module, and against the eager backend."""
+    options = Options(threads=torch.get_num_threads())
+    example = (torch.cat([x, x]),)
+    eager = BACKENDS["eager"].lower(module, example, options)
+    for name in ("openvino", "inductor"):
+        if (why := BACKENDS[name].unavailable(CPU, "float32")) is not None:
+            yield f"lowering to {name}", "", why
+            continue
+        lowered = BACKENDS[name].lower(module, example, options)
+        plain, best, taken = in_turns(
+            runs,
+            lambda: module(x),
+            lambda: eager(x),
+            lambda lowered=lowered: lowered(x),  # type: ignore[misc]
+        )
+        yield f"lowering to {name}, times as fast as eager", "3.7 (TensorRT)", f"{plain / taken:.2f}"
+        yield "… as the eager backend (fused, channels_last)", "", f"{best / taken:.2f}"
+
+
+def in_turns(runs: int, *functions: Run) -> list[float]:
+    """Median seconds of each, run one after the other so that whatever else the machine does slows all."""
+    taken: list[list[float]] = [[] for _ in functions]
+    with torch.inference_mode():
+        for run in range(runs + 2):
+            for function, seconds in zip(functions, taken, strict=True):
+                started = time.perf_counter()
+                function()
+                if run >= 2:
+                    seconds.append(time.perf_counter() - started)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=30, help="that each median is over")
+    parser.add_argument("--batch", type=int, default=1, help="images in a forward pass")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    graph = model_graph(MODEL)
+    module = build_extractor(graph, load_model(get_model(MODEL), "random"), graph.resolve(["fc"])).module
+    rows = calibration_rows(graph.preprocessing, graph.inputs, graph.input_size, count=16)
+    x = torch.cat([row[0] for row in (rows * options.batch)[: options.batch]])
+    print(f"{MODEL}, batch of {options.batch}, {machine()}, torch {torch.__version__}\n")
+    found = [*operations(), *fusion(module, x, options.runs), *int8(module, rows, x, options.runs)]
+    found += lowering(module, x, options.runs)
+    print("\n".join(table(("", "paper", "here"), found)))
+
+
+if __name__ == "__main__":
+    main()
