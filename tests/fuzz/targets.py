@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import cache
@@ -149,8 +150,15 @@ def _npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _v2(json: bytes, rest: bytes = b"") -> bytes:
-    return len(json).to_bytes(2, "little") + json + rest
+def _safetensors(x: list[int], y: list[int], size: int) -> bytes:
+    """A file of two tensors of four bytes at these places."""
+    entries = {"x": x, "y": y}
+    header = json.dumps({k: {"dtype": "U8", "shape": [4], "data_offsets": v} for k, v in entries.items()}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
+def _v2(text: bytes, rest: bytes = b"") -> bytes:
+    return len(text).to_bytes(2, "little") + text + rest
 
 
 def _images() -> list[bytes]:
@@ -165,7 +173,12 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "npy": (npy_body, lambda: [_npy(np.arange(6).astype(t).reshape(1, 2, 3)) for t in ("u1", "f4", ">f2", "?")]),
     "safetensors": (
         safetensors_body,
-        lambda: [safetensors.torch.save({"x": torch.ones(1, 2), "y": torch.zeros(3, dtype=torch.uint8)})],
+        lambda: [
+            safetensors.torch.save({"x": torch.ones(1, 2), "y": torch.zeros(3, dtype=torch.uint8)}),
+            _safetensors([0, 4], [2, 6], 6),  # they overlap
+            _safetensors([0, 4], [5, 9], 9),  # they leave a gap
+            _safetensors([0, 4], [4, 8], 9),  # a byte follows
+        ],
     ),
     "v2": (
         v2_body,
