@@ -27,7 +27,7 @@ from fxcore.backends.base import said
 from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from fxcore.memory import give_back
-from service.engine.batching import Queue
+from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.records import ExtractorRecord
@@ -100,6 +100,7 @@ class Tiers:
         try:
             lowered, reference = await self._lowered(record, extractor, backend, self._asked)
             await self._compared(candidate, reference, lowered)
+            await self._warmed(reference, lowered)
         except LoweringFailed as error:
             raise BackendRefused(error.detail, backend.name) from error
         except PassFailed as error:
@@ -149,6 +150,8 @@ class Tiers:
                         own.state = "serving"
                     await self._compared(candidate, reference, lowered)
                     faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+                    if faster:
+                        await self._warmed(reference, lowered)
                 if faster and record.run is eager:  # else it was evicted meanwhile
                     own.state, candidate.state = "replaced", "serving"
                     shapes = None if candidate.any_size else reference.row_shapes
@@ -189,6 +192,13 @@ class Tiers:
             found = await self._on_worker(reference.compare, lowered, inputs)
             candidate.take(found, reference.precision)
         candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
+
+    async def _warmed(self, reference: Reference, lowered: Lowered) -> None:
+        """Run each size of batch once that takes no longer than a trial, so that no request waits for a first time."""
+        single = await self._on_worker(reference.timed, lowered, reference.repeated(1))
+        for rows in range(2, self._settings.max_batch + 1):
+            if rows == usual_size(rows) and rows * single <= _TRIAL_SECONDS:
+                await self._on_worker(reference.timed, lowered, reference.repeated(rows))
 
     async def _tried(
         self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
