@@ -202,8 +202,9 @@ class Queue:
     def take(self) -> list[Item] | Errand | None:
         """The next batch or errand, waiting until there is one; None once the queue is closed.
 
-        It is the largest that fits of the line whose first item has waited longest; see :func:`usual_size`. Items whose job is no longer
-        wanted are dropped here, so nothing is computed for a client that left or a deadline that passed.
+        It is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
+        whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a deadline that
+        passed.
         """
         with self._changed:
             while self._closed is None:
