@@ -42,7 +42,7 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 def test_the_readme_has_its_commands() -> None:
-    assert "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/fxserve serve" in COMMANDS
+    assert "python3 -m venv .venv && .venv/bin/pip install '.[openvino]' && .venv/bin/fxserve serve" in COMMANDS
     assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest" in COMMANDS
     assert len(CURLS) == 5
 
