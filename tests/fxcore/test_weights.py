@@ -1,35 +1,25 @@
-"""State dicts: from torch.hub's cache, by download, from the weights folder, and drawn under seed 0.
+"""State dicts: from torch.hub's cache, and drawn under seed 0.
 
 Features are held against torchvision's own builders, which read the same file from the same cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-import http.server
-import io
-import pickle
 import re
-import socket
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torchvision
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
-from fxcore import ModelEntry, build_extractor, get_model, load_model, model_graph
-from fxcore import weights as weights_module
-from fxcore.errors import UnknownWeights, WeightsUnavailable
+from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.errors import WeightsUnavailable
 from tests.fxcore.conftest import Put
 
 SMALL = "shufflenet_v2_x0_5"
@@ -275,211 +265,6 @@ def test_a_file_in_the_cache_runs_no_code(put: Put, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(file, weights_only=False)
     assert (tmp_path / "ran").exists()  # the file would have
-
-
-# -- downloads ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server on this machine: its address and the folder that it serves."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", folder
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def at(url: str) -> ModelEntry:
-    """The small model, with its weights published somewhere else."""
-    entry = get_model(SMALL)
-    info = dataclasses.replace(entry.published["IMAGENET1K_V1"], url=url)
-    return dataclasses.replace(entry, published={"IMAGENET1K_V1": info})
-
-
-def test_a_download_is_checked_and_kept(served: tuple[str, Path]) -> None:
-    address, folder = served
-    buffer = io.BytesIO()
-    state = drawn(torchvision.models.shufflenet_v2_x0_5)
-    torch.save(state, buffer)
-    digits = hashlib.sha256(buffer.getvalue()).hexdigest()[:8]
-    file = folder / f"small-{digits}.pth"
-    file.write_bytes(buffer.getvalue())
-    entry = at(f"{address}/{file.name}")
-    info = entry.weights_info("DEFAULT")
-    assert not info.cached
-    loaded = load_model(entry, "IMAGENET1K_V1").state_dict()
-    assert info.cached
-    assert info.file.read_bytes() == buffer.getvalue()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[key], value) for key, value in state.items())
-    file.unlink()
-    load_model(entry, "IMAGENET1K_V1")  # from the cache now
-
-
-def test_a_download_with_another_hash_is_refused(served: tuple[str, Path], torch_home: Path) -> None:
-    address, folder = served
-    torch.save(torchvision.models.get_model(SMALL, weights=None).state_dict(), folder / "small-deadbeef.pth")
-    entry = at(f"{address}/small-deadbeef.pth")
-    with pytest.raises(WeightsUnavailable, match="hash") as caught:
-        load_model(entry, "IMAGENET1K_V1")
-    assert caught.value.extra["file"] == "small-deadbeef.pth"
-    assert [p for p in torch_home.rglob("*") if p.is_file()] == []
-    assert not entry.weights_info("DEFAULT").cached
-
-
-def test_a_download_that_is_not_there(served: tuple[str, Path], torch_home: Path) -> None:
-    with pytest.raises(WeightsUnavailable, match="404"):
-        load_model(at(f"{served[0]}/small-deadbeef.pth"), "IMAGENET1K_V1")
-    assert [p for p in torch_home.rglob("*") if p.is_file()] == []
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:9", "weights.invalid"])
-def test_without_a_network_the_answer_comes_at_once(host: str, torch_home: Path) -> None:
-    entry = at(f"http://{host}/models/small-deadbeef.pth")
-    started = time.monotonic()
-    with pytest.raises(WeightsUnavailable) as caught:
-        load_model(entry, "IMAGENET1K_V1")
-    assert time.monotonic() - started < 10
-    folder = str(torch_home / "hub" / "checkpoints")
-    assert caught.value.extra == {"file": "small-deadbeef.pth", "folder": folder}
-    for part in ("small-deadbeef.pth", folder, "weights=random"):
-        assert part in caught.value.detail
-
-
-@pytest.mark.parametrize("answer", [None, b"nonsense\r\n\r\n", b""])
-def test_a_server_that_makes_no_sense(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that accepts and says nothing, one that speaks no HTTP, one that hangs up."""
-    monkeypatch.setattr(weights_module, "_REACH_TIMEOUT", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def speak() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(1000)
-                if answer is None:
-                    time.sleep(3)
-                else:
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=speak)
-        thread.start()
-        started = time.monotonic()
-        with pytest.raises(WeightsUnavailable, match="could not be downloaded"):
-            load_model(at(f"http://127.0.0.1:{listener.getsockname()[1]}/small-deadbeef.pth"), "IMAGENET1K_V1")
-        assert time.monotonic() - started < 2.5
-        thread.join()
-
-
-# -- file:NAME ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "weights"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture(scope="module")
-def state() -> OrderedDict[str, Tensor]:
-    return drawn(torchvision.models.shufflenet_v2_x0_5)
-
-
-def _same(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    loaded = model.state_dict()
-    assert loaded.keys() == state.keys()
-    for key, value in state.items():
-        assert loaded[key].dtype == value.dtype, key
-        assert torch.equal(loaded[key], value), key
-    assert not any(p.requires_grad for p in model.parameters())
-    assert not any(m.training for m in model.modules())
-
-
-def test_safetensors_and_torch_files(folder: Path, state: OrderedDict[str, Tensor]) -> None:
-    safetensors.torch.save_file(state, folder / "own.safetensors")
-    torch.save(state, folder / "own.pth")
-    torch.save({"model": state, "epoch": 3, "optimizer": {"lr": 0.1}}, folder / "training.pth")
-    torch.save({"state_dict": state}, folder / "lightning.ckpt")
-    for name in ("own.safetensors", "own.pth", "training.pth", "lightning.ckpt"):
-        _same(load_model(get_model(SMALL), f"file:{name}", folder), state)
-
-
-def test_a_file_without_versions_fits_a_model_that_insists_on_one(folder: Path) -> None:
-    """MNASNet refuses a state dict that carries no version, and safetensors carry none."""
-    state = drawn(torchvision.models.mnasnet0_5)
-    safetensors.torch.save_file(state, folder / "own.safetensors")
-    _same(load_model(get_model("mnasnet0_5"), "file:own.safetensors", folder), state)
-
-
-def test_half_precision_files_are_widened(folder: Path, state: OrderedDict[str, Tensor]) -> None:
-    half = {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
-    safetensors.torch.save_file(half, folder / "half.safetensors")
-    _same(
-        load_model(get_model(SMALL), "file:half.safetensors", folder),
-        {k: v.float() if v.is_floating_point() else v for k, v in half.items()},
-    )
-
-
-def test_a_pickle_with_code_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
-    torch.save({"model": Bomb(tmp_path / "ran")}, folder / "bomb.pth")
-    (folder / "bare.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    torch.save(torchvision.models.get_model(SMALL, weights=None), folder / "whole model.pth")
-    for name in ("bomb.pth", "bare.pkl", "whole model.pth"):
-        with pytest.raises(WeightsUnavailable, match="safetensors") as caught:
-            load_model(get_model(SMALL), f"file:{name}", folder)
-        assert caught.value.extra["file"] == name
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside.pth", "./own.pth", "sub/own.pth", "sub", "..", "own.pth\x00", "missing.pth"]
-)
-def test_names_lead_nowhere_else(name: str, folder: Path, state: OrderedDict[str, Tensor]) -> None:
-    (folder / "sub").mkdir()
-    for file in (folder / "own.pth", folder / "sub" / "own.pth", folder.parent / "outside.pth"):
-        torch.save(state, file)
-    with pytest.raises(UnknownWeights) as caught:
-        load_model(get_model(SMALL), f"file:{name}", folder)
-    assert caught.value.extra["available"] == ["file:own.pth"]
-    with pytest.raises(UnknownWeights):
-        load_model(get_model(SMALL), f"file:{folder / 'own.pth'}", folder)
-
-
-def test_no_folder_holds_nothing(tmp_path: Path) -> None:
-    for folder in (None, tmp_path / "missing"):
-        with pytest.raises(UnknownWeights) as caught:
-            load_model(get_model(SMALL), "file:own.pth", folder)
-        assert caught.value.extra["available"] == []
-
-
-@pytest.mark.parametrize("content", ["text", "list", "numbers", "other model", "broken safetensors"])
-def test_files_that_are_no_state_dict_of_the_model(content: str, folder: Path) -> None:
-    file = folder / "own.pth"
-    if content == "text":
-        file.write_text("hello")
-    elif content == "list":
-        torch.save([1, 2], file)
-    elif content == "numbers":
-        torch.save({"lr": 0.1}, file)
-    elif content == "other model":
-        torch.save(torchvision.models.squeezenet1_1(weights=None).state_dict(), file)
-    else:
-        file = folder / "own.safetensors"
-        file.write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(WeightsUnavailable) as caught:
-        load_model(get_model(SMALL), f"file:{file.name}", folder)
-    assert caught.value.extra == {"file": file.name, "folder": str(folder)}
-    assert len(caught.value.detail) < 600
 
 
 # -- random ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Weights from files of the weights folder."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from fxcore import get_model, load_model
+from fxcore.errors import UnknownWeights, WeightsUnavailable
+from tests.fxcore.test_weights import SMALL, Bomb, drawn
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "weights"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def state() -> OrderedDict[str, Tensor]:
+    return drawn(torchvision.models.shufflenet_v2_x0_5)
+
+
+def _same(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    loaded = model.state_dict()
+    assert loaded.keys() == state.keys()
+    for key, value in state.items():
+        assert loaded[key].dtype == value.dtype, key
+        assert torch.equal(loaded[key], value), key
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(m.training for m in model.modules())
+
+
+def test_safetensors_and_torch_files(folder: Path, state: OrderedDict[str, Tensor]) -> None:
+    safetensors.torch.save_file(state, folder / "own.safetensors")
+    torch.save(state, folder / "own.pth")
+    torch.save({"model": state, "epoch": 3, "optimizer": {"lr": 0.1}}, folder / "training.pth")
+    torch.save({"state_dict": state}, folder / "lightning.ckpt")
+    for name in ("own.safetensors", "own.pth", "training.pth", "lightning.ckpt"):
+        _same(load_model(get_model(SMALL), f"file:{name}", folder), state)
+
+
+def test_a_file_without_versions_fits_a_model_that_insists_on_one(folder: Path) -> None:
+    """MNASNet refuses a state dict that carries no version, and safetensors carry none."""
+    state = drawn(torchvision.models.mnasnet0_5)
+    safetensors.torch.save_file(state, folder / "own.safetensors")
+    _same(load_model(get_model("mnasnet0_5"), "file:own.safetensors", folder), state)
+
+
+def test_half_precision_files_are_widened(folder: Path, state: OrderedDict[str, Tensor]) -> None:
+    half = {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
+    safetensors.torch.save_file(half, folder / "half.safetensors")
+    _same(
+        load_model(get_model(SMALL), "file:half.safetensors", folder),
+        {k: v.float() if v.is_floating_point() else v for k, v in half.items()},
+    )
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
+    torch.save({"model": Bomb(tmp_path / "ran")}, folder / "bomb.pth")
+    (folder / "bare.pkl").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    torch.save(torchvision.models.get_model(SMALL, weights=None), folder / "whole model.pth")
+    for name in ("bomb.pth", "bare.pkl", "whole model.pth"):
+        with pytest.raises(WeightsUnavailable, match="safetensors") as caught:
+            load_model(get_model(SMALL), f"file:{name}", folder)
+        assert caught.value.extra["file"] == name
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.pth", "./own.pth", "sub/own.pth", "sub", "..", "own.pth\x00", "missing.pth"]
+)
+def test_names_lead_nowhere_else(name: str, folder: Path, state: OrderedDict[str, Tensor]) -> None:
+    (folder / "sub").mkdir()
+    for file in (folder / "own.pth", folder / "sub" / "own.pth", folder.parent / "outside.pth"):
+        torch.save(state, file)
+    with pytest.raises(UnknownWeights) as caught:
+        load_model(get_model(SMALL), f"file:{name}", folder)
+    assert caught.value.extra["available"] == ["file:own.pth"]
+    with pytest.raises(UnknownWeights):
+        load_model(get_model(SMALL), f"file:{folder / 'own.pth'}", folder)
+
+
+def test_no_folder_holds_nothing(tmp_path: Path) -> None:
+    for folder in (None, tmp_path / "missing"):
+        with pytest.raises(UnknownWeights) as caught:
+            load_model(get_model(SMALL), "file:own.pth", folder)
+        assert caught.value.extra["available"] == []
+
+
+@pytest.mark.parametrize("content", ["text", "list", "numbers", "other model", "broken safetensors"])
+def test_files_that_are_no_state_dict_of_the_model(content: str, folder: Path) -> None:
+    file = folder / "own.pth"
+    if content == "text":
+        file.write_text("hello")
+    elif content == "list":
+        torch.save([1, 2], file)
+    elif content == "numbers":
+        torch.save({"lr": 0.1}, file)
+    elif content == "other model":
+        torch.save(torchvision.models.squeezenet1_1(weights=None).state_dict(), file)
+    else:
+        file = folder / "own.safetensors"
+        file.write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
+    with pytest.raises(WeightsUnavailable) as caught:
+        load_model(get_model(SMALL), f"file:{file.name}", folder)
+    assert caught.value.extra == {"file": file.name, "folder": str(folder)}
+    assert len(caught.value.detail) < 600

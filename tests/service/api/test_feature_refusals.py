@@ -1,0 +1,234 @@
+"""Requests for features that cannot be answered, and work that must not be done or waited for."""
+
+import asyncio
+import base64
+import io
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from service.codecs import answers
+
+JPEG = {"content-type": "image/jpeg"}
+ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
+C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
+
+
+@pytest.fixture(scope="module")
+def extractor(client):
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, "name": "r18"}
+    assert client.post("/v1/extractors", json=spec).status_code in (200, 201)
+    return "/v1/extractors/r18/features"
+
+
+def b64(data):
+    return base64.b64encode(data).decode()
+
+
+def _multipart(images):
+    return {"files": [("images", (f"{i}.jpg", data, "image/jpeg")) for i, data in enumerate(images)]}
+
+
+def _json(images):
+    return {"json": {"images": [b64(data) for data in images]}}
+
+
+def _file(kind, array):
+    if kind == "x-safetensors":
+        return safetensors.numpy.save({"x": array})
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+BAD = [b"", b"no image", b"\x89PNG\r\n\x1a\n"]
+
+
+@pytest.mark.parametrize("bad", [*BAD, "truncated"], ids=["empty", "text", "signature", "truncated"])
+@pytest.mark.parametrize("body", [_multipart, _json])
+def test_one_bad_image_of_several(client, extractor, photos, bad, body):
+    bad = photos["coffee"][:2000] if bad == "truncated" else bad
+    answer = client.post(extractor, **body([photos["chelsea"], bad, photos["rocket"]]))
+    assert answer.status_code == 422
+    assert answer.json()["type"] == "/problems/bad-image"
+    assert answer.json()["index"] == 1
+
+
+def test_base64_is_strict(client, extractor, photos):
+    """Line breaks, or anything else that a lenient decoder would skip, may be a sign of damage."""
+    lines = base64.encodebytes(photos["chelsea"]).decode()
+    answer = client.post(extractor, json={"images": [b64(photos["chelsea"]), lines]})
+    assert (answer.status_code, answer.json()["type"], answer.json()["index"]) == (422, "/problems/bad-image", 1)
+    assert "base64" in answer.json()["detail"]
+
+
+def _post(path, status, kind, **options):
+    return path, status, kind, options
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind", "options"),
+    [
+        _post("/v1/extractors/none/features", 404, "unknown-extractor", content=b"x", headers=JPEG),
+        _post("/v1/models/none/features?nodes=C4", 404, "unknown-model", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=a,,b", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:a,C4:b", 422, "duplicate-key", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4:a,C5:a", 422, "duplicate-key", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C9&weights=random", 422, "unknown-node", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4&weights=x", 422, "unknown-weights", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&pool=sum", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&dtype=int8", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&normalize=l1", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&preprocess=some", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&encoding=hex", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(f"{ONE_STEP}&image_size=0", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x"),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "image/"}),
+        _post(
+            ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "application/octet-stream"}
+        ),
+        _post(ONE_STEP, 415, "unsupported-media-type", data={"a": "b"}),
+        _post(ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={**JPEG, "content-encoding": "gzip"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "text/html"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "application/x-npy"}),
+        _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "image/png"}),
+        _post(
+            f"{ONE_STEP}&dtype=bfloat16",
+            406,
+            "not-acceptable",
+            content=b"x",
+            headers={**JPEG, "accept": "application/x-npz"},
+        ),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "soon"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "0"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"x", headers={**JPEG, "x-request-timeout": "inf"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"{", headers={"content-type": "application/json"}),
+        _post(ONE_STEP, 422, "invalid-request", content=b"[" * 90_000, headers={"content-type": "application/json"}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": []}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [1]}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [""] * 1025}),
+        _post(ONE_STEP, 422, "invalid-request", json={"images": [""] * 100_000}),
+        _post(ONE_STEP, 422, "invalid-request", json={"pictures": []}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["a"]}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["ééé="]}),
+        _post(ONE_STEP, 422, "bad-image", json={"images": ["data:image/png;base64,AAAA"]}),
+        _post(ONE_STEP, 422, "bad-image", content=b"", headers=JPEG),
+        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-npy"}),
+        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-safetensors"}),
+        _post(
+            ONE_STEP,
+            422,
+            "bad-tensor",
+            content=safetensors.numpy.save({"image": np.zeros((1, 3, 64, 64), np.float32)}),
+            headers={"content-type": "application/x-safetensors"},
+        ),
+        _post(
+            ONE_STEP,
+            422,
+            "bad-tensor",
+            content=_file("x-npy", np.zeros((1, 5, 64, 64), np.float32)),
+            headers={"content-type": "application/x-npy"},
+        ),
+        _post(
+            "/v1/models/resnet18/features?weights=random&nodes=flatten",
+            422,
+            "no-heat-map",
+            content=b"x",
+            headers={**JPEG, "accept": "image/png"},
+        ),
+        _post(f"{ONE_STEP}&pool=cls", 422, "bad-tensor", json={"images": "photo"}),
+    ],
+)
+def test_what_cannot_be_answered(client, photos, path, status, kind, options):
+    if options.get("json") == {"images": "photo"}:
+        options = _json([photos["chelsea"]])
+    answer = client.post(path, **options)
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = answer.json()
+    assert (answer.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}"), document
+    assert document["detail"]
+    assert document["title"]
+    if status in (406, 415):
+        assert document["available"]
+
+
+def test_a_second_choice_is_taken_where_the_first_is_impossible(client, extractor, photos):
+    headers = {**JPEG, "accept": "application/x-npy, application/x-npz;q=0.5"}
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert answer.headers["content-type"] == "application/x-npz"
+
+
+def test_a_heat_map_is_of_one_encoded_image(client, photos):
+    url = "/v1/models/resnet18/features?weights=random&nodes=C4"
+    answer = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
+    assert (answer.status_code, answer.json()["type"]) == (406, "/problems/not-acceptable")
+
+
+def test_too_many_pixels(make_client, photos):
+    client = make_client(max_pixels=450 * 300)
+    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"][:100_000], photos["rocket"]]))
+    assert answer.status_code == 413
+    document = answer.json()
+    assert document["type"] == "/problems/image-too-large"
+    assert (document["index"], document["pixels"], document["limit"]) == (0, 451 * 300, 450 * 300)
+
+
+def test_too_large_an_answer(make_client, photos):
+    client = make_client(max_response_bytes=1_000_000)
+    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
+    assert answer.status_code == 413
+    document = answer.json()
+    assert document["type"] == "/problems/response-too-large"
+    assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
+    assert "pool=avg" in document["ways"]
+    assert client.post(f"{ONE_STEP}&pool=avg", **_multipart([photos["chelsea"]] * 4)).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["header", "setting"])
+def test_a_deadline(make_client, photos, where):
+    client = make_client(request_timeout=0.005) if where == "setting" else make_client()
+    headers = {**JPEG, "x-request-timeout": "0.005"} if where == "header" else JPEG
+    answer = client.post(
+        "/v1/models/resnet50/features?weights=random&nodes=C4", content=photos["chelsea"], headers=headers
+    )
+    assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+
+
+@pytest.mark.parametrize("encoding", ["json", "base64"])
+def test_the_loop_is_not_held_up_while_a_large_answer_is_written(client, encoding):
+    """Eight million numbers are most of a second of writing."""
+    source = answers.Source("m", "e", "random", "f", {"a": "a"})
+    value = torch.rand(8_000_000)
+    waits = []
+
+    async def watched():
+        loop = asyncio.get_running_loop()
+        engine = client.app.state.fxserve.engine
+        work = engine.run_in_encoder(answers.write, "application/json", source, {"a": value}, 1, encoding)
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            before = loop.time()
+            await asyncio.sleep(0.005)
+            waits.append(loop.time() - before - 0.005)
+        return await task
+
+    assert b"".join(client.run(watched())).startswith(b'{"model":"m"')
+    # A busy machine takes the core away for a moment now and then; a loop that is held waits nearly all the time.
+    assert sum(wait for wait in waits if wait > 0.05) < 0.5 * (sum(waits) + 0.005 * len(waits))
+
+
+def test_while_draining(make_client, photos):
+    client = make_client()
+    assert client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG).status_code == 200
+    client.run(client.app.state.fxserve.engine.close())
+    answer = client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG)
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/draining")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert client.get("/readyz").status_code == 503
+    assert client.get("/healthz").status_code == 200
