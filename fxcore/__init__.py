@@ -1,17 +1,26 @@
 """fxcore: everything torch.fx is for, for vision models.
 
 A model is traced once without weights into a :class:`ModelGraph`; its nodes carry torchvision's names. From the graph
-and a model with weights comes an :class:`Extractor` that returns the nodes that were asked for.
+and a model with weights comes an :class:`Extractor` that returns the nodes that were asked for. Passes over graphs are
+in :mod:`fxcore.transforms`, files in :mod:`fxcore.exports`, compiled forms in :mod:`fxcore.backends`.
 """
 
 from fxcore.catalog import ModelEntry, WeightsInfo, get_model, list_models
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo, build_extractor
 from fxcore.graphs import ModelGraph, NodeInfo, TensorSpec, model_graph
+from fxcore.health import check_health
 from fxcore.images import Preprocessing, open_image
 from fxcore.levels import Level
+
+# Functions that have the name of their module; `from fxcore.verify import ...` finds the module all the same.
+from fxcore.profile import profile
+from fxcore.quantize import quantize
+from fxcore.render import render
 from fxcore.tracing import trace
+from fxcore.transforms import apply_transforms, list_transforms
 from fxcore.user_models import UserModel
+from fxcore.verify import verify
 from fxcore.weights import load_model
 
 __all__ = [
@@ -26,11 +35,18 @@ __all__ = [
     "TensorSpec",
     "UserModel",
     "WeightsInfo",
+    "apply_transforms",
     "build_extractor",
+    "check_health",
     "get_model",
     "list_models",
+    "list_transforms",
     "load_model",
     "model_graph",
     "open_image",
+    "profile",
+    "quantize",
+    "render",
     "trace",
+    "verify",
 ]

@@ -101,7 +101,7 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
     >>> rows = calibration_rows(graph.preprocessing, extractor.inputs, graph.input_size, count=4)
     >>> found = quantize(extractor.module, rows, keep=["layer1.0"])
     >>> sorted(layer.name for layer in found.layers)
-    ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2']
+    ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2', 'maxpool']
     """
     require_eval(module, "quantize")
     if not calibration:

@@ -7,6 +7,7 @@ highlighted. Labels come from models that anyone may have written, so every one 
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -28,23 +29,34 @@ _WIDEST = 60
 _CODE_LOCK = threading.Lock()
 
 
-def render(graph: fx.Graph | ModelGraph, format: Format) -> str:
+def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = None) -> str:
     """Write ``graph`` in one of :data:`FORMATS`.
 
     Args:
         graph: a model's graph, whose levels are highlighted, or an extractor's, whose outputs are.
         format: ``table``: torch.fx's opcode/name/target/args/kwargs table with torchvision's names as a last column;
             ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
+        depth: drawings show modules of as many parts as one box each: 1 is ``layer1``, 2 is ``layer1.0``. None shows
+            every node.
 
     Raises:
-        ValueError: a format that is not one of those.
+        ValueError: a format that is not one of those, or a depth below 1.
+
+    >>> from fxcore import model_graph
+    >>> print(render(model_graph("resnet18"), "mermaid", depth=1).splitlines()[6])
+      n5["C2: layer1<br/>14 nodes<br/>[N, 64, 56, 56]"]
     """
-    if format not in _WRITERS:
+    if format not in FORMATS:
         raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"a depth is at least 1, not {depth}")
+    marks, title, nodes = _keys(graph) if isinstance(graph, fx.Graph) else {}, "graph", graph
     if isinstance(graph, ModelGraph):
-        marks = {level.node: name for name, level in graph.levels.items()}
-        return _WRITERS[format](graph.graph, marks, graph.entry.name)
-    return _WRITERS[format](graph, _keys(graph), "graph")
+        marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
+    assert isinstance(nodes, fx.Graph)
+    if format in _TEXTS:
+        return _TEXTS[format](nodes)
+    return _DRAWINGS[format](_boxes(nodes, marks, depth), title)
 
 
 def _keys(graph: fx.Graph) -> dict[str, str]:
@@ -59,7 +71,7 @@ def _keys(graph: fx.Graph) -> dict[str, str]:
     return marks
 
 
-def _table(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+def _table(graph: fx.Graph) -> str:
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for n in graph.nodes:
         rows.append((n.op, n.name, target_name(n), _text(n.args), _text(n.kwargs), n.meta.get(PATH, "")))
@@ -84,7 +96,7 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _code(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+def _code(graph: fx.Graph) -> str:
     with _CODE_LOCK:
         return graph.python_code("self").src.lstrip("\n")
 
@@ -93,18 +105,28 @@ def _name(node: fx.Node) -> str:
     return str(node.meta.get(PATH, node.name))
 
 
-def _boxes(graph: fx.Graph, marks: dict[str, str]) -> list[Box]:
-    """One box for each node but the output, in order of execution."""
+def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Box]:
+    """One box for each node but the output, or for each module of ``depth`` parts, in order of execution."""
     numbers: dict[fx.Node, int] = {}
     boxes: list[Box] = []
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        lines = [_name(node), _what(node, graph), _shape(node)]
-        sources = [numbers[source] for source in node.all_input_nodes]
-        numbers[node] = len(boxes)
-        boxes.append(Box([printable(line) for line in lines if line], node.op, marks.get(_name(node)), sources))
+    # Nodes of one module that run one after the other: a module that is called again later has a second box, so that
+    # no two boxes need each other.
+    for inside, run in itertools.groupby((n for n in graph.nodes if n.op != "output"), lambda n: _module(n, depth)):
+        nodes = list(run)
+        for group in [nodes] if inside else [[node] for node in nodes]:
+            last, sources = group[-1], [numbers[s] for n in group for s in n.all_input_nodes if s in numbers]
+            what = f"{len(group)} nodes" if inside else _what(last, graph)
+            mark = ", ".join(marks[_name(n)] for n in group if _name(n) in marks) or None
+            lines = [printable(line) for line in (inside or _name(last), what, _shape(last)) if line]
+            numbers |= dict.fromkeys(group, len(boxes))
+            boxes.append(Box(lines, "call_module" if inside else last.op, mark, list(dict.fromkeys(sources))))
     return boxes
+
+
+def _module(node: fx.Node, depth: int | None) -> str:
+    """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
+    parts = _name(node).split(".")
+    return ".".join(parts[:depth]) if depth is not None and len(parts) > depth else ""
 
 
 def _what(node: fx.Node, graph: fx.Graph) -> str:
@@ -134,10 +156,6 @@ def _shape(node: fx.Node) -> str:
     return "[" + ", ".join([first, *map(str, value.shape[1:])]) + "]"
 
 
-def _svg(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
-    return draw(_boxes(graph, marks), title)
-
-
 _FILL = {
     "placeholder": "#d6f5d6",
     "call_module": "#dce9f9",
@@ -148,12 +166,11 @@ _FILL = {
 _MARKED = "#ffd166"
 
 
-def _dot(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+def _dot(boxes: list[Box], title: str) -> str:
     lines = [
         f'digraph "{_dot_text([title])}" {{',
         '  node [shape=box, style="rounded,filled", fontname="monospace", fontsize=10];',
     ]
-    boxes = _boxes(graph, marks)
     for i, box in enumerate(boxes):
         look = f'fillcolor="{_MARKED}", penwidth=2' if box.mark else f'fillcolor="{_FILL[box.kind]}"'
         lines.append(f'  n{i} [label="{_dot_text(_labels(box))}", {look}];')
@@ -166,9 +183,8 @@ def _dot_text(lines: Iterable[str]) -> str:
     return "\\n".join(line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
-def _mermaid(graph: fx.Graph, marks: dict[str, str], title: str) -> str:
+def _mermaid(boxes: list[Box], title: str) -> str:
     lines = ["flowchart TD"]
-    boxes = _boxes(graph, marks)
     lines += [f'  n{i}["{_mermaid_text(_labels(box))}"]' for i, box in enumerate(boxes)]
     lines += [f"  n{source} --> n{i}" for i, source in _edges(boxes)]
     if marked := ",".join(f"n{i}" for i, box in enumerate(boxes) if box.mark):
@@ -189,10 +205,5 @@ def _edges(boxes: Sequence[Box]) -> list[tuple[int, int]]:
     return [(i, source) for i, box in enumerate(boxes) for source in box.sources]
 
 
-_WRITERS: dict[Format, Callable[[fx.Graph, dict[str, str], str], str]] = {
-    "table": _table,
-    "code": _code,
-    "dot": _dot,
-    "svg": _svg,
-    "mermaid": _mermaid,
-}
+_TEXTS: dict[str, Callable[[fx.Graph], str]] = {"table": _table, "code": _code}
+_DRAWINGS: dict[str, Callable[[list[Box], str], str]] = {"dot": _dot, "svg": draw, "mermaid": _mermaid}

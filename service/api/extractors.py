@@ -189,6 +189,7 @@ async def show_graph(
             "Measured once, between requests."
         ),
     ] = False,
+    depth: graphs.Depth = None,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> Response:
     """The graph that an extractor runs: the model's, without what its nodes do not need."""
@@ -196,7 +197,7 @@ async def show_graph(
     if profile and wanted != "json":
         raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
     record = state.engine.find(extractor)
-    answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted))
+    answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
     return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
 
 
@@ -225,17 +226,19 @@ async def _profiled(state: State, record: ExtractorRecord) -> bytes:
                 built = await loaded(state, record, DEFAULT_WAIT)
                 found = await state.engine.profile(record, built)
                 graph = built.module.graph
-                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", found))
+                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", profile=found))
             state.graphs.put(key, answer)
     return answer
 
 
-async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat) -> bytes:
-    key = ("extractor", record.id, format)
+async def _drawn(
+    state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None
+) -> bytes:
+    key = ("extractor", record.id, format, depth)
     answer = state.graphs.get(key)
     if answer is None:
         with record.in_use():
             built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
-            answer = await state.in_thread(lambda: graphs.write_part(record.graph, built, format))
+            answer = await state.in_thread(lambda: graphs.write_part(record.graph, built, format, depth))
         state.graphs.put(key, answer)
     return answer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import Query
 from torch import fx
 
 from fxcore.graphs import ModelGraph, NodeInfo
@@ -55,22 +56,30 @@ def chosen_format(format: GraphFormat | None, accept: str | None) -> GraphFormat
     return format or _BY_ACCEPT[choose(accept, list(_BY_ACCEPT))]
 
 
+Depth = Annotated[
+    int | None,
+    Query(ge=1, le=64, description="Drawings show modules of as many parts as one box each: 1 is `layer1`."),
+]
+
+
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
     """The parts of a model that did not trace, and why."""
     return [{"path": part.path, "reason": part.reason} for part in graph.closed]
 
 
-def write(graph: ModelGraph, format: GraphFormat) -> bytes:
+def write(graph: ModelGraph, format: GraphFormat, depth: int | None = None) -> bytes:
     """The whole eval graph of a model."""
     if format == "json":
         return _document(graph, graph.nodes, graph.totals)
-    return render(graph, format).encode()
+    return render(graph, format, depth).encode()
 
 
-def write_part(graph: ModelGraph, part: fx.Graph, format: GraphFormat, profile: Profile | None = None) -> bytes:
+def write_part(
+    graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, profile: Profile | None = None
+) -> bytes:
     """The part of ``graph`` that an extractor runs, as JSON with what was measured of it."""
     if format != "json":
-        return render(part, format).encode()
+        return render(part, format, depth).encode()
     kept = {node.meta.get(PATH) for node in part.nodes}
     nodes = [node for node in graph.nodes if node.name in kept]
     totals = {

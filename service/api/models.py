@@ -90,6 +90,7 @@ async def show_graph(
     format: Annotated[
         GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
     ] = None,
+    depth: graphs.Depth = None,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> Response:
     """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
@@ -101,10 +102,10 @@ async def show_graph(
             "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
         )
     size = None if height is None or width is None else (height, width)
-    key = (model, size, wanted)
+    key = (model, size, wanted, depth)
     answer = state.graphs.get(key)
     if answer is None:
-        answer = await state.in_thread(lambda: graphs.write(_graph(entry, size), wanted))
+        answer = await state.in_thread(lambda: graphs.write(_graph(entry, size), wanted, depth))
         state.graphs.put(key, answer)
     return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
 

@@ -12,7 +12,7 @@ import pytest
 from torch import fx, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.render import FORMATS, render
+from fxcore.render import FORMATS, Format, render
 from fxcore.tracing import PATH
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -228,3 +228,21 @@ def test_a_graph_without_annotations_can_be_drawn() -> None:
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match="'pdf'; there are table, code, dot, svg, mermaid"):
         render(model_graph("resnet18"), "pdf")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", ["dot", "svg", "mermaid"])
+def test_drawings_collapse_by_module(format: Format) -> None:
+    """A box for each module of that depth, with its edges in and out; one more level shows the blocks."""
+    graph = model_graph("resnet18")
+    one, two, all_nodes = (render(graph, format, depth) for depth in (1, 2, None))
+    edges = {"dot": " -> ", "mermaid": " --> ", "svg": "<path "}[format]
+    assert one.count(edges) < two.count(edges) < all_nodes.count(edges)
+    assert "layer1.0" not in one
+    assert "layer1.0" in two
+    assert "layer1.0.conv1" not in two
+    assert "14 nodes" in one
+    if format == "dot":
+        assert one.count(edges) == 11
+        assert two.count(edges) == 15
+    with pytest.raises(ValueError, match="at least 1"):
+        render(graph, format, 0)

@@ -217,3 +217,11 @@ def test_a_profile_tells_each_nodes_time_and_memory_and_serving_goes_on(client, 
     assert "profile" not in client.get(f"{url}/graph").json()
     refused = client.get(f"{url}/graph?profile=true&format=svg")
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/invalid-request")
+
+
+def test_drawings_collapse_by_module(client):
+    made = client.post("/v1/extractors", json=spec()).json()
+    for url in (f"/v1/extractors/{made['id']}/graph", "/v1/models/resnet18/graph"):
+        boxes = [client.get(url, params={"format": "dot", **d}).text.count("[label=") for d in ({"depth": 1}, {})]
+        assert boxes[0] < 13 < 50 < boxes[1]
+    assert client.get(url, params={"format": "dot", "depth": 0}).status_code == 422
