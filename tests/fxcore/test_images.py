@@ -91,6 +91,22 @@ def test_exif_orientation(orientation: int, format: str, cat: PIL.Image.Image) -
     assert (image.height, image.width) == ((451, 300) if orientation > 4 else (300, 451))
 
 
+def test_a_jpeg_is_turned_by_its_xmp_block_too() -> None:
+    """As PIL does it; the quick look at JPEG headers knows of no blocks."""
+    packet = (
+        b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF><rdf:Description '
+        b'tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+    )
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (40, 30), "red").save(buffer, "JPEG")
+    plain = buffer.getvalue()
+    data = plain[:2] + b"\xff\xe1" + (len(packet) + 2).to_bytes(2, "big") + packet + plain[2:]
+    turned = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
+    assert turned.size == (30, 40)
+    assert image_size(data) == (40, 30)
+    assert image_size(plain) == (30, 40)
+
+
 @pytest.mark.parametrize(
     ("mode", "format"),
     [("L", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGBA", "WEBP"),
