@@ -26,7 +26,7 @@ from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
-# A header of more than this is read by PIL, which stops at the first scan.
+# In more bytes, looking for those blocks would take longer than PIL does.
 _SMALL_JPEG = 1024**2
 
 # The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
