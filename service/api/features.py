@@ -18,6 +18,7 @@ from service.api.models import Model
 from service.api.state import State, state_of
 from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
 from service.problems import Refusal, documented
 from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
@@ -236,6 +237,7 @@ async def _extract(
     elif accepted in answers.IMMEDIATE:
         parts = answers.write(accepted, source, result.outputs, result.images, asked.encoding)
     else:
+        claim_for_current_request(answers.written_bytes(accepted, result.outputs, asked.encoding))
         parts = await state.engine.run_in_encoder(
             answers.write, accepted, source, result.outputs, result.images, asked.encoding
         )

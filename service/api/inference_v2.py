@@ -16,7 +16,7 @@ from service.api import named_v2 as named
 from service.api.features import while_connected
 from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented
 from service.api.state import Shared, State
-from service.codecs import compression, v2
+from service.codecs import compression, json, v2
 from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord, FeatureOptions
@@ -207,6 +207,7 @@ async def _infer(
     if asked.id is not None:
         document["id"] = asked.id
     outputs = {key: result.outputs[key] for key in wanted}
+    claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
     parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
     headers = {"X-Fxserve-Weights": record.weights, "Vary": "Accept-Encoding"}
     if length is not None:

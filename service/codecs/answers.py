@@ -83,6 +83,14 @@ def write(
     return json.write(document, source.nodes, outputs, encoding)
 
 
+def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:
+    """The memory that :func:`write` takes beside the outputs, at most."""
+    if kind == json.MEDIA_TYPE and encoding == "json":
+        return sum(map(json.most_bytes, outputs.values()))
+    raw = sum(tensor.nbytes for tensor in outputs.values())
+    return raw * 4 // 3 if kind == json.MEDIA_TYPE else raw if kind == npy.NPZ_MEDIA_TYPE else 0
+
+
 class PartsResponse(Response):
     """An answer sent piece by piece from the memory it is in, with its exact Content-Length.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -319,7 +320,7 @@ def test_whatever_is_sent_is_parsed_or_refused(changes, tail, header):
         with contextlib.suppress(LookupError, TypeError):
             for step in path[:-1]:
                 place = place[step]
-            place[path[-1]] = value
+            place[path[-1]] = copy.deepcopy(value)  # or two of them could hold each other
     head = json.dumps(document).encode()
     body = v2.Body(bytearray(head + tail), str(len(head)) if header == "right" else header, "", "application/json")
     with contextlib.suppress(Refusal):

@@ -279,3 +279,20 @@ def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, acce
     timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
     assert list(timing) == ["decode", "queue", "compute", "encode"]
     assert float(timing["compute"]) > 0
+
+
+def test_text_that_answers_are_written_as_counts_as_memory(make_client, photos):
+    """As JSON an answer takes several times its raw bytes, as raw bytes nothing more."""
+    client = make_client(max_inflight_bytes=3_000_000)
+    path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2"  # 0.8 MB raw
+    headers = {**JPEG, "accept": "application/x-safetensors"}
+    assert client.post(path, content=photos["chelsea"], headers=headers).status_code == 200
+    refused = client.post(path, content=photos["chelsea"], headers=JPEG)
+    assert (refused.status_code, refused.json()["type"]) == (413, "/problems/request-too-large")
+    infer = "/v2/models/squeezenet1_1/infer"
+    document = {"parameters": {"weights": "random"}, "outputs": [{"name": "features.2"}]}
+    document["inputs"] = [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [b64(photos["chelsea"])]}]
+    assert client.post(infer, json=document).status_code == 413
+    document["parameters"]["binary_data_output"] = True
+    assert client.post(infer, json=document).status_code == 200
+    assert client.app.state.fxserve.engine.admission.bytes == 0
