@@ -28,6 +28,7 @@ from service.engine.decoding import Decoding
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
+from service.engine.memory import tidy
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models
@@ -98,6 +99,7 @@ class Engine:
         The operator's own models are in the catalog then.
         """
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
+        await in_pool(self._builders, tidy)
         self._worker.start()
         self._preloading = asyncio.create_task(self._preload())
 

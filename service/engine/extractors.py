@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import gc
 import logging
 import time
 from collections import OrderedDict
@@ -24,8 +25,8 @@ from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, FxError, UnknownModel
 from fxcore.extractor import build_extractor
 from fxcore.graphs import ModelGraph, model_graph
-from fxcore.memory import give_back
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor, Unsupported
+from service.engine.memory import tidy
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
@@ -154,7 +155,7 @@ class Extractors:
         self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
             self._drop(record.model_key, "deleted")
-            self._pool.submit(give_back)
+            self._pool.submit(tidy)
 
     def unload(self, id_or_name: str) -> None:
         """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
@@ -170,7 +171,7 @@ class Extractors:
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         if not any(other.run is not None or other.build is not None for other in others):
             self._drop(record.model_key, "unloaded")
-            self._pool.submit(give_back)
+            self._pool.submit(tidy)
 
     def bytes(self) -> int:
         """What the loaded models and the built extractors take."""
@@ -210,7 +211,7 @@ class Extractors:
             self._unload(min(loose, key=lambda record: record.last_used))
             evicted = True
         if evicted:
-            self._pool.submit(give_back)
+            self._pool.submit(tidy)
 
     def _make_room_later(self) -> None:
         self._later = None
@@ -281,6 +282,7 @@ class Extractors:
         finally:
             record.build = None
             record.last_used = time.monotonic()
+        gc.freeze()  # a new graph is not looked through either, see tidy
         self.make_room()
 
     def _forget(self) -> None:

@@ -26,10 +26,10 @@ from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options,
 from fxcore.backends.base import said
 from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
-from fxcore.memory import give_back
 from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
+from service.engine.memory import tidy
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
 from service.settings import Settings
@@ -171,7 +171,7 @@ class Tiers:
             if own.backend != "eager":
                 break
         del eager
-        await in_pool(self._unasked, give_back)
+        await in_pool(self._unasked, tidy)
 
     async def _lowered(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
