@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -65,13 +65,19 @@ async def show_model(state: Shared, model: Model) -> Response:
 @router.get(
     "/{model}/nodes", response_model=NodeList, responses=documented("unknown-model", "not-traceable", "invalid-request")
 )
-async def list_nodes(state: Shared, model: Model) -> Response:
+async def list_nodes(
+    state: Shared,
+    model: Model,
+    transforms: Annotated[
+        Literal["attention_maps"] | None, Query(description="List the eval nodes that this transform brings, too.")
+    ] = None,
+) -> Response:
     """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
-    answer = state.nodes.get((model,))
+    answer = state.nodes.get((model, transforms))
     if answer is None:
         entry = state.model(model)
-        answer = await state.in_thread(lambda: _nodes(entry))
-        state.nodes.put((model,), answer)
+        answer = await state.in_thread(lambda: _nodes(entry, transforms))
+        state.nodes.put((model, transforms), answer)
     return _json(answer)
 
 
@@ -126,8 +132,10 @@ def _levels(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-def _nodes(entry: ModelEntry) -> bytes:
+def _nodes(entry: ModelEntry, transforms: str | None) -> bytes:
     graph = model_graph(entry)
+    if transforms is not None:
+        graph = graph.with_nodes_of(transforms)
     return orjson.dumps(
         {
             "model": entry.name,

@@ -72,10 +72,10 @@ def test_nodes_are_torchvisions(client, model):
 
 def test_nodes_are_written_once(client):
     answer = client.get("/v1/models/resnet50/nodes").content
-    assert client.app.state.fxserve.nodes.get(("resnet50",)) == answer
-    client.app.state.fxserve.nodes.put(("resnet50",), b"kept")
+    assert client.app.state.fxserve.nodes.get(("resnet50", None)) == answer
+    client.app.state.fxserve.nodes.put(("resnet50", None), b"kept")
     assert client.get("/v1/models/resnet50/nodes").content == b"kept"
-    client.app.state.fxserve.nodes.put(("resnet50",), answer)
+    client.app.state.fxserve.nodes.put(("resnet50", None), answer)
 
 
 def test_what_was_used_least_recently_is_forgotten():

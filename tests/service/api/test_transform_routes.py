@@ -101,6 +101,10 @@ def test_attention_maps_can_be_asked_for(client, model, node, shape):
     """Per head, beside ordinary nodes, which stay what they are; without the transform there is no such node."""
     ordinary = node.replace(".self_attention.attention", ".ln").replace(".attn.attention", ".norm1")
     wanted = {"model": model, "return_nodes": [node, ordinary]}
+    listed, more = (client.get(f"/v1/models/{model}/nodes{q}").json() for q in ("", "?transforms=attention_maps"))
+    assert all(n.endswith(".attention") for n in set(more["eval_nodes"]) - set(listed["eval_nodes"]))
+    assert node in more["eval_nodes"]
+    assert more["fingerprint"] == listed["fingerprint"]
     answer = client.post("/v1/extractors", json=spec(**wanted)).json()
     assert (answer["type"], answer["name"]) == ("/problems/unknown-node", node)
     made = client.post("/v1/extractors?wait=200", json=spec("attention_maps", "fuse_conv_bn", **wanted))
