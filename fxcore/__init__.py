@@ -10,8 +10,9 @@ from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo, build_extractor
 from fxcore.graphs import ModelGraph, NodeInfo, TensorSpec, model_graph
 from fxcore.health import check_health
-from fxcore.images import Preprocessing, open_image
+from fxcore.images import open_image
 from fxcore.levels import Level
+from fxcore.preprocessing import Preprocessing
 
 # Functions that have the name of their module; `from fxcore.verify import ...` finds the module all the same.
 from fxcore.profile import profile

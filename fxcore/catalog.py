@@ -27,7 +27,7 @@ from torch import nn
 from torchvision.models import WeightsEnum
 
 from fxcore.errors import FxError, UnknownModel, UnknownWeights
-from fxcore.images import (
+from fxcore.preprocessing import (
     DetectorPreprocessing,
     FlowPreprocessing,
     ImagePreprocessing,

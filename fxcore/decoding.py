@@ -27,7 +27,8 @@ from torchvision.transforms._presets import ImageClassification, SemanticSegment
 from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore.errors import BadTensor
-from fxcore.images import ImagePreprocessing, Preprocessing, open_image, opened, orientation, resized_size
+from fxcore.images import open_image, opened, orientation
+from fxcore.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 
 # An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
 _DENOMINATORS = (4, 2)

@@ -38,7 +38,7 @@ from torchvision.transforms._presets import ImageClassification, SemanticSegment
 
 from fxcore.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
 from fxcore.errors import FxError
-from fxcore.images import ImagePreprocessing, Preprocessing, VideoPreprocessing
+from fxcore.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 
 FILE = "models.toml"
 GROUP = "fxcore.models"

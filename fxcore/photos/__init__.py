@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fxcore.graphs import TensorSpec
-from fxcore.images import Preprocessing, open_image
+from fxcore.images import open_image
+from fxcore.preprocessing import Preprocessing
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 

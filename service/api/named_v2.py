@@ -14,7 +14,7 @@ import torch
 from fxcore.catalog import ModelEntry
 from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graphs import ModelGraph, TensorSpec, model_graph
-from fxcore.images import Preprocessing
+from fxcore.preprocessing import Preprocessing
 from service.api.state import State
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE

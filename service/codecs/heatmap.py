@@ -11,7 +11,8 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fxcore.images import Preprocessing, open_image
+from fxcore.images import open_image
+from fxcore.preprocessing import Preprocessing
 from service.problems import Refusal
 
 MEDIA_TYPE = "image/png"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fxcore.decoding import decode
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
-from fxcore.images import Preprocessing, image_size, open_image
+from fxcore.images import image_size, open_image
+from fxcore.preprocessing import Preprocessing
 from service.engine.options import FeatureOptions
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from fxcore.decoding import Decoder
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graphs import ModelGraph, TensorSpec
-from fxcore.images import Preprocessing
+from fxcore.preprocessing import Preprocessing
 from service.engine.transforming import Transformed, steps
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
 from fxcore.graphs import ModelGraph
-from fxcore.images import Preprocessing
 from fxcore.photos import check_rows, photos
+from fxcore.preprocessing import Preprocessing
 from fxcore.transforms import (
     Applied,
     BadParameter,

@@ -19,7 +19,8 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from fxcore import get_model
 from fxcore.decoding import Decoder, decode
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from fxcore.images import Preprocessing, open_image
+from fxcore.images import open_image
+from fxcore.preprocessing import Preprocessing
 
 ORIENTATION = 0x0112
 

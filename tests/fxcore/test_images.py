@@ -18,7 +18,8 @@ from torchvision.models.detection.image_list import ImageList
 
 from fxcore import get_model, list_models, open_image
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from fxcore.images import FORMATS, DetectorPreprocessing, image_size
+from fxcore.images import FORMATS, image_size
+from fxcore.preprocessing import DetectorPreprocessing
 
 
 @pytest.fixture(scope="module")

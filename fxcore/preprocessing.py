@@ -1,0 +1,305 @@
+"""An RGB image → the tensor that a set of weights wants.
+
+The preprocessing is the weights' own: torchvision's presets for classifiers, segmentation, video and optical flow; the
+detectors' own transform for detectors. PIL does the resampling, as it did when the weights were made.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import PIL.Image
+import torch
+from torch import Tensor
+from torchvision.transforms import functional as F
+
+from fxcore.errors import BadTensor
+
+
+class Preprocessing(ABC):
+    """What turns an image into a model's input. One subclass for each of torchvision's kinds."""
+
+    layout = "NCHW"
+    #: whether images of different sizes can form one batch by padding, as detectors do
+    pads = False
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The parameters, in torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
+
+    @abstractmethod
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        """One RGB image → float32 ``[C, H, W]``."""
+
+    @abstractmethod
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of what :meth:`image` makes of an image of that size."""
+
+    @abstractmethod
+    def nominal_size(self) -> tuple[int, int]:
+        """The input size to annotate a graph for when nothing else is known."""
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the largest image that :meth:`image` makes on its way, of an image of that size.
+
+        A long thin image grows without bounds where its shorter side is resized and the rest is cropped away later.
+        """
+        return self.output_size(height, width)
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether every image becomes the same size."""
+        return self.output_size(300, 900) == self.output_size(1700, 400)
+
+    def tensor(self, array: Tensor) -> Tensor:
+        """uint8 images ``[N, H, W, 3]`` → the float32 batch that the same images would give as lossless files.
+
+        Raises:
+            BadTensor: another shape or dtype.
+        """
+        if array.dtype != torch.uint8 or array.ndim != 4 or array.shape[-1] != 3 or array.shape[0] == 0:
+            raise BadTensor(f"images to be preprocessed are uint8 [N, H, W, 3]; this is {_describe(array)}")
+        return torch.stack([self.image(PIL.Image.fromarray(one.numpy())) for one in array])
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        """The mean and standard deviation that it ends with, per channel of values in [0, 1]; None where more follows,
+        as a detector's padding with zeros does."""
+        return None
+
+    def without_normalization(self) -> Preprocessing:
+        """The same, without its last step: values stay in [0, 1].
+
+        Raises:
+            BadTensor: that is not its last step.
+        """
+        raise BadTensor("the normalisation of this model's images is not the last step of their preprocessing")
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        """Images of one size → a batch ``[N, C, H, W]``.
+
+        Raises:
+            BadTensor: the sizes differ and this model cannot pad.
+        """
+        sizes = {tuple(image.shape[-2:]) for image in images}
+        if len(sizes) > 1:
+            shown = ", ".join(f"{h} x {w}" for h, w in sorted(sizes)[:4])
+            raise BadTensor(
+                f"after preprocessing the images have different sizes ({shown}) and cannot form one tensor; send them "
+                "one by one, ask for pool=avg, or make the extractor with image_size"
+            )
+        return torch.stack(list(images))
+
+
+class ImagePreprocessing(Preprocessing):
+    """Classification and segmentation: resize, perhaps a centre crop, scale to [0, 1], normalise."""
+
+    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+        self._preset = preset
+        self._square = False
+        if image_size is not None:
+            if hasattr(preset, "crop_size"):
+                # Keep the share of the image that the published preprocessing keeps.
+                preset.resize_size = [max(image_size, round(preset.resize_size[0] * image_size / preset.crop_size[0]))]
+                preset.crop_size = [image_size]
+            else:
+                preset.resize_size = [image_size, image_size]
+
+    @property
+    def preset(self) -> Any:
+        """The transform that :meth:`image` applies."""
+        return self._preset
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return list(self._preset.mean), list(self._preset.std)
+
+    def without_normalization(self) -> ImagePreprocessing:
+        made = copy.copy(self)
+        made._preset = _not_normalizing(self._preset)
+        return made
+
+    def describe(self) -> dict[str, Any]:
+        preset = self._preset
+        return {
+            "resize_size": preset.resize_size,
+            "crop_size": getattr(preset, "crop_size", None),
+            "mean": preset.mean,
+            "std": preset.std,
+            "interpolation": preset.interpolation.value,
+            "antialias": preset.antialias,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        result: Tensor = self._preset(image)
+        return result
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        crop = getattr(self._preset, "crop_size", None)
+        if crop is not None:
+            return crop[0], crop[-1]
+        return self.largest_size(height, width)
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        return resized_size(self._preset.resize_size, height, width)
+
+    def nominal_size(self) -> tuple[int, int]:
+        size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
+        return size[0], size[-1]
+
+
+class DetectorPreprocessing(Preprocessing):
+    """A detector's own ``GeneralizedRCNNTransform``: normalise, resize, pad to a multiple of the FPN's stride."""
+
+    pads = True
+
+    def __init__(self, transform: Any, image_size: int | None = None) -> None:
+        self._transform = transform.eval()
+        if image_size is not None:
+            transform.fixed_size = (image_size, image_size)
+
+    def describe(self) -> dict[str, Any]:
+        transform = self._transform
+        fixed = transform.fixed_size
+        return {
+            "resize_size": list(reversed(fixed)) if fixed else [transform.min_size[-1]],
+            "max_size": None if fixed else transform.max_size,
+            "crop_size": None,
+            "pad_to_multiple_of": transform.size_divisible,
+            "mean": list(transform.image_mean),
+            "std": list(transform.image_std),
+            "interpolation": "bilinear",
+            "antialias": False,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
+        batch: Tensor = self._transform([pixels])[0].tensors
+        return batch[0]
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        transform = self._transform
+        if transform.fixed_size:
+            resized = (transform.fixed_size[1], transform.fixed_size[0])
+        else:
+            scale = min(transform.min_size[-1] / min(height, width), transform.max_size / max(height, width))
+            resized = (int(height * scale), int(width * scale))
+        multiple = transform.size_divisible
+        return -(-resized[0] // multiple) * multiple, -(-resized[1] // multiple) * multiple
+
+    def nominal_size(self) -> tuple[int, int]:
+        fixed = self._transform.fixed_size
+        return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        # Each is padded to the multiple already, so the largest of them is the size that the detector would pad to.
+        height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
+        batch = images[0].new_zeros(len(images), 3, height, width)
+        for row, image in zip(batch, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]] = image
+        return batch
+
+
+class FlowPreprocessing(Preprocessing):
+    """RAFT's frames: values to [-1, 1], the size untouched unless one is asked for."""
+
+    def __init__(self, image_size: int | None = None) -> None:
+        self._size = image_size
+
+    def describe(self) -> dict[str, Any]:
+        size = [self._size, self._size] if self._size else None
+        return {
+            "resize_size": size,
+            "crop_size": None,
+            "mean": [0.5, 0.5, 0.5],
+            "std": [0.5, 0.5, 0.5],
+            "interpolation": "bilinear",
+            "antialias": True,
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        if self._size:
+            image = F.resize(image, [self._size, self._size])
+        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
+        frame: Tensor = F.normalize(pixels, [0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+        return frame
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return (self._size, self._size) if self._size else (height, width)
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self.output_size(520, 960)  # the size of torchvision's own RAFT example
+
+
+class VideoPreprocessing(Preprocessing):
+    """Clips: frames resized and cropped, and ``[N, T, C, H, W]`` turned to ``[N, C, T, H, W]``."""
+
+    layout = "NCTHW"
+
+    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+        self._preset = preset
+        if image_size is not None:
+            preset.resize_size = [
+                max(image_size, round(s * image_size / preset.crop_size[0])) for s in preset.resize_size
+            ]
+            preset.crop_size = [image_size, image_size]
+
+    def describe(self) -> dict[str, Any]:
+        preset = self._preset
+        return {
+            "resize_size": preset.resize_size,
+            "crop_size": preset.crop_size,
+            "mean": preset.mean,
+            "std": preset.std,
+            "interpolation": preset.interpolation.value,
+            "antialias": False,  # fixed in torchvision's preset, which keeps what the models were trained with
+        }
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        raise BadTensor(
+            "this is a video model: send clips as tensors, uint8 [N, T, H, W, 3] or float32 [N, 3, T, H, W]"
+        )
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return list(self._preset.mean), list(self._preset.std)
+
+    def without_normalization(self) -> VideoPreprocessing:
+        made = copy.copy(self)
+        made._preset = _not_normalizing(self._preset)
+        return made
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return self.nominal_size()
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        return resized_size(self._preset.resize_size, height, width)
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self._preset.crop_size[0], self._preset.crop_size[1]
+
+    def tensor(self, array: Tensor) -> Tensor:
+        if array.dtype != torch.uint8 or array.ndim != 5 or array.shape[-1] != 3 or array.shape[0] == 0:
+            raise BadTensor(f"clips to be preprocessed are uint8 [N, T, H, W, 3]; this is {_describe(array)}")
+        result: Tensor = self._preset(array.permute(0, 1, 4, 2, 3).contiguous())
+        return result
+
+
+def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
+    """The size after ``torchvision.transforms.functional.resize``: one number is the shorter side."""
+    if len(size) == 2:
+        return size[0], size[1]
+    short, long = sorted((height, width))
+    resized = int(size[0] * long / short)
+    return (size[0], resized) if height <= width else (resized, size[0])
+
+
+def _not_normalizing(preset: Any) -> Any:
+    """A copy of one of torchvision's presets that subtracts nothing and divides by one, which changes no bit."""
+    made = copy.copy(preset)
+    made.mean, made.std = [0.0] * len(preset.mean), [1.0] * len(preset.std)
+    return made
+
+
+def _describe(array: Tensor) -> str:
+    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
