@@ -92,7 +92,8 @@ def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos
     statuses = [answer_of(connection)[9:12] for connection in connections]
     for connection in connections:
         connection.close()
-    assert set(statuses) == {b"408", b"429"}
+    # Nothing where the client had so much under way that closing reset the connection before it read the answer.
+    assert set(statuses) - {b""} == {b"408", b"429"}
 
 
 def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
@@ -110,7 +111,8 @@ def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
     body += b"--b--\r\n"
     assert guarded.http.post(large, content=photos["chelsea"], headers=JPEG | bearer("one")).status_code == 200
     unread = guarded.connect()
-    head = request(large, length=len(body)).replace(b"image/jpeg", b"multipart/form-data; boundary=b")
+    head = request(large, "Accept: application/x-safetensors", length=len(body))
+    head = head.replace(b"image/jpeg", b"multipart/form-data; boundary=b")
     unread.sendall(head + body)
     received = [answer_of(connection) for connection in waiting]
     assert received[0] == b""

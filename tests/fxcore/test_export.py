@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,27 +167,27 @@ def test_exporting_disturbs_nothing() -> None:
     """Inference in another thread meanwhile, and the module afterwards: torch traces in another process."""
     extractor = make("mobilenet_v3_small", {"C4": "C4"})
     inputs = photograph(extractor)
-    with torch.no_grad():
-        expected = extractor.module(*inputs)["C4"]
     done = threading.Event()
-    wrong: list[str] = []
 
-    def serve() -> None:
-        while not done.is_set():
-            try:
-                with torch.inference_mode():
+    def serve() -> list[str]:
+        wrong = []
+        with torch.inference_mode():
+            expected = extractor.module(*inputs)["C4"]  # by this thread, as another number of threads rounds otherwise
+            while not done.is_set():
+                try:
                     if not torch.equal(extractor.module(*inputs)["C4"], expected):
                         wrong.append("another value")
-            except Exception as error:
-                wrong.append(str(error))
-            time.sleep(0.01)  # for the other process
+                except Exception as error:
+                    wrong.append(str(error))
+                time.sleep(0.01)  # for the other process
+        return wrong
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        export(extractor, "torch_export")
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        try:
+            export(extractor, "torch_export")
+        finally:
+            done.set()
+        wrong = serving.result()
     assert not wrong
     assert not any(m.training for m in extractor.module.modules())
