@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
+
+# Read when torch is loaded: several processes test at a time, and idle threads of one would spin on the other's core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import PIL.Image
 import pytest
