@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -200,6 +201,8 @@ async def _infer(
     record = await _extractor(request, state, target, asked)
     await state.engine.load(record)
     wanted = _wanted(record, name, asked, options)
+    if len(wanted) < len(record.return_nodes):
+        options = replace(options, keys=frozenset(wanted))
     inputs = asked.images if asked.images is not None else asked.tensors
     result = await state.engine.features(record, inputs, options, deadline)
     written = time.perf_counter()

@@ -306,7 +306,7 @@ class Engine:
         }
         self._tiers.used(record, job.rows)
         return FeatureResult(
-            {key: outputs[key] for key in record.return_nodes},
+            {key: outputs[key] for key in record.return_nodes if key in outputs},
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
         )

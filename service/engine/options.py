@@ -25,12 +25,17 @@ class FeatureOptions:
         preprocess: ``default`` is the weights' own transform, to the bit; ``fast`` is within a grey level or two of it,
             or ten at hard edges of images over four times as large as needed; ``none`` only scales uint8 pixels to
             [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
+        keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
+            They are computed all the same: a batch is shared by requests that want different ones, and a graph for
+            each subset would have to be compiled and would split batches. Who wants less computed makes an extractor
+            of less, which shares its weights with this one.
     """
 
     pool: str = "none"
     dtype: str | None = None
     normalize: str | None = None
     preprocess: str = "default"
+    keys: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -41,6 +46,10 @@ class FeatureOptions:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
+
+    def wants(self, key: str) -> bool:
+        """Whether the output ``key`` is answered."""
+        return self.keys is None or key in self.keys
 
     def check(self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None) -> None:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.

@@ -71,13 +71,15 @@ def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: F
         BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
         ResponseTooLarge: more than ``limit``.
     """
-    layouts = {info.key: row_layout(info) for info in record.outputs}
+    layouts = {info.key: row_layout(info) for info in record.outputs if options.wants(info.key)}
     total = 0
     first: dict[str, list[int]] = {}
     for shape, rows in Counter(shapes).items():
-        for key, (dims, dtype) in row_size(record, shape).outputs.items():
-            options.check(key, dims, dtype, layouts[key])
-            dims, dtype = options.finished(dims, dtype, layouts[key])
+        outputs = row_size(record, shape).outputs
+        for key, layout in layouts.items():
+            dims, dtype = outputs[key]
+            options.check(key, dims, dtype, layout)
+            dims, dtype = options.finished(dims, dtype, layout)
             if dims != first.setdefault(key, dims):
                 raise cannot_stack(key, [tuple(first[key][1:]), tuple(dims[1:])])
             total += rows * _bytes(dims, dtype)

@@ -179,7 +179,14 @@ class DeviceWorker:
             values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
             del raw
             finished = [
-                (group, {key: options.finish(_select(value, taken), layout).cpu() for key, layout, value in values})
+                (
+                    group,
+                    {
+                        key: options.finish(_select(value, taken), layout).cpu()
+                        for key, layout, value in values
+                        if options.wants(key)
+                    },
+                )
                 for options, group, taken in _by_options(items)
             ]
         spent = time.monotonic() - started

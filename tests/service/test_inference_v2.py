@@ -119,6 +119,16 @@ def test_json_and_raw_bytes_give_the_same(tiny):
     assert np.array_equal(np.array(output["data"], np.float32), np.frombuffer(first, "<f4"))
 
 
+def test_an_output_that_is_not_asked_for_counts_not_against_the_answers_limit(make_client):
+    small = make_client(max_response_bytes=100_000)
+    config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "flatten": "b"}}
+    assert small.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}}).is_success
+    image = {"name": "x", "datatype": "FP32", "shape": [1, 3, 224, 224], "data": [0.5] * (3 * 224**2)}
+    assert small.post(INFER, json={"inputs": [image]}).status_code == 413
+    [output] = small.post(INFER, json={"inputs": [image], "outputs": [{"name": "b"}]}).json()["outputs"]
+    assert (output["name"], output["shape"]) == ("b", [1, 1000])
+
+
 def test_a_raw_tensor_and_a_raw_image(tiny):
     nothing = {"Inference-Header-Content-Length": "0"}
     by_tensor = tiny.post(INFER, content=np.ones((2, 3, 224, 224), np.float32).tobytes(), headers=nothing)

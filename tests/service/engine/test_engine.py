@@ -109,7 +109,13 @@ async def test_pool_normalize_and_cast(engine: MakeEngine, jpegs: list[bytes]) -
 
 
 async def test_requests_with_different_options_share_a_batch(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    options = [FeatureOptions(), FeatureOptions(pool="max"), FeatureOptions(dtype="bfloat16"), FeatureOptions()]
+    options = [
+        FeatureOptions(),
+        FeatureOptions(pool="max"),
+        FeatureOptions(dtype="bfloat16"),
+        FeatureOptions(keys=frozenset({"features.12"})),
+        FeatureOptions(),
+    ]
     async with engine() as running:
         record = await built(running)
         alone = [(await running.features(record, jpegs[:1], o)).outputs for o in options]
@@ -122,13 +128,23 @@ async def test_requests_with_different_options_share_a_batch(engine: MakeEngine,
         watched.open.set()
         answers = [(await task).outputs for task in tasks]
         await blocker
-    assert watched.sizes == [1, 4]
-    for answer, expected in zip(answers, alone, strict=True):
+    assert watched.sizes == [1, 4, 1]  # five are made a batch of a usual size and one more
+    for wanted, answer, expected in zip(options, answers, alone, strict=True):
+        assert list(answer) == (["features.12"] if wanted.keys else ["features.8", "features.12"])
         for key in answer:
             assert answer[key].dtype == expected[key].dtype
             assert_close(answer[key].float(), expected[key].float(), rtol=1e-2, atol=1e-5)
             # Nobody's answer keeps the whole batch in memory.
             assert answer[key].untyped_storage().nbytes() == answer[key].nbytes
+
+
+async def test_outputs_that_are_not_asked_for_cost_nothing(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine(max_response_bytes=100_000) as running:
+        record = await built(running, "resnet18", {"layer4": "map", "fc": "classes"})
+        with pytest.raises(ResponseTooLarge):
+            await running.features(record, jpegs[:1])
+        result = await running.features(record, jpegs[:1], FeatureOptions(keys=frozenset({"classes"})))
+    assert {key: values.shape for key, values in result.outputs.items()} == {"classes": (1, 1000)}
 
 
 async def test_images_of_different_sizes(engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]) -> None:
