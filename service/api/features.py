@@ -81,7 +81,7 @@ def _documentation(*problems: str) -> dict[str, Any]:
                         "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
                     },
                     "X-Fxserve-Weights": {
-                        "description": "The weights that the values come from.",
+                        "description": "The weights that the values come from, percent-encoded.",
                         "schema": {"type": "string"},
                         "example": "IMAGENET1K_V2",
                     },
@@ -242,11 +242,7 @@ async def _extract(
             answers.write, accepted, source, result.outputs, result.images, asked.encoding
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-    headers = {
-        "Server-Timing": state.timed(timings),
-        "X-Fxserve-Weights": record.weights,
-        "Vary": "Accept",
-    }
+    headers = {**state.answer_headers(record, timings), "Vary": "Accept"}
     return answers.PartsResponse(parts, accepted, headers)
 
 

@@ -212,14 +212,14 @@ async def _infer(
     outputs = {key: result.outputs[key] for key in wanted}
     claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
     parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
-    headers = {"X-Fxserve-Weights": record.weights, "Vary": "Accept-Encoding"}
+    headers = {"Vary": "Accept-Encoding"}
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)
     if packed is not None:
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers["Server-Timing"] = state.timed(timings)
+    headers |= state.answer_headers(record, timings)
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 

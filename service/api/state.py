@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, TypeVar
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -14,7 +15,7 @@ from fastapi import Depends, Request
 
 from fxcore.catalog import ModelEntry, get_model, list_models
 from fxcore.errors import UnknownModel
-from service.engine import Engine
+from service.engine import Engine, ExtractorRecord
 from service.metrics import STAGES, Metrics
 from service.settings import Settings
 
@@ -84,12 +85,18 @@ class State:
             )
         return entry
 
-    def timed(self, milliseconds: Mapping[str, float]) -> str:
-        """Tell metrics and traces how long the stages of this request took; the ``Server-Timing`` that says it."""
+    def answer_headers(self, record: ExtractorRecord, milliseconds: Mapping[str, float]) -> dict[str, str]:
+        """What every answer with features says beside them; metrics and traces are told how long the stages took.
+
+        Weights are called as their file is, in whatever script, and headers are ASCII: the name is percent-encoded.
+        """
         self.metrics.observe_stages(milliseconds)
         if self.traces is not None:
             self.traces.stages(milliseconds)
-        return ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES)
+        return {
+            "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
+            "X-Fxserve-Weights": quote(record.weights, safe=":"),
+        }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` on a graph off the event loop."""

@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import urllib.parse
 
 import numpy as np
 import PIL.Image
@@ -265,9 +267,28 @@ def test_weights_from_a_file(make_client, photos, reference, tmp_path):
     client = make_client(weights_dir=tmp_path)
     url = "/v1/models/squeezenet1_1/features?nodes=features.5&weights=file:mine.safetensors"
     answer = client.post(url, content=photos["chelsea"], headers=JPEG)
-    assert answer.json()["weights"] == "file:mine.safetensors"
+    assert answer.json()["weights"] == answer.headers["x-fxserve-weights"] == "file:mine.safetensors"
     node = answer.json()["outputs"][0]["node"]
     close(tensors(answer)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+
+
+def test_weights_files_of_any_name(make_client, photos, tmp_path):
+    """Headers are ASCII, names of files are not."""
+    name = "重み, 100 %.safetensors"
+    safetensors.torch.save_file(torchvision.models.squeezenet1_1(weights=None).state_dict(), tmp_path / name)
+    (tmp_path / os.fsdecode(b"no text: \xe9.safetensors")).write_bytes(b"")
+    client = make_client(weights_dir=tmp_path)
+    spec = {"model": "squeezenet1_1", "weights": f"file:{name}", "return_nodes": ["features.5"], "name": "odd"}
+    assert client.post("/v1/extractors", json=spec).json()["weights"] == f"file:{name}"
+    for path in ("/v1/extractors/odd/features", "/v2/models/odd/infer"):
+        for accept in ("application/json", "application/x-safetensors"):
+            answer = client.post(path, content=photos["chelsea"], headers=JPEG | {"accept": accept})
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-fxserve-weights"].isascii()
+            assert urllib.parse.unquote(answer.headers["x-fxserve-weights"]) == f"file:{name}"
+    refused = client.post("/v1/extractors", json=spec | {"weights": "file:gone", "name": "other"})
+    assert refused.status_code == 422
+    assert f"file:{name}" in refused.json()["available"]
 
 
 @pytest.mark.parametrize("accept", ["application/json", "application/x-safetensors", "application/x-npz"])
