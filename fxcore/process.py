@@ -12,12 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.ao.nn.quantized.modules.conv import _ConvNd
+
+from fxcore.errors import said
 
 LONGEST = 900.0
 """Seconds after which a process is given up."""
@@ -39,6 +43,7 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """What :func:`save_module` wrote, on the CPU, the module in eval mode; the file is deleted."""
     file = folder / _FILE
+    _let_int8_convolutions_load()
     # Written by the parent process a moment ago, into a folder of its own.
     saved = torch.load(file, weights_only=False, map_location="cpu")
     file.unlink()
@@ -51,9 +56,18 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     return module.eval().requires_grad_(False), saved
 
 
-def run(
-    program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None
-) -> None:
+def _let_int8_convolutions_load() -> None:
+    """Torch's int8 convolutions fill in their attributes when they are unpickled, and forget to be a module first."""
+    fill = _ConvNd.__setstate__
+
+    def module_first(self: Any, state: Any) -> None:
+        nn.Module.__init__(self)
+        fill(self, state)
+
+    _ConvNd.__setstate__ = module_first  # type: ignore[method-assign]
+
+
+def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None) -> None:
     """``python -m program folder``, on one thread; ``folder/log`` has what it printed.
 
     Args:
@@ -88,3 +102,17 @@ def run(
     if child.returncode:
         lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
         raise ProcessFailed(f"failed: {lines[-1].strip()[:300] if lines else f'exit status {child.returncode}'}")
+
+
+def main(work: Callable[[Path], None]) -> None:
+    """What the program of :func:`run` is: ``work`` in the folder that its command line names.
+
+    Where it fails, the last line that it prints is the reason.
+    """
+    os.nice(10)  # a service answers requests meanwhile
+    try:
+        work(Path(sys.argv[1]))
+    except Exception as error:
+        traceback.print_exc()
+        print(said(error), file=sys.stderr)
+        sys.exit(1)

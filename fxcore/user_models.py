@@ -37,7 +37,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation, VideoClassification
 
 from fxcore.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
-from fxcore.errors import FxError
+from fxcore.errors import FxError, said
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 
 FILE = "models.toml"
@@ -167,7 +167,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     except BadUserModel:
         raise
     except Exception as error:
-        raise BadUserModel(f"its builder failed: {_said(error)}") from error
+        raise BadUserModel(f"its builder failed: {said(error)}") from error
     params = sum(parameter.numel() for parameter in built.parameters())
     info = FileWeights(weights, "", params, {}, (), model.weights)
     return UserEntry(name, task, entry.builder, {weights: info}, weights, preset=preset)
@@ -180,7 +180,7 @@ def _of_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
             try:
                 model = point.load()
             except Exception as error:
-                raise BadUserModel(f"its entry point {point.value} cannot be loaded: {_said(error)}") from error
+                raise BadUserModel(f"its entry point {point.value} cannot be loaded: {said(error)}") from error
             if not isinstance(model, UserModel):
                 raise BadUserModel(f"its entry point {point.value} is no fxcore.UserModel but {type(model).__name__}")
             return model
@@ -230,7 +230,7 @@ def _imported(path: str) -> Callable[..., nn.Module]:
     try:
         builder = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except Exception as error:
-        raise BadUserModel(f"its builder {path} cannot be imported: {_said(error)}") from error
+        raise BadUserModel(f"its builder {path} cannot be imported: {said(error)}") from error
     if not callable(builder):
         raise BadUserModel(f"its builder {path} is {type(builder).__name__}, which cannot be called")
     return builder
@@ -318,7 +318,3 @@ def _with_inputs_only(model: nn.Module) -> nn.Module:
     exec(f"def narrowed(self, {', '.join(needed)}): return forward(self, {', '.join(needed)})", scope)
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": scope["narrowed"]})
     return model
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore import process
-from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, tensors_of
+from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, lowering, tensors_of
 
 T = TypeVar("T")
 
@@ -48,12 +48,12 @@ def compiled(
         job: what else the child's function for ``backend`` is told; JSON.
 
     Raises:
-        LoweringFailed: the child failed, took too long, or was cancelled.
+        LoweringFailed: the child failed, took too long, or was cancelled; or what it made cannot be loaded.
     """
     settings: Json = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
     calibration = options.calibration if options.precision == "int8" else ()
     key = _key(module, settings, [*example, *(x for row in calibration for x in row)], packages)
-    with contextlib.ExitStack() as stack:
+    with lowering(backend), contextlib.ExitStack() as stack:
         home = options.cache
         if home is None or not _writable(home):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True)))
@@ -66,7 +66,7 @@ def compiled(
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
         stack.callback(shutil.rmtree, fresh, True)
-        process.save_module(fresh, module, example=example, calibration=calibration)
+        process.save_module(fresh, module, example=example, calibration=list(calibration))
         (fresh / "job.json").write_text(json.dumps(settings))
         _lower(backend, fresh, options)
         with contextlib.suppress(OSError):  # another process was faster

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,13 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, said
 
 Inputs = tuple[Tensor, ...]
 
 
 class LoweringFailed(FxError):
     """A backend could not lower a module; ``backend`` says which."""
+
+
+@contextlib.contextmanager
+def lowering(backend: str) -> Iterator[None]:
+    """Whatever goes wrong in here, and compilers fail in many ways, is a :class:`LoweringFailed` of ``backend``."""
+    try:
+        yield
+    except LoweringFailed:
+        raise
+    except Exception as error:
+        why = error.detail if isinstance(error, FxError) else said(error)
+        raise LoweringFailed(f"{backend} could not lower the model: {why}", backend=backend) from error
 
 
 @dataclass(frozen=True)
@@ -112,12 +125,6 @@ def tensors_of(module: torch.nn.Module) -> list[Tensor]:
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, int]:
     """Bytes of the storages of ``tensors`` by address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-def said(error: BaseException, limit: int = 300) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__
 
 
 Json = dict[str, Any]

@@ -1,31 +1,28 @@
 """The process in which torch.export and the compilers run: ``python -m fxcore.backends.child DIR``.
 
-DIR holds a module and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact. The last
-line of what is printed is the reason where it fails.
+DIR holds a module and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxcore.backends.base import Inputs, said
-from fxcore.process import load_module
+from fxcore import process
+from fxcore.backends.base import Inputs
+from fxcore.backends.ir import converted
 
 
-def main(folder: Path) -> None:
-    os.nice(10)  # a service answers requests meanwhile
+def work(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
-    module, saved = load_module(folder)
+    module, saved = process.load_module(folder)
     example: Inputs = saved["example"]
     if job["backend"] == "openvino":
-        _to_openvino(module, example, saved["calibration"] if job["int8"] else None, folder)
+        _to_openvino(module, example, saved["calibration"], folder)
     else:
         _to_inductor(module, example, job, folder)
 
@@ -43,20 +40,10 @@ def exported(module: nn.Module, example: Inputs) -> Any:
             return torch.export.export(module, example, dynamic_shapes=fixed)
 
 
-def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs] | None, folder: Path) -> None:
+def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> None:
     import openvino
 
-    model = openvino.convert_model(exported(module, example))
-    if calibration is not None:
-        import nncf
-
-        attention = any("Attention" in type(m).__name__ for m in module.modules())
-        model = nncf.quantize(
-            model,
-            nncf.Dataset([[x.numpy() for x in row] for row in calibration]),
-            subset_size=len(calibration),
-            model_type=nncf.ModelType.TRANSFORMER if attention else None,
-        )
+    model = converted(exported(module, example), module, calibration)
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 
@@ -74,11 +61,4 @@ def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        print(said(error), file=sys.stderr)
-        sys.exit(1)
+    process.main(work)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.base import Inputs, LoweringFailed, Options, said
+from fxcore.backends.base import Inputs, Options, lowering
 from fxcore.backends.eager import EagerModule
 
 LARGEST = 64
@@ -29,13 +29,10 @@ class CudaGraphs:
         return "CUDA graphs have no int8 arithmetic" if precision == "int8" else None
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> GraphedModule:
-        try:
+        with lowering(self.name):
             lowered = GraphedModule(EagerModule(module), example)
             lowered(*(x[:1] for x in example))
-        except Exception as error:
-            detail = f"the model cannot be recorded as a CUDA graph: {said(error)}"
-            raise LoweringFailed(detail, backend=self.name) from error
-        return lowered
+            return lowered
 
 
 class GraphedModule:

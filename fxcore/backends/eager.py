@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.backends.base import Inputs, LoweringFailed, Options, said, storages_of, tensors_of
-from fxcore.quantize import CannotQuantize, quantize
+from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
+from fxcore.quantize import quantize
 from fxcore.transforms.fuse_conv_bn import (
     _fused_sequence,
     affine_of_module,
@@ -53,12 +53,8 @@ class Eager:
         return None
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule | EagerInt8:
-        try:
+        with lowering(self.name):
             return EagerInt8(module, options) if options.precision == "int8" else EagerModule(module)
-        except CannotQuantize as error:
-            raise LoweringFailed(f"eager could not prepare the model: {error.detail}", backend=self.name) from error
-        except Exception as error:
-            raise LoweringFailed(f"eager could not prepare the model: {said(error)}", backend=self.name) from error
 
 
 class EagerModule:
@@ -88,13 +84,14 @@ class EagerInt8:
     """A :class:`~fxcore.backends.base.Lowered` of torch's int8 kernels.
 
     Attributes:
+        module: its graph.
         layers: what each layer loses, the one that loses most first.
     """
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         found = quantize(module, options.calibration)
         self.layers = found.layers
-        self._module = found.module
+        self.module = found.module
         self._channels_last = has_2d_convolutions(module)
         packed = found.module.state_dict().values()  # weights are packed in memory that no tensor shows
         self._bytes = sum(value.nbytes for value in packed if isinstance(value, Tensor))
@@ -103,7 +100,7 @@ class EagerInt8:
         if self._channels_last:
             inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
         with torch.inference_mode():
-            outputs: dict[str, Tensor] = self._module(*inputs)
+            outputs: dict[str, Tensor] = self.module(*inputs)
             return outputs
 
     def storages(self) -> dict[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
-from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs, said
+from fxcore.backends.base import Inputs, Options, by_key, distinct_outputs
 
 
 class Inductor:
@@ -30,20 +30,15 @@ class Inductor:
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> InductorModule:
         unique, places = distinct_outputs(module)
-        try:
-            return compiled(
-                self.name,
-                unique,
-                example,
-                options,
-                (),
-                lambda folder: InductorModule(str(folder / "model.pt2"), places),
-                cuda=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else None,
-            )
-        except LoweringFailed:
-            raise
-        except Exception as error:
-            raise LoweringFailed(f"inductor could not compile the model: {said(error)}", backend=self.name) from error
+        return compiled(
+            self.name,
+            unique,
+            example,
+            options,
+            (),
+            lambda folder: InductorModule(str(folder / "model.pt2"), places),
+            cuda=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else None,
+        )
 
 
 class InductorModule:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
-from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs, said
+from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 
 _REMEMBERED_SHAPES = 64
 
@@ -40,20 +40,15 @@ class OpenVINO:
             raise LoweringFailed("int8 needs images to calibrate on", backend=self.name)
         unique, places = distinct_outputs(module)
         packages = ("openvino", "nncf") if int8 else ("openvino",)
-        try:
-            return compiled(
-                self.name,
-                unique,
-                example,
-                options,
-                packages,
-                lambda folder: OpenVINOModule(folder / "model.xml", places, options.threads),
-                int8=int8,
-            )
-        except LoweringFailed:
-            raise
-        except Exception as error:
-            raise LoweringFailed(f"openvino could not compile the model: {said(error)}", backend=self.name) from error
+        return compiled(
+            self.name,
+            unique,
+            example,
+            options,
+            packages,
+            lambda folder: OpenVINOModule(folder / "model.xml", places, options.threads),
+            int8=int8,
+        )
 
 
 class OpenVINOModule:

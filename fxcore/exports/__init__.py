@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxcore.exports.base import CannotExport, ExportUnavailable, UnknownFormat, require_float, said
+from torch import Tensor
+
+from fxcore.errors import said
+from fxcore.exports.base import CannotExport, ExportUnavailable, UnknownFormat, require_float
 from fxcore.exports.captured import written
 from fxcore.exports.folder import export_folder, folder_zip
 from fxcore.extractor import Extractor
@@ -34,6 +38,7 @@ class ExportFormat:
         media_type: of the file.
         packages: what must be installed to write it, beside torch.
         named_outputs: outputs have names in the format itself, and each is a tensor of its own.
+        int8: it can hold torch's own int8 layers.
     """
 
     name: str
@@ -41,6 +46,7 @@ class ExportFormat:
     media_type: str
     packages: tuple[str, ...] = ()
     named_outputs: bool = False
+    int8: bool = False
 
 
 FORMATS = {
@@ -50,13 +56,18 @@ FORMATS = {
         ExportFormat("torch_export", ".pt2", "application/octet-stream"),
         ExportFormat("onnx", ".onnx", "application/octet-stream", ("onnx", "onnxscript"), named_outputs=True),
         ExportFormat("openvino", ".zip", "application/zip", ("openvino",), named_outputs=True),
-        ExportFormat("torchscript", ".pt", "application/octet-stream"),
+        ExportFormat("torchscript", ".pt", "application/octet-stream", int8=True),
     )
 }
 """By name. ``fx`` and ``openvino`` are zips of several files."""
 
 
-def export(extractor: Extractor, format: str, cancelled: threading.Event | None = None) -> bytes:
+def export(
+    extractor: Extractor,
+    format: str,
+    cancelled: threading.Event | None = None,
+    calibration: Sequence[tuple[Tensor, ...]] = (),
+) -> bytes:
     """``extractor`` as the bytes of one file; it stays as it is, and other threads may run it meanwhile.
 
     All formats but ``fx`` are written in a process of its own (see :mod:`fxcore.process`), which takes a few seconds
@@ -65,6 +76,8 @@ def export(extractor: Extractor, format: str, cancelled: threading.Event | None 
     Args:
         format: a key of :data:`FORMATS`.
         cancelled: once set, an export that takes long ends early.
+        calibration: for ``openvino``, inputs of one row each (:func:`fxcore.photos.calibration_rows`): it is written in
+            int8 then, by NNCF, as the backend of that name computes it.
 
     Raises:
         UnknownFormat: no such format.
@@ -85,7 +98,8 @@ def export(extractor: Extractor, format: str, cancelled: threading.Event | None 
             format=format[:64],
             available=list(FORMATS),
         )
-    missing = [package for package in found.packages if importlib.util.find_spec(package) is None]
+    packages = (*found.packages, "nncf") if calibration else found.packages
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ExportUnavailable(
             f"export to {format} needs {', '.join(missing)}, not installed here; "
@@ -93,11 +107,14 @@ def export(extractor: Extractor, format: str, cancelled: threading.Event | None 
             format=format,
             missing=missing,
         )
-    require_float(extractor, format)
+    if calibration and format != "openvino":
+        raise CannotExport(f"{format} is written as the extractor is; int8 is made of it for openvino", format=format)
+    if not found.int8:
+        require_float(extractor, format)
     try:
         if format == "fx":
             return folder_zip(extractor)
-        return written(extractor, format, found.named_outputs, cancelled)
+        return written(extractor, format, found.named_outputs, cancelled, calibration)
     except CannotExport:
         raise
     except Exception as error:  # code generation and pickling fail in many ways

@@ -25,27 +25,37 @@ class CannotExport(FxError):
     """This model cannot be written in that ``format``."""
 
 
+def holds_int8(extractor: Extractor) -> bool:
+    """Whether it computes in torch's own int8, whose packed weights torch alone can read."""
+    return any(type(part).__module__.startswith("torch.ao.nn.") for part in extractor.module.modules())
+
+
 def require_float(extractor: Extractor, format: str) -> None:
     """
     Raises:
-        CannotExport: the model computes in torch's own int8, which only torch.fx's code and torch's kernels know.
+        CannotExport: the extractor computes in torch's own int8, which of all formats TorchScript can hold.
     """
-    if extractor.graph.entry.is_quantized(extractor.graph.weights):
+    if holds_int8(extractor):
         raise CannotExport(
-            f"{extractor.graph.entry.name} holds torch's own int8 layers, which {format} cannot express; "
-            "export the float model of that name instead",
+            f"this extractor of {extractor.graph.entry.name} computes in torch's own int8, which {format} cannot "
+            "express; export it as torchscript, or export an extractor in float32",
             format=format,
         )
 
 
-def description(extractor: Extractor) -> dict[str, Any]:
-    """What a user of an export has to know, for JSON: inputs, preprocessing, and which key is which node."""
+def description(extractor: Extractor, int8: bool = False) -> dict[str, Any]:
+    """What a user of an export has to know, for JSON: inputs, preprocessing, and which key is which node.
+
+    Args:
+        int8: whether writing it makes int8 of it.
+    """
     graph = extractor.graph
     return {
         "model": graph.entry.name,
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
         "dtype": str(extractor.dtype).removeprefix("torch."),
+        "arithmetic": "int8" if int8 or holds_int8(extractor) else str(extractor.dtype).removeprefix("torch."),
         "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in extractor.inputs],
         "preprocessing": graph.preprocessing.describe(),
         "outputs": [{"key": o.key, "node": o.node, "shape": o.shape, "layout": o.layout} for o in extractor.outputs],
@@ -53,9 +63,9 @@ def description(extractor: Extractor) -> dict[str, Any]:
     }
 
 
-def description_json(extractor: Extractor) -> bytes:
+def description_json(extractor: Extractor, int8: bool = False) -> bytes:
     """The description as a file."""
-    return json.dumps(description(extractor), indent=2, default=str).encode() + b"\n"
+    return json.dumps(description(extractor, int8), indent=2, default=str).encode() + b"\n"
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
@@ -65,9 +75,3 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
         for name, data in sorted(files.items()):
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data)
     return buffer.getvalue()
-
-
-def said(error: BaseException, limit: int = 300) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__

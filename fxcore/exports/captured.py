@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class Captured:
         inputs: two photographs as inputs of the nominal size, in the extractor's precision.
         input_names, keys: names of inputs and outputs, in order.
         description: JSON, see :func:`fxcore.exports.base.description`.
+        calibration: inputs, one row each, for a format that makes int8 of it; none where it stays as it is.
     """
 
     model: str
@@ -38,16 +39,22 @@ class Captured:
     input_names: list[str]
     keys: list[str]
     description: bytes
+    calibration: list[tuple[Tensor, ...]]
 
 
 def written(
-    extractor: Extractor, format: str, named_outputs: bool, cancelled: threading.Event | None = None
+    extractor: Extractor,
+    format: str,
+    named_outputs: bool,
+    cancelled: threading.Event | None = None,
+    calibration: Sequence[tuple[Tensor, ...]] = (),
 ) -> bytes:
     """The file that a process of its own (:mod:`fxcore.exports.child`) makes of ``extractor``.
 
     Args:
         named_outputs: the format names its outputs itself and takes no dict.
         cancelled: once set, the process is ended.
+        calibration: see :func:`fxcore.exports.export`.
 
     Raises:
         CannotExport: the process said so, or failed.
@@ -61,9 +68,9 @@ def written(
     with tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         module = as_tuple(extractor.module) if named_outputs else extractor.module
-        process.save_module(folder, module, inputs=example(extractor))
+        process.save_module(folder, module, inputs=example(extractor), calibration=list(calibration))
         (folder / _JOB).write_text(json.dumps(job))
-        (folder / _DESCRIPTION).write_bytes(description_json(extractor))
+        (folder / _DESCRIPTION).write_bytes(description_json(extractor, bool(calibration)))
         try:
             process.run("fxcore.exports.child", folder, {}, cancelled)
         except process.ProcessFailed as error:
@@ -80,8 +87,9 @@ def load(folder: Path) -> tuple[str, Captured]:
     job = json.loads((folder / _JOB).read_text())
     module, beside = process.load_module(folder)
     description = (folder / _DESCRIPTION).read_bytes()
-    captured = Captured(job["model"], module, beside["inputs"], job["input_names"], job["keys"], description)
-    return job["format"], captured
+    return job["format"], Captured(
+        job["model"], module, beside["inputs"], job["input_names"], job["keys"], description, beside["calibration"]
+    )
 
 
 def finish(folder: Path, result: bytes) -> None:

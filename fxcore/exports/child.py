@@ -1,17 +1,15 @@
 """The process in which torch traces an extractor for export: ``python -m fxcore.exports.child DIR``.
 
-:mod:`fxcore.exports.captured` fills DIR and reads the result from it. The last line of what is printed is the reason
-where it fails.
+:mod:`fxcore.exports.captured` fills DIR and reads the result from it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
+from fxcore import process
 from fxcore.exports import captured
-from fxcore.exports.base import CannotExport, said
+from fxcore.exports.base import CannotExport
 from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino
 from fxcore.exports.program import export_program
@@ -25,8 +23,7 @@ WRITERS = {
 }
 
 
-def main(folder: Path) -> None:
-    os.nice(10)  # a service answers requests meanwhile
+def work(folder: Path) -> None:
     format, extractor = captured.load(folder)
     try:
         captured.finish(folder, WRITERS[format](extractor))
@@ -36,11 +33,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        print(said(error), file=sys.stderr)
-        sys.exit(1)
+    process.main(work)

@@ -1,10 +1,11 @@
-"""OpenVINO IR: a zip with ``model.xml``, ``model.bin`` and a description."""
+"""OpenVINO IR, in float or in int8: a zip with ``model.xml``, ``model.bin`` and a description."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
+from fxcore.backends.ir import converted
 from fxcore.exports.base import zipped
 from fxcore.exports.captured import Captured
 from fxcore.exports.program import exported
@@ -14,7 +15,7 @@ def export_openvino(extractor: Captured) -> bytes:
     """The bytes of the zip; the model's inputs and outputs have the extractor's names."""
     import openvino
 
-    model = openvino.convert_model(exported(extractor.module, extractor.inputs))
+    model = converted(exported(extractor.module, extractor.inputs), extractor.module, extractor.calibration)
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
 
-from fxcore.exports import FORMATS, export
+from fxcore.exports import FORMATS, CannotExport, export
+from fxcore.extractor import Extractor
 from service.access import require_admin
 from service.api.extractors import DEFAULT_WAIT, IdOrName, loaded
-from service.api.state import Shared
+from service.api.state import Shared, State
+from service.engine import ExtractorRecord
+from service.engine.checks import calibration_of
+from service.engine.tiers import int8_graph
 from service.problems import documented
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"])
 
-Format = Literal["fx", "torch_export", "onnx", "openvino"]
+Format = Literal["fx", "torch_export", "onnx", "openvino", "torchscript"]
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -53,19 +58,42 @@ async def download(
         Format,
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
-            "`openvino`: a zip with the IR. All run without this service and take any number of images."
+            "`openvino`: a zip with the IR; `torchscript`, which torch has deprecated. All run without this service "
+            "and take any number of images. An extractor in int8 is exported in int8, which one format can hold: "
+            "`openvino` where that backend serves it, `torchscript` where eager does."
         ),
     ] = "fx",
 ) -> Response:
-    """An extractor as a file: what it computes in eager, before any backend took over."""
+    """An extractor as a file: its graph with its transforms and weights, before any backend lowered it."""
     record = state.engine.find(extractor)
     with record.in_use():
         built = await loaded(state, record, DEFAULT_WAIT)
         cancelled = threading.Event()
         try:
-            data = await state.in_exporter(lambda: export(built, format, cancelled))
+            data = await state.in_exporter(lambda: _written(state, record, built, format, cancelled))
         finally:
             cancelled.set()  # where nobody waits any more
     chosen = FORMATS[format]
     name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
+
+
+def _written(
+    state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
+) -> bytes:
+    """
+    Raises:
+        CannotExport: ``format`` cannot hold the int8 that serves.
+    """
+    if record.spec.precision != "int8":
+        return export(built, format, cancelled)
+    graph = int8_graph(record)
+    if graph is not None:
+        return export(replace(built, module=graph), format, cancelled)
+    if format != "openvino":
+        raise CannotExport(
+            f"this extractor computes in int8 on openvino, which {format} cannot express; export it as openvino, or "
+            "export an extractor in float32",
+            format=format,
+        )
+    return export(built, format, cancelled, calibration_of(record, state.settings.calibration_dir))

@@ -16,7 +16,8 @@ from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
 from service.engine.errors import NotReady
 from service.problems import Refusal, documented, problem
-from service.schemas import ExtractorDetail, ExtractorList, ExtractorSpec, GraphFormat
+from service.schemas import ExtractorDetail, ExtractorList, ExtractorSpec
+from service.schemas_graphs import GraphFormat
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"])
 
@@ -185,8 +186,8 @@ async def show_graph(
     profile: Annotated[
         bool,
         Query(
-            description="With each node's time and memory on a photograph, in eager, as medians over runs; JSON only. "
-            "Measured once, between requests."
+            description="With each node's time and memory on a photograph, as medians over runs, between requests; "
+            "JSON only. Nodes are measured in eager, one by one, whatever backend serves; its time is told beside them."
         ),
     ] = False,
     depth: graphs.Depth = None,
@@ -218,7 +219,7 @@ async def show_code(state: Shared, extractor: IdOrName) -> Response:
 
 
 async def _profiled(state: State, record: ExtractorRecord) -> bytes:
-    key = ("profile", record.id)
+    key = ("profile", record.id, record.backend)
     async with state.profiling:
         answer = state.graphs.get(key)
         if answer is None:
@@ -226,14 +227,12 @@ async def _profiled(state: State, record: ExtractorRecord) -> bytes:
                 built = await loaded(state, record, DEFAULT_WAIT)
                 found = await state.engine.profile(record, built)
                 graph = built.module.graph
-                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", profile=found))
+                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", measured=found))
             state.graphs.put(key, answer)
     return answer
 
 
-async def _drawn(
-    state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None
-) -> bytes:
+async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
     key = ("extractor", record.id, format, depth)
     answer = state.graphs.get(key)
     if answer is None:

@@ -11,11 +11,11 @@ from fastapi import Query
 from torch import fx
 
 from fxcore.graphs import ModelGraph, NodeInfo
-from fxcore.profile import Profile
 from fxcore.render import render
 from fxcore.tracing import PATH
 from service.codecs.negotiation import choose
-from service.schemas import GraphDocument, GraphFormat
+from service.engine.profiling import Measured
+from service.schemas_graphs import GraphDocument, GraphFormat
 
 # Media type of each format, and what else in Accept means it. The first line is the answer to */*.
 MEDIA_TYPES: dict[GraphFormat, str] = {
@@ -75,7 +75,7 @@ def write(graph: ModelGraph, format: GraphFormat, depth: int | None = None) -> b
 
 
 def write_part(
-    graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, profile: Profile | None = None
+    graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
 ) -> bytes:
     """The part of ``graph`` that an extractor runs, as JSON with what was measured of it."""
     if format != "json":
@@ -87,11 +87,11 @@ def write_part(
         "flops": sum(node.flops for node in nodes),
         "nodes": len(nodes),
     }
-    return _document(graph, nodes, totals, profile)
+    return _document(graph, nodes, totals, measured)
 
 
 def _document(
-    graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int], profile: Profile | None = None
+    graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int], measured: Measured | None = None
 ) -> bytes:
     document = {
         "model": graph.entry.name,
@@ -100,8 +100,12 @@ def _document(
         "totals": totals,
         "closed": closed_parts(graph),
     }
-    if profile is not None:
+    if measured is not None:
+        profile = measured.profile
         document["profile"] = {
+            "backend": "eager",
+            "precision": measured.precision,
+            "serving": {"backend": measured.backend, "milliseconds": measured.milliseconds},
             "runs": profile.runs,
             "milliseconds": profile.milliseconds,
             "peak_bytes": profile.peak_bytes,

@@ -12,7 +12,8 @@ from fxcore.graphs import ModelGraph, model_graph
 from service.api import graphs
 from service.api.state import Shared
 from service.problems import Refusal, documented
-from service.schemas import GraphFormat, ModelDetail, ModelList, NodeList
+from service.schemas import ModelDetail, ModelList, NodeList
+from service.schemas_graphs import GraphFormat
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 

@@ -172,10 +172,13 @@ def example_rows(
     Args:
         folder: of photographs to calibrate on instead of those that are shipped.
     """
-    size = record.preprocessing.nominal_size()
-    rows = check_rows(record.preprocessing, record.inputs, photos(), size)
-    calibration = []
-    if record.spec.precision == "int8":
-        count = CALIBRATION_IMAGES if folder is None else 256
-        calibration = calibration_rows(record.preprocessing, record.inputs, size, folder, count)
+    rows = check_rows(record.preprocessing, record.inputs, photos(), record.preprocessing.nominal_size())
+    calibration = calibration_of(record, folder) if record.spec.precision == "int8" else []
     return [tuple(x.to(device, record.dtype) for x in row) for row in rows], calibration
+
+
+def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:
+    """What int8 of ``record`` is calibrated on, one row each: photographs in ``folder``, or those that are shipped."""
+    count = CALIBRATION_IMAGES if folder is None else 256
+    size = record.preprocessing.nominal_size()
+    return calibration_rows(record.preprocessing, record.inputs, size, folder, count)

@@ -20,7 +20,6 @@ import torch
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
-from fxcore.profile import Profile
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
@@ -33,7 +32,7 @@ from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models
 from service.engine.preload import preload_spec
-from service.engine.profiling import profiled
+from service.engine.profiling import Measured, profiled
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
 from service.engine.tiers import Tiers
@@ -223,7 +222,7 @@ class Engine:
             raise record.problem.with_traceback(None)
         return record
 
-    async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Profile:
+    async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Measured:
         """Where the time and memory of ``extractor``, which ``record`` runs, go; measured between requests."""
         return await profiled(record, extractor, self._queue)
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager, first_choice
-from fxcore.backends.base import said
 from fxcore.backends.eager import EagerInt8
+from fxcore.errors import said
 from fxcore.extractor import Extractor
 from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
@@ -278,6 +278,12 @@ def names_floats(spec: ExtractorSpec) -> bool:
     return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)
 
 
+def int8_graph(record: ExtractorRecord) -> fx.GraphModule | None:
+    """The graph of torch's int8 kernels that serves ``record``, where eager does so in int8."""
+    run = record.run.lowered if isinstance(record.run, OneSize) else record.run
+    return run.module if isinstance(run, EagerInt8) else None
+
+
 def _layers(lowered: Lowered) -> dict[str, Any]:
     """The layers that lose most in int8, where the backend knows."""
     return {"layers": [asdict(e) for e in lowered.layers[:SHOWN_LAYERS]]} if isinstance(lowered, EagerInt8) else {}
@@ -305,17 +311,17 @@ class OneSize:
     """A backend that was asked for by name and only agrees with eager for inputs of the usual size."""
 
     def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
-        self._lowered = lowered
+        self.lowered = lowered
         self._row_shapes = row_shapes
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         if tuple(x.shape[1:] for x in inputs) != self._row_shapes:
             wanted = ", ".join(" x ".join(map(str, shape)) for shape in self._row_shapes)
             raise ValueError(f"this backend was compiled for inputs of {wanted}; ask for backend=auto for other sizes")
-        return self._lowered(*inputs)
+        return self.lowered(*inputs)
 
     def storages(self) -> dict[int, int]:
-        return self._lowered.storages()
+        return self.lowered.storages()
 
 
 class Swapped:

@@ -21,7 +21,8 @@ from torch import fx
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
-from fxcore.photos import check_rows, photos
+from fxcore.photos import calibration_rows, check_rows, photos
+from fxcore.quantize import quantize
 from fxcore.transforms import apply_transforms
 from fxcore.verify import verify
 
@@ -138,15 +139,55 @@ def test_a_transformed_extractor_keeps_its_transform(tmp_path: Path) -> None:
     check(extractor, "fx", data, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def calibrated() -> tuple[Extractor, list[tuple[torch.Tensor, ...]]]:
+    """A float extractor, and photographs to calibrate int8 on."""
+    extractor = make("resnet18", {"C2": "C2"})
+    graph = extractor.graph
+    return extractor, calibration_rows(graph.preprocessing, extractor.inputs, graph.input_size, count=4)
+
+
+def test_int8_of_torch_is_exported_as_it_is(
+    calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
+) -> None:
+    """By the one format that can hold it; all others say so."""
+    extractor, rows = calibrated
+    quantized = replace(extractor, module=quantize(extractor.module, rows).module)
+    data = export(quantized, "torchscript")
+    assert len(data) < 0.5 * sum(p.nbytes for p in extractor.module.parameters())
+    check(quantized, "torchscript", data, tmp_path, (1, 3))
+    for format in set(FORMATS) - {"torchscript"}:
+        with pytest.raises(CannotExport, match=r"int8, which .* export it as torchscript"):
+            export(quantized, format)
+
+
+def test_int8_of_openvino_is_made_by_its_export(
+    calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
+) -> None:
+    pytest.importorskip("nncf")
+    extractor, rows = calibrated
+    data = export(extractor, "openvino", calibration=rows)
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    assert len(archive.read("model.bin")) < 0.3 * sum(p.nbytes for p in extractor.module.parameters())
+    assert json.loads(archive.read("extractor.json"))["arithmetic"] == "int8"
+    file = tmp_path / "download.zip"
+    file.write_bytes(data)
+    inputs = photograph(extractor)
+    save_file({"0": inputs[0]}, tmp_path / "inputs1.safetensors")
+    program = PROGRAM.format(load=LOADERS["openvino"].replace("\n", "\n        "))
+    subprocess.run([sys.executable, "-I", "-c", program, file.name, "1"], cwd=tmp_path, check=True, timeout=300)
+    values = load_file(tmp_path / "outputs1.safetensors")
+    found = verify(extractor.module, lambda x: values, inputs)
+    assert found.cosine > 0.98
+    assert found.relative > 1e-3
+    with pytest.raises(CannotExport, match="int8 is made of it for openvino"):
+        export(extractor, "onnx", calibration=rows)
+
+
 def test_what_cannot_be_exported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     extractor = make("resnet18", {"C2": "C2"})
     with pytest.raises(UnknownFormat, match="there are fx, torch_export, onnx"):
         export(extractor, "coreml")
-    graph = model_graph("quantized_resnet18", get_model("quantized_resnet18").weights[0])
-    quantized = replace(extractor, graph=graph)
-    for format in FORMATS:
-        with pytest.raises(CannotExport, match="int8"):
-            export(quantized, format)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     with pytest.raises(ExportUnavailable, match="onnx needs onnxscript") as caught:

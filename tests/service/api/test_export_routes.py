@@ -8,8 +8,11 @@ import io
 import zipfile
 
 import httpx
+import numpy as np
 import pytest
 import torch
+
+from fxcore.photos import photos
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +28,7 @@ def small(client):
         ("torch_export", ".pt2", "application/octet-stream"),
         ("onnx", ".onnx", "application/octet-stream"),
         ("openvino", ".zip", "application/zip"),
+        ("torchscript", ".pt", "application/octet-stream"),
     ],
 )
 def test_each_format_is_a_download(client, small, format, suffix, kind):
@@ -45,6 +49,32 @@ def test_each_format_is_a_download(client, small, format, suffix, kind):
     if format == "torch_export":
         run = torch.export.load(io.BytesIO(answer.content)).module()
         assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
+
+
+def test_int8_is_exported_and_profiled_as_what_serves(client):
+    """Not as the float model that it was made of."""
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C2"], "backend": "eager", "precision": "int8"}
+    made = client.post("/v1/extractors?wait=300", json=spec)
+    assert made.status_code == 201, made.text
+    url = f"/v1/extractors/{made.json()['id']}"
+    answer = client.get(f"{url}/export", params={"format": "torchscript"})
+    assert answer.status_code == 200, answer.text
+    image = torch.from_numpy(np.array(photos()[0].resize((224, 224)), np.float32) / 128 - 1).permute(2, 0, 1)[None]
+    body = io.BytesIO()
+    np.save(body, image.numpy())
+    sent = {"content-type": "application/x-npy", "accept": "application/x-npy"}
+    served = client.post(f"{url}/features?preprocess=none", content=body.getvalue(), headers=sent)
+    elsewhere = torch.jit.load(io.BytesIO(answer.content))(image)["C2"]
+    assert torch.allclose(elsewhere, torch.from_numpy(np.load(io.BytesIO(served.content))), rtol=1e-5, atol=1e-5)
+    assert len(elsewhere.unique()) <= 256
+    for format in ("fx", "onnx", "openvino", "torch_export"):
+        refused = client.get(f"{url}/export", params={"format": format}).json()
+        assert (refused["type"], refused["format"]) == ("/problems/cannot-export", format)
+        assert "export it as torchscript" in refused["detail"]
+    profile = client.get(f"{url}/graph?profile=true").json()["profile"]
+    assert (profile["backend"], profile["precision"], profile["serving"]["backend"]) == ("eager", "int8", "eager")
+    assert {"quantize_per_tensor", "layer1.0.conv1"} <= {node["name"] for node in profile["nodes"]}
+    assert profile["serving"]["milliseconds"] > 0
 
 
 def test_features_stay_right_while_an_export_runs(client, small, photos):

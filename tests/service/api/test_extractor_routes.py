@@ -213,6 +213,9 @@ def test_a_profile_tells_each_nodes_time_and_memory_and_serving_goes_on(client, 
     assert all(node["milliseconds"] > 0 for node in nodes.values())
     assert sum(node["share"] for node in nodes.values()) == pytest.approx(1)
     assert document["profile"]["runs"] == 5
+    assert (document["profile"]["backend"], document["profile"]["precision"]) == ("eager", "float32")
+    assert document["profile"]["serving"]["backend"] == "eager"
+    assert document["profile"]["serving"]["milliseconds"] > 0
     assert client.get(f"{url}/graph?profile=true").content == answer.content  # measured once
     assert "profile" not in client.get(f"{url}/graph").json()
     refused = client.get(f"{url}/graph?profile=true&format=svg")
