@@ -47,9 +47,13 @@ class AsyncClient(Common):
         found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model), self.patience))
         return found
 
-    async def nodes(self, model: str) -> dict[str, Any]:
-        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some."""
-        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience))
+    async def nodes(self, model: str, *, transforms: Literal["attention_maps"] | None = None) -> dict[str, Any]:
+        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
+
+        ``transforms``: list the nodes that this transform brings, too.
+        """
+        query = {"transforms": transforms} if transforms is not None else None
+        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience, query))
         return found
 
     async def extractor(
@@ -61,7 +65,7 @@ class AsyncClient(Common):
         name: str | None = None,
         precision: Precision = "float32",
         backend: Backend = "auto",
-        transforms: Sequence[str] = (),
+        transforms: Sequence[str | Mapping[str, Any]] = (),
         image_size: int | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> AsyncExtractor:

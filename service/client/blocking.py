@@ -48,9 +48,13 @@ class Client(Common):
         found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model), self.patience))
         return found
 
-    def nodes(self, model: str) -> dict[str, Any]:
-        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some."""
-        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience))
+    def nodes(self, model: str, *, transforms: Literal["attention_maps"] | None = None) -> dict[str, Any]:
+        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
+
+        ``transforms``: list the nodes that this transform brings, too.
+        """
+        query = {"transforms": transforms} if transforms is not None else None
+        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience, query))
         return found
 
     def extractor(
@@ -62,13 +66,19 @@ class Client(Common):
         name: str | None = None,
         precision: Precision = "float32",
         backend: Backend = "auto",
-        transforms: Sequence[str] = (),
+        transforms: Sequence[str | Mapping[str, Any]] = (),
         image_size: int | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> Extractor:
         """An extractor of ``nodes`` (names, or node → key), made by the server if it has none like it.
 
         Args:
+            weights: ``DEFAULT``, a name from :meth:`model`, ``random`` (repeatable), or ``file:NAME`` of the server's.
+            name: to find it by, beside its id.
+            precision: what it computes in.
+            backend: what computes it; ``auto`` is eager at first and the fastest that agrees with it later.
+            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``.
+            image_size: crop images to a square of this side instead of the weights' own.
             wait: seconds to wait until it is ready.
 
         Raises:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
+import torchvision
+from numpy.typing import NDArray
 
 from tests.e2e.conftest import Server, start  # noqa: F401
 
@@ -67,10 +70,27 @@ def test_a_head_finds_patches(url: str) -> None:
     assert float(match[2]) < 16
 
 
-def test_attention_becomes_a_picture(photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_attention_becomes_a_picture(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
-    said = run("attention", tmp_path / "cat.jpg", tmp_path / "heads.png")
-    assert "12 heads of encoder.layers.encoder_layer_0.self_attention.attention, 14 x 14 patches each" in said
+    said = run("attention", tmp_path / "cat.jpg", tmp_path / "heads.png", "--server", url, "--model", "vit_b_32")
+    assert "12 heads of encoder.layers.encoder_layer_0.self_attention.attention, 7 x 7 patches each" in said
     picture = np.asarray(PIL.Image.open(tmp_path / "heads.png"))
-    assert picture.shape == (14 * 16, 12 * 14 * 16)
-    assert picture.std() > 5
+    assert picture.shape == (7 * 16, 12 * 7 * 16)
+    heads = picture[8::16, 8::16].reshape(7, 12, 7).swapaxes(0, 1).astype(float)
+    wanted = attention_of_the_class_token(photos["chelsea"]).reshape(12, 7, 7)
+    assert np.abs(heads - 255 * wanted / wanted.max((1, 2), keepdims=True)).max() <= 1.01
+    assert heads.std() > 5
+
+
+def attention_of_the_class_token(photo: bytes) -> NDArray[np.float32]:
+    """What torch's own module says that each head of the first layer looks at, ``[heads, patches]``."""
+    torch.manual_seed(0)
+    model = torchvision.models.vit_b_32(weights=None).eval()
+    seen: list[torch.Tensor] = []
+    attention = model.encoder.layers[0].self_attention
+    attention.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    batch = torchvision.models.ViT_B_32_Weights.DEFAULT.transforms()(PIL.Image.open(io.BytesIO(photo)))[None]
+    with torch.inference_mode():
+        model(batch)
+        _, weights = attention(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)
+    return np.asarray(weights[0, :, 0, 1:])
