@@ -27,7 +27,7 @@ from torchvision.transforms._presets import ImageClassification, SemanticSegment
 from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore.errors import BadTensor
-from fxcore.images import open_image, opened, orientation
+from fxcore.images import open_image, opened, orientation, plain_jpeg_size
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 
 # An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
@@ -41,9 +41,11 @@ def decode(data: bytes, max_pixels: int | None = None) -> Tensor:
     Raises:
         BadImage, ImageTooLarge: see there.
     """
-    image = opened(data, max_pixels)
-    pixels = _jpeg(image, data)
-    return _by_pil(data, max_pixels) if pixels is None else _turned(pixels, orientation(image)).contiguous()
+    header = _jpeg_header(data, max_pixels)
+    pixels = None if header is None else _jpeg(data, header[0])
+    if header is None or pixels is None:
+        return _by_pil(data, max_pixels)
+    return _turned(pixels, header[1]).contiguous()
 
 
 class Decoder:
@@ -75,17 +77,20 @@ class Decoder:
         """
         if not self._fast:
             return self.pixels(decode(data, max_pixels), out)
-        image = opened(data, max_pixels)
-        turn = orientation(image)
-        size = resized_size(self._resize, *(image.size if turn >= 5 else reversed(image.size)))
-        stored = (image.height, image.width)
-        target = (size[1], size[0]) if turn >= 5 else size
-        denominator = _denominator(stored, target)
-        pixels = _jpeg(image, data, denominator)
+        header = _jpeg_header(data, max_pixels)
+        if header is None:
+            return self.pixels(_by_pil(data, max_pixels), out)
+        stored, turn = header
+        if turn >= 5:
+            width, height = resized_size(self._resize, stored[1], stored[0])
+        else:
+            height, width = resized_size(self._resize, *stored)
+        denominator = _denominator(stored, (height, width))
+        pixels = _jpeg(data, stored, denominator)
         if pixels is None:
             return self.pixels(_by_pil(data, max_pixels), out)
         # Turned last: it is less to turn, and what a scaled decoder pads stays at the lower right.
-        return self._finished(_turned(_resized(pixels, target, stored, denominator), turn), out)
+        return self._finished(_turned(_resized(pixels, (height, width), stored, denominator), turn), out)
 
     def pixels(self, pixels: Tensor, out: Tensor | None = None) -> Tensor:
         """One image, uint8 ``[H, W, 3]`` → float32 ``[3, H, W]``, channels last; ``out`` as for :meth:`image`.
@@ -131,11 +136,25 @@ def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
     return 1
 
 
-def _jpeg(image: PIL.Image.Image, data: bytes, denominator: int = 1) -> Tensor | None:
-    """The pixels as they are stored, ``[ceil(H / denominator), ceil(W / denominator), 3]``; None if PIL has to look."""
+def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], int] | None:
+    """Height and width of a JPEG file as it is stored, and its orientation; None of what PIL has to decode.
+
+    Raises:
+        BadImage, ImageTooLarge: see :func:`fxcore.images.image_size`.
+    """
+    plain = plain_jpeg_size(data, max_pixels)
+    if plain is not None:
+        return plain, 1
+    image = opened(data, max_pixels)
+    turn = orientation(image)
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
-    height, width = -(-image.height // denominator), -(-image.width // denominator)
+    return (image.height, image.width), turn
+
+
+def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1) -> Tensor | None:
+    """The pixels as they are stored, ``[ceil(H / denominator), ceil(W / denominator), 3]``; None if PIL has to look."""
+    height, width = (-(-side // denominator) for side in stored)
     try:
         array = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
     except ValueError:
@@ -150,7 +169,9 @@ def _by_pil(data: bytes, max_pixels: int | None) -> Tensor:
 
 def _resized(pixels: Tensor, target: tuple[int, int], stored: tuple[int, int], denominator: int = 1) -> Tensor:
     """``[h, w, 3]`` bytes → ``[*target, 3]`` bytes."""
-    batch = pixels.permute(2, 0, 1)[None]
+    # In this order the stride of the batch is one of channels last; in the other torch takes the image for planes, and
+    # unpacks and packs it.
+    batch = pixels[None].permute(0, 3, 1, 2)
     if denominator > 1:
         # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
         # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.

@@ -16,4 +16,3 @@ def tidy() -> None:
     gc.unfreeze()
     give_back()
     gc.freeze()
-

@@ -18,7 +18,7 @@ from torchvision.models.detection.image_list import ImageList
 
 from fxcore import get_model, list_models, open_image
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from fxcore.images import FORMATS, image_size
+from fxcore.images import FORMATS, image_size, plain_jpeg_size
 from fxcore.preprocessing import DetectorPreprocessing
 
 
@@ -106,6 +106,43 @@ def test_a_jpeg_is_turned_by_its_xmp_block_too() -> None:
     assert turned.size == (30, 40)
     assert image_size(data) == (40, 30)
     assert image_size(plain) == (30, 40)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {}),
+        ("RGB", {"progressive": True, "comment": b"of a cat"}),
+        ("RGB", {"subsampling": 0, "dpi": (300, 300), "icc_profile": b"\0" * 200_000}),
+        ("L", {"restart_marker_blocks": 4}),
+    ],
+)
+def test_the_size_of_plain_jpeg_files_needs_no_decoder(
+    mode: str, options: dict[str, object], cat: PIL.Image.Image
+) -> None:
+    data = jpeg(cat.convert(mode), **options)
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        assert plain_jpeg_size(data) == (image.height, image.width)
+    with pytest.raises(ImageTooLarge):
+        plain_jpeg_size(data, 300)
+
+
+def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
+    plain = jpeg(cat)
+    scan = plain.index(b"\xff\xda")
+    turned = PIL.Image.Exif()
+    turned[PIL.ExifTags.Base.Orientation] = 6
+    late = plain[:scan] + b"\xff\xe1" + (len(turned.tobytes()) + 2).to_bytes(2, "big") + turned.tobytes() + plain[scan:]
+    assert image_size(late) == (cat.width, cat.height)  # PIL heeds the block here too
+    for data in (late, jpeg(cat, exif=turned), jpeg(cat.convert("CMYK")), plain[:scan], plain[:2] * 100, b"\xff\xd8"):
+        assert plain_jpeg_size(data) is None
+    assert plain_jpeg_size(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
+
+
+def jpeg(image: PIL.Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", **options)
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
