@@ -1,0 +1,59 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from service.cli import extract, models, serving
+from service.cli.errors import Commands
+
+app = typer.Typer(
+    name="fxserve", cls=Commands, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
+)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        parts = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchvision"))
+        print(f"fxserve {version('fxserve')} ({parts})")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Every inner activation of a vision model: name the nodes of its torch.fx graph, give images, get tensors.
+
+    \b
+    fxserve nodes resnet50                         what can be asked for
+    fxserve extract photos/ --model resnet50 --nodes C4,C5 --out features/
+    fxserve serve                                  the same over HTTP
+
+    Each command has its own --help with examples.
+    """
+    if context.invoked_subcommand is None:
+        context.get_help()  # prints by itself where it has rich
+
+
+for command in (
+    serving.serve,
+    serving.check,
+    models.models,
+    models.nodes,
+    models.graph,
+    extract.extract,
+    serving.key,
+):
+    app.command()(command)

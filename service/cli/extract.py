@@ -1,0 +1,108 @@
+"""``fxserve extract``: features of whole folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from service.cli.settings import device_of, settings_of
+
+Pool = Literal["none", "avg", "max", "gem", "cls"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Normalize = Literal["l2"]
+Preprocess = Literal["default", "fast", "none"]
+Precision = Literal["float32", "bfloat16", "float16", "int8"]
+Backend = Literal["auto", "eager", "openvino", "inductor"]
+ShardFormat = Literal["safetensors", "npz", "parquet", "zarr"]
+
+
+def extract(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="IMAGES...",
+            help="Folders (all images below them), image files, tar archives such as WebDataset's shards, or patterns "
+            "in quotes: 'photos/**/*.jpg'.",
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
+    nodes: Annotated[str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY names an output.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; one that an earlier run began is gone on with.")],
+    format: Annotated[ShardFormat, typer.Option(help="Of the shards; parquet and zarr need fxserve[offline].")] = (
+        "safetensors"
+    ),
+    weights: Annotated[str, typer.Option(help="DEFAULT, a name, random, or file:NAME.")] = "DEFAULT",
+    pool: Annotated[Pool, typer.Option(help="Pool each map to one vector an image.")] = "none",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of floating outputs; without it, the model's.", show_default=False)
+    ] = None,
+    normalize: Annotated[
+        Normalize | None, typer.Option(help="l2: unit length over the channels.", show_default=False)
+    ] = None,
+    preprocess: Annotated[
+        Preprocess, typer.Option(help="fast: about twice as quick, within a grey level or two.")
+    ] = "default",
+    precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
+    backend: Annotated[Backend, typer.Option(help="What runs the model; auto tries for many images.")] = "auto",
+    image_size: Annotated[int | None, typer.Option(help="Crop images to a square of this side in pixels.")] = None,
+    shard_rows: Annotated[
+        int | None, typer.Option(min=1, help="Images of a shard; without it, as many as make 64 MiB.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option(help="Address of a server to use instead of this process; may be repeated.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="FXSERVE_API_KEY", show_default=False, help="What the servers want to see, if anything."),
+    ] = None,
+) -> None:
+    """Compute nodes of any number of images into shards in a folder. No server is needed.
+
+    A run that was ended, by whatever, is gone on with by the same command: no image is lost and none is done twice.
+    index.sqlite says where the features of an image are (table images: path, shard, row), errors.jsonl which images
+    could not be read, spec.json what was computed.
+
+    \b
+    fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
+    fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
+    fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
+    """
+    from service import tables
+    from service.engine import FeatureOptions
+    from service.offline import Job, extract
+    from service.offline.progress import progress
+    from service.schemas import ExtractorSpec
+
+    spec = ExtractorSpec(
+        model=model,
+        weights=weights,
+        return_nodes=_named_nodes(nodes),
+        precision=precision,
+        backend=backend,
+        image_size=image_size,
+    )
+    settings = settings_of({"device": device})
+    device_of(settings)
+    options = FeatureOptions(pool, dtype, normalize, preprocess)
+    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows)
+    with progress() as report:
+        made = extract(job, settings, report)
+    tables.show(tables.outputs(made.outputs))
+    unreadable = f", {made.unreadable} could not be read: see {out / 'errors.jsonl'}" if made.unreadable else ""
+    print(f"{out}: {made.done} of {made.images} images in {made.shards} shard{'s' * (made.shards != 1)}{unreadable}")
+
+
+def _named_nodes(text: str) -> dict[str, str]:
+    """``"layer3:C4,layer4"`` → ``{"layer3": "C4", "layer4": "layer4"}``."""
+    named: dict[str, str] = {}
+    for part in text.split(","):
+        node, colon, key = (piece.strip() for piece in part.partition(":"))
+        if not node or (colon and not key):
+            raise typer.BadParameter(f"--nodes: {part!r} is not NODE or NODE:KEY")
+        if node in named:
+            raise typer.BadParameter(f"--nodes: {node!r} is named twice")
+        named[node] = key or node
+    return named

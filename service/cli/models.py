@@ -1,0 +1,124 @@
+"""``fxserve models``, ``nodes`` and ``graph``: what there is to ask for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from service.cli.settings import settings_of
+
+if TYPE_CHECKING:
+    from fxcore.graphs import ModelGraph
+
+Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
+Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
+
+_FORMAT_OF: dict[str, Format] = {
+    ".txt": "table",
+    ".py": "code",
+    ".dot": "dot",
+    ".gv": "dot",
+    ".svg": "svg",
+    ".mmd": "mermaid",
+    ".json": "json",
+}
+
+
+def models(
+    task: Annotated[Task | None, typer.Option(help="Only models made for this.")] = None,
+    query: Annotated[str | None, typer.Option("--query", "-q", help="Only models whose name contains this.")] = None,
+) -> None:
+    """List the models, their default weights and whether those are on this machine.
+
+    \b
+    fxserve models --query resnet
+    fxserve models --task detection
+    """
+    from fxcore.catalog import list_models
+    from service import tables
+    from service.engine.own_models import register_models
+
+    register_models(settings_of({}).models_dir, try_each=False)
+
+    found = [
+        entry
+        for entry in list_models()
+        if (task is None or entry.task == task) and (query is None or query.lower() in entry.name.lower())
+    ]
+    tables.show(tables.models(found))
+
+
+def nodes(
+    model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
+    train: Annotated[bool, typer.Option("--train", help="Only the names of the graph in train mode.")] = False,
+    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "random",
+) -> None:
+    """List a model's nodes: levels first, then each node with its shape, layout and target.
+
+    \b
+    fxserve nodes resnet50
+    fxserve nodes googlenet --train
+    """
+    from service import tables
+
+    graph = _graph(model, weights)
+    if train:
+        print("\n".join(graph.train_nodes))
+        return
+    if graph.levels:
+        tables.show(tables.levels(graph))
+        print()
+    tables.show(tables.nodes(graph))
+    for part in graph.closed:
+        print(f"closed: {part.path}: {part.reason}")
+
+
+def graph(
+    model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
+    format: Annotated[
+        Format | None, typer.Option(help="By default what the suffix of --out says, else table.", show_default=False)
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="Height of the input that shapes are for.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the input that shapes are for.")] = None,
+    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "random",
+    out: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
+) -> None:
+    """Print or draw a model's eval graph.
+
+    \b
+    fxserve graph resnet50
+    fxserve graph resnet50 --out resnet50.svg
+    fxserve graph resnet50 --format json --height 480 --width 640
+    """
+    if (height is None) != (width is None):
+        raise typer.BadParameter("--height and --width go together")
+    chosen = format or _FORMAT_OF.get(out.suffix.lower() if out else "", "table")
+    shown = _graph(model, weights)
+    if height is not None and width is not None:
+        shown = shown.at(height, width)
+    if chosen == "json":
+        from service.api.graphs import write
+
+        text = write(shown, "json").decode() + "\n"
+    else:
+        from fxcore.render import render
+
+        text = render(shown, chosen)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        out.write_text(text)
+        print(f"wrote {out}")
+
+
+def _graph(model: str, weights: str) -> ModelGraph:
+    from fxcore.catalog import get_model
+    from fxcore.graphs import model_graph
+    from service.engine.own_models import register_models
+
+    register_models(settings_of({}).models_dir, try_each=False)
+    entry = get_model(model)
+    return model_graph(entry, entry.canonical_weights(weights))
