@@ -68,7 +68,7 @@ class Metrics:
         self.batch_failures = counter("batch_failures", "Batches that failed, by cause.", ("cause",))
         self.worker_restarts = counter("worker_restarts", "Device threads that died and were replaced.")
         self.evictions = counter(
-            "evictions", "What was put out of memory (weights, extractor, record), and why.", ("kind", "reason")
+            "evictions", "What was put out of memory (weights, extractor, graph, record), and why.", ("kind", "reason")
         )
         self.inflight_requests = gauge("inflight_requests", "Requests admitted and not answered yet.")
         self.inflight_bytes = gauge("inflight_bytes", "Bytes that these decode to and answer with, by prediction.")
@@ -76,7 +76,7 @@ class Metrics:
         self.tasks = gauge("tasks", "Unfinished tasks of the event loop.")
         self.models_loaded = gauge("models_loaded", "Sets of weights in memory.")
         self.extractors = gauge("extractors", "Extractors, by state; evicted ones are built again.", ("state",))
-        self.memory_bytes = gauge("memory_bytes", "What weights and extractors take of the memory budget.")
+        self.memory_bytes = gauge("memory_bytes", "What weights, extractors and graphs take of the memory budget.")
         self.memory_budget_bytes = gauge("memory_budget_bytes", "The memory budget.")
         self.ready = gauge("ready", "Processes that are ready, as /readyz says.")
         self.gpu_memory_allocated_bytes = gauge("gpu_memory_allocated_bytes", "In tensors, by torch.", ("device",))

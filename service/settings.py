@@ -126,7 +126,9 @@ class Settings(BaseSettings):
     )
     request_timeout: float = Field(default=60.0, gt=0, description="Seconds a request may take.")
     memory_budget: int = Field(
-        default=8 * GiB, ge=1, description="Bytes of weights and extractors kept; the least recently used go first."
+        default=8 * GiB,
+        ge=1,
+        description="Bytes of weights, extractors and traced graphs kept; the least recently used go first.",
     )
 
     @field_validator("cache_dir", "calibration_dir", "models_dir", "api_keys_file", mode="before")

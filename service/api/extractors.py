@@ -71,7 +71,7 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
         "precision": record.spec.precision,
         "outputs": [asdict(output) for output in record.outputs],
         "preprocessing": record.preprocessing.describe(),
-        "fingerprint": record.graph.fingerprint,
+        "fingerprint": record.fingerprint,
         "checks": checks,
         "problem": problem(record.problem) if record.problem is not None else None,
     }

@@ -226,7 +226,7 @@ async def _extract(
     options = FeatureOptions(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
     result = await state.engine.features(record, images, options, deadline)
     started = time.perf_counter()
-    source = answers.Source(record.spec.model, record.id, record.weights, record.graph.fingerprint, record.return_nodes)
+    source = answers.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
     if drawn:
         assert not isinstance(images, Mapping)
         output = record.outputs[0]

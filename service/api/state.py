@@ -99,8 +99,10 @@ class State:
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on a graph off the event loop."""
-        return await anyio.to_thread.run_sync(work, limiter=self.tracing)
+        """Run ``work`` on a graph, which it may have traced, off the event loop."""
+        result = await anyio.to_thread.run_sync(work, limiter=self.tracing)
+        self.engine.make_room()
+        return result
 
     async def in_exporter(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which writes an extractor down, off the event loop. It is left alone when this is cancelled."""

@@ -232,6 +232,10 @@ class Engine:
         if search is not None:
             await asyncio.wait({search})
 
+    def make_room(self) -> None:
+        """Bring what is kept under the memory budget, after graphs were traced for whoever lists or draws them."""
+        self._extractors.make_room()
+
     def models_loaded(self) -> set[tuple[str, str]]:
         """(model, weights) of the weights in memory."""
         return {(model, weights) for model, weights, _ in self._models.loaded()}

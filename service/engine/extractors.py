@@ -1,8 +1,10 @@
 """The extractors there are: finding, building, naming and forgetting them.
 
-An extractor costs a graph copy; the weights under it are shared. Both live under one memory budget. What was used
-least recently goes first: a whole model with its extractors, or, where every model is in use, single extractors. An
-evicted extractor keeps its id, its name and its description, and is built again by the next request for it.
+An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
+of them live under one memory budget. What was used least recently goes first: a whole model with its extractors, or,
+where every model is in use, single extractors. Graphs that nothing in memory is of are small and slow to trace; they go
+first where they take more than their share, and else last. An evicted extractor keeps its id, its name and its
+description, and is built again by the next request for it.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ import torch
 
 from fxcore.backends import BACKENDS
 from fxcore.catalog import get_model
-from fxcore.errors import BadTensor, FxError, UnknownModel
+from fxcore.errors import FxError, UnknownModel
 from fxcore.extractor import build_extractor
-from fxcore.graphs import ModelGraph, model_graph
+from fxcore.graphs import ModelGraph, forget_graph
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor, Unsupported
+from service.engine.graphs import graph_bytes, graph_for, idle_graphs, named_graph
 from service.engine.memory import tidy
 from service.engine.models import ModelStore
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
 from service.engine.tiers import Tiers, chosen_backend, names_floats
-from service.engine.transforming import prepared, steps, transformed, with_their_nodes
+from service.engine.transforming import prepared, steps, transformed
 from service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ log = logging.getLogger("fxserve.extractors")
 
 NODE_BYTES = 3 * 1024
 """What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
+
+GRAPH_SHARE = 1 / 4
+"""Of the memory budget; graphs of models that are in memory may take more."""
 
 _REMEMBERED_SPECS = 4096
 
@@ -166,7 +172,7 @@ class Extractors:
             UnknownExtractor: there is none of that id or name.
         """
         record = self.find(id_or_name)
-        empty = {"extractor": None, "transformed": None, "run": None, "tier": None, "build": None}
+        empty = {"extractor": None, "transformed": None, "run": None, "tier": None, "build": None, "held": None}
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         if not any(other.run is not None or other.build is not None for other in others):
@@ -174,13 +180,16 @@ class Extractors:
             self._pool.submit(tidy)
 
     def bytes(self) -> int:
-        """What the loaded models and the built extractors take."""
+        """What the loaded models, the built extractors and the traced graphs take."""
         models = sum(model.bytes for model in self._models.loaded().values())
         running = [record for record in self._records.values() if record.run is not None]
         storages: dict[int, int] = {}
         for record in running:
             storages |= record.storages()
-        return models + sum(storages.values()) + sum(map(_overhead, running))
+        return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
+
+    def _graphs(self) -> Sequence[ModelGraph]:
+        return [record.held for record in self._records.values() if record.held is not None]
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
@@ -189,6 +198,10 @@ class Extractors:
         """
         evicted = False
         while self.bytes() + wanted > self._memory_budget:
+            graphs = idle_graphs(self._graphs())
+            if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
+                self._forget_graph(graphs[0])
+                continue
             over: dict[ModelKey, list[ExtractorRecord]] = {}
             for record in self._records.values():
                 if record.run is not None or record.build is not None:
@@ -203,6 +216,9 @@ class Extractors:
                 log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
                 continue
             loose = [record for records in over.values() for record in records if not record.busy]
+            if not loose and graphs:
+                self._forget_graph(graphs[0])
+                continue
             if not loose:
                 log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
                 if self._later is None:
@@ -228,12 +244,9 @@ class Extractors:
         entry = get_model(spec.model)
         weights = entry.canonical_weights(spec.weights)
         _check_backend(spec, self._device, entry.is_quantized(weights))
-        wanted = steps(spec)  # refused before anything is loaded
-        graph = with_their_nodes(model_graph(entry, weights), wanted)
-        return_nodes = graph.resolve(spec.return_nodes)
-        if spec.image_size is not None:
-            graph = _resized(graph, spec.image_size)
-        preprocessing = prepared(entry.preprocessing(weights, spec.image_size), wanted)
+        return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
+        graph = graph_for(spec, entry, weights)
+        preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
         return ExtractorRecord(
             id=extractor_id(spec, weights, return_nodes),
             spec=spec,
@@ -241,7 +254,9 @@ class Extractors:
             entry=entry,
             weights=weights,
             device=str(self._device),
-            graph=graph,
+            inputs=graph.inputs,
+            fingerprint=graph.fingerprint,
+            held=graph,
             return_nodes=return_nodes,
             preprocessing=preprocessing,
         )
@@ -255,10 +270,11 @@ class Extractors:
                 params = record.entry.weights_info(default).num_params if default is not None else 0
                 self.make_room(params * PRECISIONS[record.spec.precision].itemsize)
             model = await self._models.get(record.entry, record.model_key)
+            record.held = graph = await in_pool(self._pool, lambda: record.graph)
             extractor = await in_pool(
                 self._pool,
                 build_extractor,
-                record.graph,
+                graph,
                 model.module,
                 record.return_nodes,
                 record.dtype,
@@ -280,6 +296,8 @@ class Extractors:
                 f"extractor {record.id} over {record.spec.model} could not be built: {said}", problem={"error": said}
             )
         finally:
+            if record.state == "failed":
+                record.held = None
             record.build = None
             record.last_used = time.monotonic()
         gc.freeze()  # a new graph is not looked through either, see tidy
@@ -297,11 +315,15 @@ class Extractors:
     def _unload(self, record: ExtractorRecord) -> None:
         if record.run is not None:
             self._evictions.labels("extractor", "memory_budget").inc()
-        record.extractor = None
+        record.extractor = record.held = None
         record.transformed = None
         record.run = None
         record.tier = None
         record.images = 0
+
+    def _forget_graph(self, graph: ModelGraph) -> None:
+        forget_graph(graph)
+        self._evictions.labels("graph", "memory_budget").inc()
 
     def _drop(self, key: ModelKey, reason: str) -> None:
         if self._models.drop(key):
@@ -351,15 +373,3 @@ def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:
     if value not in available:
         raise Unsupported(field, value, available)
-
-
-def _resized(graph: ModelGraph, size: int) -> ModelGraph:
-    """The graph for square inputs of ``size`` pixels.
-
-    Raises:
-        BadTensor: the model does not take inputs of another size than its weights were made for.
-    """
-    try:
-        return graph.at(size, size)
-    except BadTensor as error:
-        raise BadTensor(f"image_size: {error.detail}", **error.extra) from error

@@ -21,6 +21,7 @@ from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graphs import ModelGraph, TensorSpec
 from fxcore.preprocessing import Preprocessing
+from service.engine.graphs import graph_for
 from service.engine.transforming import Transformed, steps
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class ExtractorRecord:
         spec: as it was first asked for.
         name: the name last given to it.
         weights: canonical name of the weights.
-        graph: the model's annotated graph.
+        inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
+        fingerprint: of the model's graph.
+        held: the model's annotated graph while anything of the extractor is in memory; see :attr:`graph`.
         return_nodes: key → node, resolved, in the order asked for.
         state: ``building``, ``ready`` or ``failed``.
         problem: why, when it failed.
@@ -65,7 +68,9 @@ class ExtractorRecord:
     entry: ModelEntry
     weights: str
     device: str
-    graph: ModelGraph
+    inputs: tuple[TensorSpec, ...]
+    fingerprint: str
+    held: ModelGraph | None
     return_nodes: dict[str, str]
     preprocessing: Preprocessing
     state: State = "building"
@@ -94,9 +99,10 @@ class ExtractorRecord:
         return PRECISIONS[self.spec.precision]
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """Names, layouts and channels of the model's inputs; the sizes are its usual ones."""
-        return self.graph.inputs
+    def graph(self) -> ModelGraph:
+        """The model's annotated graph. Where nothing of the extractor is in memory the model may have to be traced for
+        it, which is not for the event loop."""
+        return self.held or graph_for(self.spec, self.entry, self.weights)
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of one row of each input, as preprocessing gives them for a usual image."""

@@ -115,7 +115,7 @@ class Local:
         self.described = Described(
             spec=_spec(spec, asked, record.weights, record.return_nodes),
             outputs=[_output(vars(info)) for info in record.outputs],
-            fingerprint=record.graph.fingerprint,
+            fingerprint=record.fingerprint,
             backend=record.backend,
             one_size=record.preprocessing.fixed_size and self._options.preprocess != "none",
         )

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from fxcore.graphs import forget_graph, kept_graphs
 from service.app import create_app
 from service.settings import Settings
 
@@ -68,3 +69,10 @@ def make_client() -> Iterator[Callable[..., Client]]:
     yield make
     for client in made:
         client.close()
+
+
+@pytest.fixture
+def no_graphs() -> None:
+    """Forgets the graphs that other tests had traced: they count towards a memory budget."""
+    for graph in kept_graphs():
+        forget_graph(graph)

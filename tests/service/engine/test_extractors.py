@@ -12,6 +12,7 @@ import torch
 
 from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
+from fxcore.graphs import kept_graphs, model_graph
 from fxcore.transforms import UnknownTransform
 from service.engine.errors import NameTaken, UnknownExtractor, Unsupported
 from tests.service.engine.running import MakeEngine, Watched, built, spec
@@ -153,7 +154,7 @@ async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes
         assert record.state == "ready"
 
 
-async def test_eviction(engine: MakeEngine, jpegs: list[bytes]) -> None:
+async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes]) -> None:
     """Of resnet18 (45 MiB, and 42 folded), squeezenet (5) and mobilenet (10 and 4) two fit; the oldest goes."""
     large, small, third = ("resnet18", "random"), ("squeezenet1_1", "random"), ("mobilenet_v3_small", "random")
     async with engine(memory_budget=103 * MiB) as running:
@@ -175,6 +176,44 @@ async def test_eviction(engine: MakeEngine, jpegs: list[bytes]) -> None:
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs
+
+
+async def test_graphs_are_kept_under_the_budget(
+    engine: MakeEngine, no_graphs: None, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was only listed goes first, what an extractor is of stays; what is gone is traced again, to the same."""
+    async with engine() as running:
+        pinned = await built(running, "squeezenet1_1", ["features.3"], image_size=96)
+        other = await built(running, "resnet18", ["layer4"])
+        taken = running._extractors.bytes()
+        listed = [model_graph(model) for model in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5")]
+        maps = model_graph("vit_b_32").with_nodes_of("attention_maps")
+        listed.append(model_graph("vit_b_32"))
+        assert running._extractors.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
+        expected = (await running.features(other, jpegs)).outputs["layer4"]
+        pinned.pinned = True
+        own = [model_graph("squeezenet1_1"), model_graph("resnet18")]
+        model_graph("mobilenet_v3_small")  # used last
+
+        budget = taken + listed[0].bytes
+        monkeypatch.setattr("service.engine.extractors.GRAPH_SHARE", listed[0].bytes / budget)
+        running._extractors._memory_budget = budget
+        running.make_room()
+        assert kept_graphs() == [*own, listed[0]]
+        assert other.run is not None
+
+        running._extractors._memory_budget = 1
+        running.make_room()
+        assert kept_graphs() == own[:1]
+        assert (other.run, other.held) == (None, None)
+        assert pinned.run is not None
+
+        running._extractors._memory_budget = taken
+        again = (await running.features(other, jpegs)).outputs["layer4"]
+        assert torch.equal(again, expected)
+        assert other.held is model_graph("resnet18") is not own[1]
+        assert other.fingerprint == own[1].fingerprint
+        assert running._extractors.bytes() == taken
 
 
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
