@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import warnings
 
 import numpy as np
@@ -21,6 +22,11 @@ _JPEG_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 _JPEG_SCAN = 0xDA
 _JPEG_BLOCKS = 64
 """More blocks than cameras and programs write before the first scan."""
+
+# What may say how a PNG is turned. It may come after the pixels.
+_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+
+_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
 # The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
 PIL.Image.MAX_IMAGE_PIXELS = None
@@ -42,8 +48,10 @@ def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
         return plain
     with opened(data, max_pixels) as image:
         width, height = image.size
-        # PIL has changed the places of a TIFF's sides already.
-        turned = image.format != "TIFF" and orientation(image) >= 5
+        if image.format == "PNG":
+            turned = _png_orientation(data) >= 5
+        else:  # PIL has changed the places of a TIFF's sides already
+            turned = image.format != "TIFF" and orientation(image) >= 5
         return (width, height) if turned else (height, width)
 
 
@@ -103,11 +111,13 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
 def orientation(image: PIL.Image.Image) -> int:
     """The EXIF orientation, 1 to 8; from 5 on height and width change places.
 
+    Nothing is decoded, so of a PNG only what comes before its pixels counts.
+
     Raises:
         BadImage: the EXIF data is damaged.
     """
     try:
-        value = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
+        value = PIL.Image.Image.getexif(image).get(PIL.ExifTags.Base.Orientation, 1)
     except Exception as error:  # the parser fails in as many ways as there are damaged files
         raise BadImage(f"the EXIF data is damaged: {error or type(error).__name__}") from error
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -137,3 +147,19 @@ def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
             pixels=pixels,
             limit=max_pixels,
         )
+
+
+def _png_orientation(data: bytes) -> int:
+    """The orientation of a PNG. PIL's own way decodes all of it, to see what comes after the pixels."""
+    if not any(kind in data for kind in _PNG_TEXTS):
+        return 1
+    kept = [data[:8]]
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        chunk = data[at : at + 12 + length]
+        if kind == b"IHDR" or (kind in _PNG_TEXTS and len(chunk) == 12 + length):
+            kept.append(chunk)
+        at += 12 + length
+    with opened(b"".join([*kept, _PNG_END])) as without_pixels:
+        return orientation(without_pixels)

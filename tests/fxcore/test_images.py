@@ -60,54 +60,6 @@ def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
         open_image(encoded(cat, format))
 
 
-# What a viewer must do to an image stored that way, by PIL's own operations.
-TURNS = {
-    1: [],
-    2: [PIL.Image.Transpose.FLIP_LEFT_RIGHT],
-    3: [PIL.Image.Transpose.ROTATE_180],
-    4: [PIL.Image.Transpose.FLIP_TOP_BOTTOM],
-    5: [PIL.Image.Transpose.FLIP_LEFT_RIGHT, PIL.Image.Transpose.ROTATE_90],
-    6: [PIL.Image.Transpose.ROTATE_270],
-    7: [PIL.Image.Transpose.FLIP_LEFT_RIGHT, PIL.Image.Transpose.ROTATE_270],
-    8: [PIL.Image.Transpose.ROTATE_90],
-}
-
-
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", TURNS)
-def test_exif_orientation(orientation: int, format: str, cat: PIL.Image.Image) -> None:
-    exif = PIL.Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(cat, format, exif=exif)
-    expected = PIL.Image.open(io.BytesIO(data))
-    expected.getexif().clear()
-    upright = expected.convert("RGB")
-    if format == "TIFF":  # PIL turns these itself while it loads them
-        upright = cat
-    for turn in TURNS[orientation]:
-        upright = upright.transpose(turn)
-    image = open_image(data)
-    assert np.array_equal(pixels(image), pixels(upright))
-    assert image_size(data) == (image.height, image.width)
-    assert (image.height, image.width) == ((451, 300) if orientation > 4 else (300, 451))
-
-
-def test_a_jpeg_is_turned_by_its_xmp_block_too() -> None:
-    """As PIL does it; the quick look at JPEG headers knows of no blocks."""
-    packet = (
-        b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF><rdf:Description '
-        b'tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
-    )
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", (40, 30), "red").save(buffer, "JPEG")
-    plain = buffer.getvalue()
-    data = plain[:2] + b"\xff\xe1" + (len(packet) + 2).to_bytes(2, "big") + packet + plain[2:]
-    turned = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
-    assert turned.size == (30, 40)
-    assert image_size(data) == (40, 30)
-    assert image_size(plain) == (30, 40)
-
-
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
