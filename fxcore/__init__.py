@@ -3,6 +3,20 @@
 A model is traced once without weights into a :class:`ModelGraph`; its nodes carry torchvision's names. From the graph
 and a model with weights comes an :class:`Extractor` that returns the nodes that were asked for. Passes over graphs are
 in :mod:`fxcore.transforms`, files in :mod:`fxcore.exports`, compiled forms in :mod:`fxcore.backends`.
+
+From a model's name and a photograph to features:
+
+>>> import torch
+>>> from fxcore import build_extractor, get_model, load_model, model_graph
+>>> from fxcore.photos import photos
+>>> entry = get_model("squeezenet1_1")
+>>> graph = model_graph(entry)
+>>> extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve({"features.5": "early"}))
+>>> image = entry.preprocessing().image(photos()[0])[None]
+>>> with torch.inference_mode():
+...     features = extractor.module(image)
+>>> extractor.outputs[0].node, features["early"].shape
+('features.5', torch.Size([1, 128, 27, 27]))
 """
 
 from fxcore.catalog import ModelEntry, WeightsInfo, get_model, list_models

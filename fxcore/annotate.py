@@ -80,6 +80,11 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
+
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()).eval()).to("meta")
+    >>> annotate(model, [(3, 10, 10)], torch.device("meta"))
+    >>> [(n.name, tuple(n.meta["value"].shape), n.meta["axes"]) for n in model.graph.nodes if n.op == "call_module"]
+    [('_0', (1, 8, 8, 8), 'NCHW'), ('_1', (1, 512), 'NC')]
     """
     many: dict[fx.Node, torch.Size] = {}
 
@@ -102,7 +107,12 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
 
 
 def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> dict[fx.Node, int]:
-    """FLOPs of each node for one image, as ``torch.utils.flop_counter`` counts them (a multiply-add is two)."""
+    """FLOPs of each node for one image, as ``torch.utils.flop_counter`` counts them (a multiply-add is two).
+
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.ReLU())).to("meta")
+    >>> {n.name: flops for n, flops in count_flops(model, [(4,)], torch.device("meta")).items() if flops}
+    {'_0': 40}
+    """
     flops: dict[fx.Node, int] = {}
     counted = 0
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -10,7 +10,15 @@ from typing import Any
 
 
 class FxError(Exception):
-    """Base of all errors that say what was wrong with a request and what would be right."""
+    """Base of all errors that say what was wrong with a request and what would be right.
+
+    >>> from fxcore import get_model
+    >>> try:
+    ...     get_model("resnet51")
+    ... except FxError as error:
+    ...     error.detail[:62], "resnet50" in error.extra["suggestions"]
+    ("there is no model 'resnet51'; did you mean resnet50, resnet18,", True)
+    """
 
     def __init__(self, detail: str, **extra: Any) -> None:
         super().__init__(detail)

@@ -6,6 +6,7 @@ be recorded; what such code looks like is told from the error and from the very 
 
 from __future__ import annotations
 
+import ast
 import re
 import sysconfig
 import traceback
@@ -189,10 +190,10 @@ def _calls(code: str, names: tuple[str, ...]) -> bool:
 
 def _outside(spot: _Spot | None) -> str | None:
     """The function that the expression calls, if it is neither torch's, nor Python's, nor of the model's own source."""
-    match = re.match(r"([A-Za-z_][\w.]*)\(", spot.expression) if spot else None
-    if spot is None or match is None:
+    called = _called(spot.expression) if spot else None
+    if spot is None or called is None:
         return None
-    first, *rest = match[1].split(".")
+    first, *rest = called.split(".")
     scope = {**spot.frame.f_globals, **spot.frame.f_locals}
     if first not in scope:
         return None
@@ -207,7 +208,17 @@ def _outside(spot: _Spot | None) -> str | None:
     root = str(home).split(".")[0]
     if root in ("torch", "builtins", "_operator") or home == spot.frame.f_globals.get("__name__"):
         return None
-    return match[1]
+    return called
+
+
+def _called(expression: str) -> str | None:
+    """The name of what a call calls; None for other expressions, which may well begin with a call."""
+    try:
+        parsed = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        return None
+    name = ast.unparse(parsed.func) if isinstance(parsed, ast.Call) else ""
+    return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else None
 
 
 def _spot(error: BaseException, model: Any) -> _Spot | None:

@@ -34,6 +34,13 @@ class OutputInfo:
         stride: input pixels per position, where the value is a map.
         bytes_per_image: size at the graph's nominal input size.
         rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
+
+    >>> from fxcore import get_model, load_model, model_graph
+    >>> graph = model_graph("squeezenet1_1")
+    >>> model = load_model(get_model("squeezenet1_1"), "random")
+    >>> output = build_extractor(graph, model, graph.resolve({"features.5": "early"})).outputs[0]
+    >>> output.key, output.shape, output.layout, output.stride, output.bytes_per_image == 4 * 128 * 27 * 27
+    ('early', [None, 128, 27, 27], 'NCHW', 8, True)
     """
 
     key: str
@@ -48,7 +55,19 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class Extractor:
-    """A runnable extractor: ``module(*inputs) -> {key: tensor}``, keys in the order asked."""
+    """A runnable extractor: ``module(*inputs) -> {key: tensor}``, keys in the order asked.
+
+    What its nodes do not need is not there, and what is there is the model's own:
+
+    >>> from fxcore import get_model, load_model, model_graph
+    >>> graph = model_graph("squeezenet1_1")
+    >>> model = load_model(get_model("squeezenet1_1"), "random")
+    >>> extractor = build_extractor(graph, model, graph.resolve(["features.1"]))
+    >>> [n.op for n in extractor.module.graph.nodes]
+    ['placeholder', 'call_module', 'call_module', 'output']
+    >>> extractor.module.get_submodule("features.0").weight is model.features[0].weight
+    True
+    """
 
     module: fx.GraphModule
     graph: ModelGraph

@@ -38,7 +38,11 @@ _NODE_BYTES, _COPIED_NODE_BYTES = 8 * 1024, 5 * 512
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A model's input: its name, its layout, and its shape with None where any size is taken."""
+    """A model's input: its name, its layout, and its shape with None where any size is taken.
+
+    >>> model_graph("squeezenet1_1").inputs
+    (TensorSpec(name='x', layout='NCHW', shape=(None, 3, 224, 224)),)
+    """
 
     name: str
     layout: str
@@ -50,7 +54,14 @@ class NodeInfo:
     """One node of a graph, as people and programs read it.
 
     ``shape`` has None for the batch; where several rows of the first dimension belong to one image it says how many
-    by ``rows_per_image``. ``params`` counts each parameter at the first node that uses it; ``flops`` is for one image.
+    by ``rows_per_image``. ``params`` counts each parameter at the first node that uses it. ``flops`` and
+    ``bytes``, the size of its value, are for one image; ``bytes`` is None where the value is no tensor.
+
+    >>> node = next(n for n in model_graph("resnet18").nodes if n.name == "conv1")
+    >>> node.op, node.args, node.users, node.shape, node.layout, node.stride
+    ('call_module', ['x'], ['bn1'], [None, 64, 112, 112], 'NCHW', 2)
+    >>> node.params == 64 * 3 * 7 * 7, node.flops == 2 * node.params * 112 * 112, node.bytes == 4 * 64 * 112 * 112
+    (True, True, True)
     """
 
     name: str
@@ -68,6 +79,7 @@ class NodeInfo:
     level: str | None
     params: int
     flops: int
+    bytes: int | None
     extractable: bool
     rows_per_image: int = 1
 
@@ -177,6 +189,10 @@ class ModelGraph:
 
         Raises:
             BadTensor: the model does not take that size.
+
+        >>> larger = model_graph("resnet18").at(448, 320)
+        >>> larger.shape_of(larger.by_name["layer4.1.relu_1"])
+        [None, 512, 14, 10]
         """
         return self if (height, width) == self.input_size else self._copy(self._module, (height, width))
 
@@ -252,6 +268,9 @@ class ModelGraph:
         Raises:
             UnknownNode: a name matches nothing, or its value cannot be extracted.
             DuplicateKey: two names share a key.
+
+        >>> model_graph("resnet18").resolve({"C3": "level", "layer2": "path", "layer2.1.relu_1": "exact"})
+        {'level': 'layer2.1.relu_1', 'path': 'layer2.1.relu_1', 'exact': 'layer2.1.relu_1'}
         """
         return naming.resolve(self, return_nodes)
 
@@ -294,6 +313,7 @@ class ModelGraph:
             level=level,
             params=params,
             flops=flops,
+            bytes=value.nbytes if isinstance(value, Tensor) else None,
             extractable=self.extractable(node),
             rows_per_image=node.meta.get("rows") or 1,
         )
@@ -326,6 +346,12 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
     Raises:
         UnknownModel, NotTraceable: see there.
+
+    >>> graph = model_graph("resnet18")
+    >>> graph.eval_nodes[:4], graph.totals["params"], graph.levels["C4"].node
+    (['x', 'conv1', 'bn1', 'relu'], 11689512, 'layer3.1.relu_1')
+    >>> model_graph("resnet18") is graph
+    True
     """
     entry = get_model(model) if isinstance(model, str) else model
     if weights not in entry.published:

@@ -89,8 +89,17 @@ def check_health(
     >>> class Net(nn.Module):
     ...     def forward(self, x):
     ...         return torch.relu(torch.log(x))
-    >>> check_health(fx.symbolic_trace(Net().eval()), torch.tensor([-1.0, 1.0])).first_nan
-    'log'
+    >>> found = check_health(fx.symbolic_trace(Net().eval()), torch.tensor([-1.0, 1.0]))
+    >>> found.first_nan, found.cause
+    ('log', 'operation')
+    >>> found = check_health(fx.symbolic_trace(Net().eval()), torch.tensor([0.0, 1.0]))
+    >>> found.first_nan, found.first_inf
+    (None, 'log')
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1), nn.Sigmoid()).eval())
+    >>> model.get_parameter("0.weight").data.fill_(100)
+    tensor([[100.]])
+    >>> check_health(model, torch.ones(1, 1)).first_saturated
+    '_1'
     """
     arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     watcher = _Watcher(module, limit)

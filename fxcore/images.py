@@ -94,6 +94,12 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     Raises:
         BadImage: not an image, truncated or damaged.
         ImageTooLarge: the header says more than ``max_pixels``; nothing has been decoded.
+
+    >>> file = io.BytesIO()
+    >>> PIL.Image.new("L", (4, 2), 7).save(file, "png")
+    >>> image = open_image(file.getvalue())
+    >>> image.mode, image.size, image.getpixel((0, 0))
+    ('RGB', (4, 2), (7, 7, 7))
     """
     image = opened(data, max_pixels)
     try:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import fx, nn
@@ -35,47 +35,88 @@ def kept_whole(functions: Sequence[Callable[..., Any]], model: nn.Module) -> Ite
     Other threads, and calls without traced values, get the functions themselves.
 
     Raises:
-        NotAFunction: a class cannot be kept whole, since ``isinstance`` needs it.
+        NotAFunction: a class cannot be kept whole, since ``isinstance`` needs it; nor what nothing knows by a name.
     """
-    changed: list[tuple[dict[str, Any], str, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for function in functions:
             if isinstance(function, type) or not callable(function):
                 raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
+            places = list(_places(function, model))
+            if not places:
+                raise NotAFunction(
+                    f"{function!r} cannot be kept whole: the model does not call it by a name that can be found",
+                    name=str(function),
+                )
             recorder = _recorder(function)
-            for space, name in _names(function, model):
-                changed.append((space, name, space.get(name, _MISSING)))
-                space[name] = recorder
+            for place in places:
+                stack.enter_context(place(recorder))
         yield
-    finally:
-        for space, name, value in reversed(changed):
-            if value is _MISSING:
-                space.pop(name, None)
-            else:
-                space[name] = value
 
 
-def _names(function: Callable[..., Any], model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every namespace and name by which ``function`` is called."""
+_Place = Callable[[Any], contextlib.AbstractContextManager[None]]
+"""Puts another function in the place of one, for a while."""
+
+
+def _places(function: Callable[..., Any], model: nn.Module) -> Iterator[_Place]:
+    """Everywhere that ``function`` is called from: globals of all modules and of the model's source, attributes of the
+    model, and variables of functions around its source."""
     name = getattr(function, "__name__", "")
+    forwards = list(_functions(model))
+    own = {id(f.__globals__): f.__globals__ for f in forwards}
     if getattr(builtins, name, None) is function:
         # Python's own functions are patched where the model calls them, never for everybody.
-        spaces = {id(s): s for m in model.modules() if (s := _globals(m)) is not None}
-        yield from ((space, name) for space in spaces.values() if name not in space)
+        yield from (functools.partial(_as_global, space, name) for space in own.values() if name not in space)
         return
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            space = module.__dict__
+    spaces = {id(m.__dict__): m.__dict__ for m in list(sys.modules.values()) if isinstance(m, ModuleType)}
+    for space in (spaces | own | {id(vars(m)): vars(m) for m in model.modules()}).values():
+        for key in [key for key, value in list(space.items()) if value is function]:
             # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
-            own = [key for key, value in list(space.items()) if value is function]
-            yield from [(space, key) for key in own if (id(space), key) not in _wrapped_fns_to_patch]
+            wrapped = (id(space), key) in _wrapped_fns_to_patch
+            yield functools.partial(_as_global, space, key) if not wrapped else contextlib.nullcontext
+    cells = {id(cell): cell for f in forwards for cell in f.__closure__ or () if _content(cell) is function}
+    yield from (functools.partial(_as_content, cell) for cell in cells.values())
 
 
-def _globals(module: nn.Module) -> dict[str, Any] | None:
-    if type(module).__module__.split(".")[0] == "torch":
-        return None
-    space: dict[str, Any] | None = getattr(inspect.unwrap(type(module).forward), "__globals__", None)
-    return space
+@contextlib.contextmanager
+def _as_global(space: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    before = space.get(name, _MISSING)
+    space[name] = value
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            space.pop(name, None)
+        else:
+            space[name] = before
+
+
+@contextlib.contextmanager
+def _as_content(cell: CellType, value: Any) -> Iterator[None]:
+    before, cell.cell_contents = cell.cell_contents, value
+    try:
+        yield
+    finally:
+        cell.cell_contents = before
+
+
+def _functions(model: nn.Module) -> Iterator[FunctionType]:
+    """What the model's modules run, and the functions that these find in variables around them; torch's own aside."""
+    kinds = {type(m) for m in model.modules() if type(m).__module__.split(".")[0] != "torch"}
+    waiting = [f for f in (inspect.unwrap(kind.forward) for kind in kinds) if isinstance(f, FunctionType)]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) not in seen:
+            seen.add(id(function))
+            yield function
+            waiting += [f for cell in function.__closure__ or () if isinstance(f := _content(cell), FunctionType)]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return _MISSING
 
 
 def _recorder(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,12 @@ _PASS_THROUGH = (nn.modules.batchnorm._BatchNorm, nn.ReLU, nn.ReLU6, nn.Hardswis
 
 @dataclass(frozen=True)
 class Level:
-    """A feature map: the node that makes it, its channels, and its stride in input pixels."""
+    """A feature map: the node that makes it, its channels, and its stride in input pixels.
+
+    >>> from fxcore import model_graph
+    >>> model_graph("resnet18").levels["C5"]
+    Level(node='layer4.1.relu_1', channels=512, stride=32)
+    """
 
     node: str
     channels: int

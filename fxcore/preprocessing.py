@@ -20,7 +20,15 @@ from fxcore.errors import BadTensor
 
 
 class Preprocessing(ABC):
-    """What turns an image into a model's input. One subclass for each of torchvision's kinds."""
+    """What turns an image into a model's input. One subclass for each of torchvision's kinds.
+
+    >>> from fxcore import get_model
+    >>> preprocessing = get_model("resnet50").preprocessing()
+    >>> preprocessing.image(PIL.Image.new("RGB", (640, 480))).shape
+    torch.Size([3, 224, 224])
+    >>> preprocessing.normalization()
+    ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    """
 
     layout = "NCHW"
     #: whether images of different sizes can form one batch by padding, as detectors do

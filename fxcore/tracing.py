@@ -149,6 +149,39 @@ def trace(
     >>> graph = trace(model, leaf_modules="auto")
     >>> [n.name for n in graph.nodes], list(closed_modules(graph))
     (['input_1', '_0', '_1', 'output'], ['1'])
+
+    What cannot be traced says where, why, and what would be right:
+
+    >>> from fxcore.errors import NotTraceable
+    >>> try:
+    ...     trace(model)
+    ... except NotTraceable as error:
+    ...     print(error.extra["module"], error.extra["kind"], error.extra["source"].split(": ")[-1], sep=" | ")
+    1 | control_flow | return x if x.sum() > 0 else -x
+
+    Modules kept whole by class, by path and by pattern, a function kept whole, and an argument given its value:
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body = nn.Sequential(nn.Sequential(nn.Tanh()), nn.Sequential(nn.ReLU()))
+    ...     def forward(self, x, double=False):
+    ...         return self.body(x + x if double else x)
+    >>> for whole in (), (nn.Sequential,), ("body.0",), ("body.*",):
+    ...     print(names(trace(Net(), leaf_modules=whole, concrete_args={"double": False}))[-2:])
+    ['body.0.0', 'body.1.0']
+    ['_assert', 'body']
+    ['body.0', 'body.1.0']
+    ['body.0', 'body.1']
+    >>> "add" in names(trace(Net(), concrete_args={"double": True}))
+    True
+    >>> def halved(x):
+    ...     return x / 2
+    >>> class Halving(nn.Module):
+    ...     def forward(self, x):
+    ...         return halved(x)
+    >>> names(trace(Halving(), leaf_functions=[halved])), names(trace(Halving()))
+    (['x', 'halved'], ['x', 'truediv'])
     """
     given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()

@@ -65,6 +65,12 @@ class UserModel:
             torchvision's presets.
         input: ``image`` or ``video``: what one row of its input is.
         task: what it is listed under: ``classification`` or ``segmentation``, of videos ``video``.
+
+    >>> from torchvision.models import squeezenet1_1
+    >>> model = UserModel(squeezenet1_1, {"num_classes": 7}, preprocessing={"crop_size": 64})
+    >>> entry = user_entry("seven", model)
+    >>> entry.weights_info("DEFAULT").num_params, entry.preprocessing().nominal_size()
+    (726087, (64, 64))
     """
 
     builder: Callable[..., nn.Module]

@@ -54,6 +54,13 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     Raises:
         WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit the model.
         UnknownWeights: ``file:NAME`` names nothing in ``weights_dir``.
+
+    >>> from fxcore import get_model
+    >>> one, other = (load_model(get_model("squeezenet1_1"), "random") for _ in range(2))
+    >>> all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters()))
+    True
+    >>> one.training, any(getattr(m, "inplace", False) for m in one.modules())
+    (False, False)
     """
     if weights == RANDOM:
         model = entry.build()

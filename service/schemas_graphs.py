@@ -29,6 +29,7 @@ class GraphNode(BaseModel):
     level: str | None = Field(examples=[None])
     params: int = Field(examples=[131072])
     flops: int = Field(examples=[205520896])
+    bytes: int | None = Field(description="Size of the value for one image; null for no tensor.", examples=[802816])
     extractable: bool = Field(description="Whether the value can be asked for.", examples=[True])
     rows_per_image: int = Field(
         description="Rows of the first dimension that belong to one image: 1, but for attention windows.", examples=[1]

@@ -1,4 +1,16 @@
-"""Ways to run an extractor, one lowering a file, behind :class:`~fxcore.backends.base.Backend`."""
+"""Ways to run an extractor, one lowering a file, behind :class:`~fxcore.backends.base.Backend`.
+
+>>> import torch
+>>> from fxcore import build_extractor, get_model, load_model, model_graph, verify
+>>> graph = model_graph("resnet18")
+>>> extractor = build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve(["C2"]))
+>>> x = torch.rand(2, 3, 64, 64)
+>>> lowered = BACKENDS["eager"].lower(extractor.module, (x,), Options())  # batch norms folded, channels_last
+>>> verify(extractor.module, lowered, x).allclose
+True
+>>> BACKENDS["cudagraphs"].unavailable(torch.device("cpu"), "float32")
+'CUDA graphs need a CUDA device'
+"""
 
 from __future__ import annotations
 

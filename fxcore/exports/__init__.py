@@ -39,6 +39,9 @@ class ExportFormat:
         packages: what must be installed to write it, beside torch.
         named_outputs: outputs have names in the format itself, and each is a tensor of its own.
         int8: it can hold torch's own int8 layers.
+
+    >>> [name for name, format in FORMATS.items() if not format.packages]
+    ['fx', 'torch_export', 'torchscript']
     """
 
     name: str

@@ -129,6 +129,21 @@ def export_folder(extractor: Extractor, path: Path) -> None:
 
     Raises:
         CannotExport: a layer or function has no source outside this package.
+
+    >>> import sys, tempfile
+    >>> from fxcore import build_extractor, get_model, load_model, model_graph
+    >>> graph = model_graph("squeezenet1_1")
+    >>> model = load_model(get_model("squeezenet1_1"), "random")
+    >>> extractor = build_extractor(graph, model, graph.resolve(["features.2"]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_folder(extractor, Path(folder) / "squeeze_early")
+    ...     sys.path.insert(0, folder)
+    ...     from squeeze_early import load
+    ...     sys.path.remove(folder)
+    ...     again = load()
+    >>> x = torch.rand(1, 3, 64, 64)
+    >>> torch.equal(again(x)["features.2"], extractor.module(x)["features.2"])
+    True
     """
     path.mkdir(parents=True, exist_ok=True)
     for name, data in folder_files(extractor, path.name).items():

@@ -65,6 +65,12 @@ def calibration_rows(
     Args:
         folder: of the photographs; without it, those that are shipped, mirrored and cropped.
         count: at most how many.
+
+    >>> from fxcore import model_graph
+    >>> graph = model_graph("squeezenet1_1")
+    >>> rows = calibration_rows(graph.preprocessing, graph.inputs, graph.input_size, count=3)
+    >>> len(rows), rows[0][0].shape
+    (3, torch.Size([1, 3, 224, 224]))
     """
     images = photos(folder)[:count] if folder is not None else augmented(photos(), count)[:count]
     return check_rows(preprocessing, inputs, images, size)

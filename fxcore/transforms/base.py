@@ -35,7 +35,20 @@ class CannotTransform(FxError):
 
 
 class CannotKeep(CannotTransform):
-    """A pass would change or lose a value that the graph returns; ``transform`` and ``node``."""
+    """A pass would change or lose a value that the graph returns; ``transform`` and ``node``.
+
+    >>> from fxcore.transforms import replace_op
+    >>> model = fx.symbolic_trace(lambda x: {"double": torch.add(x, x)}).eval()
+    >>> @transform
+    ... def lose(module: fx.GraphModule) -> int:
+    ...     module.graph.find_nodes(op="output")[0].args = ({},)
+    ...     return 1
+    >>> try:
+    ...     lose(model)
+    ... except CannotKeep as error:
+    ...     print(error.detail)
+    lose would change what the graph returns
+    """
 
 
 class UnknownTransform(FxError):
@@ -49,7 +62,13 @@ class BadParameter(FxError):
 
 @dataclass(frozen=True)
 class Applied:
-    """One pass that a module went through, and how many things it changed."""
+    """One pass that a module went through, and how many things it changed.
+
+    >>> from fxcore.transforms import apply_transforms
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Dropout()).eval())
+    >>> applied(apply_transforms(model, ["remove"]))
+    (Applied(name='remove', changes=1, parameters={'dropout': True, 'identity': True}),)
+    """
 
     name: str
     changes: int
@@ -68,6 +87,10 @@ class Transform:
         exact: the outputs stay what they were, up to rounding.
         changes_input: the new module wants another input than the old one.
         adds_nodes: it brings new nodes that can be asked for, so it has to run before nodes are chosen.
+
+    >>> from fxcore.transforms import list_transforms
+    >>> [t.name for t in list_transforms() if not t.exact], [t.name for t in list_transforms() if t.changes_input]
+    (['replace_activation', 'insert_after'], ['fold_normalization'])
     """
 
     name: str
@@ -82,7 +105,19 @@ class Transform:
 def transform(
     edit: Callable[Concatenate[fx.GraphModule, P], int],
 ) -> Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]:
-    """Make a pass of a function that edits a module in place and returns the number of changes."""
+    """Make a pass of a function that edits a module in place and returns the number of changes.
+
+    >>> @transform
+    ... def swap_signs(module: fx.GraphModule) -> int:
+    ...     found = [n for n in module.graph.nodes if n.target is torch.neg]
+    ...     for node in found:
+    ...         node.target = torch.positive
+    ...     return len(found)
+    >>> model = fx.symbolic_trace(lambda x: torch.neg(x)).eval()
+    >>> changed = swap_signs(model)
+    >>> int(changed(torch.tensor(3))), int(model(torch.tensor(3)))
+    (3, -3)
+    """
 
     @functools.wraps(edit)
     def run(module: fx.GraphModule, /, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
@@ -104,7 +139,13 @@ def transform(
 
 
 def applied(module: nn.Module) -> tuple[Applied, ...]:
-    """The passes that ``module`` went through, in order."""
+    """The passes that ``module`` went through, in order.
+
+    >>> from fxcore.transforms import out_of_place, remove
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(inplace=True), nn.Dropout()).eval())
+    >>> [(a.name, a.changes) for a in applied(remove(out_of_place(model)))]
+    [('out_of_place', 1), ('remove', 1)]
+    """
     meta = getattr(module, "meta", {})
     found: tuple[Applied, ...] = meta.get(APPLIED, ())
     return found

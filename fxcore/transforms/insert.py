@@ -26,7 +26,8 @@ def insert_after(
         node: public or fx name.
         function: a function of one argument, a module, or the name of an activation function.
         outputs: whether the graph's own outputs read the new value too. If not, a node that is returned keeps its
-        value. name: the new node's name beside ``node``; the function's own where none is given.
+            value.
+        name: the new node's name beside ``node``; the function's own where none is given.
 
     Raises:
         CannotTransform: no such node, or nothing would read the new value.

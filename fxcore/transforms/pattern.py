@@ -53,6 +53,12 @@ def op(*alternatives: Callable[..., Any] | type[nn.Module] | str, name: str | No
     Args:
         alternatives: none at all means any function or method.
         name: by which the replacement is given this very operation, to call it again.
+
+    >>> import torch
+    >>> model = fx.symbolic_trace(lambda x: torch.relu(x) + x.relu() + torch.tanh(x)).eval()
+    >>> flat = replace_pattern(model, lambda x: op(torch.relu, "relu")(x), lambda x: x * 0)
+    >>> float(flat(torch.tensor(1.0))) == float(torch.tanh(torch.tensor(1.0)))
+    True
     """
     return AnyOf(alternatives, name)
 

@@ -107,6 +107,9 @@ def get_transform(name: str) -> Transform:
     """
     Raises:
         UnknownTransform: no pass of that name.
+
+    >>> get_transform("remove").description
+    'Take out operations that do nothing in eval mode.'
     """
     if name not in _BY_NAME:
         near = difflib.get_close_matches(name[:64], _BY_NAME, n=3, cutoff=0.5)
@@ -177,7 +180,11 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
 
 
 def described(transform: Transform) -> dict[str, Any]:
-    """A pass for JSON."""
+    """A pass for JSON.
+
+    >>> described(get_transform("keep_float"))["parameters"]
+    {'nodes': {'type': 'array', 'items': {'type': 'string'}}}
+    """
     fields = replace(transform, parameters={k: dict(v) for k, v in transform.parameters.items()})
     return {
         "name": fields.name,

@@ -16,6 +16,13 @@ class Halves(NamedTuple):
         front: inputs → a tuple of the values that cross the cut.
         back: those values → what the whole module returns.
         crossing: the public names of the nodes whose values cross, in order.
+
+    >>> import torch
+    >>> halves = split_at(fx.symbolic_trace(lambda x: torch.exp(x) + x).eval(), "exp")
+    >>> halves.crossing
+    ('x', 'exp')
+    >>> halves.back(*halves.front(torch.tensor(0.0)))
+    tensor(1.)
     """
 
     front: fx.GraphModule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import types
 from pathlib import Path
@@ -273,3 +274,49 @@ def test_concrete_arguments_specialise() -> None:
     with pytest.raises(UnknownArgument) as caught:
         trace(model, concrete_args={"negativ": True})
     assert caught.value.extra["suggestions"] == ["x", "negative", "times"]
+
+
+class Either(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x.sum() > 0
+        return math.sqrt(2) * x if positive else x
+
+
+def test_a_conditional_expression_is_control_flow_whatever_it_begins_with() -> None:
+    with pytest.raises(NotTraceable) as caught:
+        trace(Either())
+    assert caught.value.extra["kind"] == "control_flow"
+    assert "leaf_functions" not in caught.value.extra["advice"]
+
+
+def test_leaf_functions_that_no_module_has_a_name_for() -> None:
+    """In variables around the model's source, at any depth; in attributes; and in globals of code that was executed."""
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def outer(x: Tensor) -> Tensor:
+        return doubled(x) + 1
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run = doubled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(doubled(x)) + outer(x)
+
+    before, model = doubled, Inside().eval()
+    graph = trace(model, leaf_functions=(doubled,))
+    assert sum(n.target is before for n in graph.nodes) == 3
+    assert doubled is before is model.run
+    assert torch.equal(fx.GraphModule(model, graph)(torch.ones(2)), torch.full((2,), 7.0))
+    space: dict[str, Any] = {"nn": nn}
+    exec(
+        "def halved(x):\n    return x / 2\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        return halved(x)\n",
+        space,
+    )
+    assert names(trace(space["Net"](), leaf_functions=(space["halved"],))) == ["x", "halved"]
+    with pytest.raises(NotAFunction, match="by a name that can be found"):
+        trace(model, leaf_functions=(lambda x: x,))
