@@ -27,7 +27,7 @@ from service.engine.decoding import Decoding
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
-from service.engine.memory import tidy
+from service.engine.memory import release, tidy
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models
@@ -126,6 +126,7 @@ class Engine:
         await asyncio.to_thread(self._worker.stop, 2.0)
         for pool in (self._decoders, self._intake, self._builders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
+        release()
 
     def readiness(self) -> tuple[bool, str]:
         """Whether requests can be served now, and if not, why."""

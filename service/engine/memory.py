@@ -16,3 +16,9 @@ def tidy() -> None:
     gc.unfreeze()
     give_back()
     gc.freeze()
+
+
+def release() -> None:
+    """Have the collector look at everything again, for the process's end: libraries in C++ tell at length of what is
+    left of theirs when they are unloaded."""
+    gc.unfreeze()
