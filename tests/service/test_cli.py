@@ -21,11 +21,13 @@ import pytest
 import torch
 import typer.main
 from safetensors import safe_open
+from safetensors.numpy import load_file
 from torchvision.models import list_models
 from torchvision.models.feature_extraction import get_graph_node_names
 from typer.testing import CliRunner
 
 from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.catalog import register
 from fxcore.images import open_image
 from fxcore.render import render
 from service.cli import app
@@ -240,6 +242,34 @@ def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path:
     with safe_open(out / "shard-000000.safetensors", "pt") as file:
         assert file.get_tensor("C5").dtype is torch.bfloat16
         assert file.get_tensor("C5").shape == (1, 512, 3, 3)
+
+
+def test_models_of_ones_own(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/models.toml").write_text(
+        """
+        [models.mine]
+        builder = "timm:create_model"
+        arguments = { model_name = "mobilenetv3_small_050", num_classes = 7 }
+        preprocessing = { resize_size = 72, crop_size = 64 }
+
+        [models.broken]
+        weights = "gone.safetensors"
+        """
+    )
+    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path / "mine"))
+    try:
+        (listed,) = rows(fxserve("models", "--query", "mine").stdout, "model")
+        assert listed[:3] == ["mine", "classification", "builder"]
+        assert ["C5", "blocks.5.0.aa", "288", "32"] in rows(fxserve("nodes", "mine").stdout, "level")
+        assert "'broken' was described wrongly" in fxserve("nodes", "broken").stderr
+        out = tmp_path / "features"
+        result = fxserve("extract", *files, "--model", "mine", "--nodes", "C5", "--device", "cpu", "--out", out)
+        assert result.exit_code == 0, result.stderr
+        assert load_file(out / "shard-000000.safetensors")["C5"].shape == (2, 288, 2, 2)
+        assert json.loads((out / "spec.json").read_text())["spec"]["weights"] == "builder"
+    finally:
+        register({})
 
 
 RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")

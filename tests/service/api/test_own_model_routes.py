@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +14,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import timm
 import torch
 from torchvision.transforms import functional as F
+from torchvision.transforms._presets import VideoClassification
 
 from fxcore.catalog import register
 from tests.service.conftest import Client
@@ -34,6 +39,45 @@ builder = "timm:create_model"
 arguments = { model_name = "mobilenetv3_small_050", num_classes = 8 }
 weights = "mine.pth"
 """
+
+
+MODULE = """
+from torch import nn
+
+class Clip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv3d(3, 6, 3, (1, 2, 2), 1), nn.BatchNorm3d(6), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(nn.Conv3d(6, 8, 3, 2, 1), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, clip):
+        maps = self.body(self.stem(clip))
+        bright = maps > 0.1
+        return self.head((maps * bright).mean((2, 3, 4)))
+"""
+
+
+@pytest.fixture
+def clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    """A module written by hand, which takes clips, and its description."""
+    (tmp_path / "clips_for_tests.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(4)
+    model = importlib.import_module("clips_for_tests").Clip().eval()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "clip.safetensors")
+    (tmp_path / "models.toml").write_text(
+        """
+        [models.clip]
+        builder = "clips_for_tests:Clip"
+        weights = "clip.safetensors"
+        input = "video"
+        preprocessing = { resize_size = [36, 54], crop_size = [32, 48] }
+        """
+    )
+    yield model
+    sys.modules.pop("clips_for_tests")
+    register({})
 
 
 @pytest.fixture
@@ -93,6 +137,57 @@ def test_a_model_of_ones_own_is_served(
     problem = client.post("/v1/extractors", json={"model": "broken", "return_nodes": ["x"]}).json()
     assert problem["type"] == "/problems/unknown-model"
     assert "'broken' was described wrongly" in problem["detail"]
+
+
+def test_a_module_written_by_hand_that_takes_clips(
+    clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]
+) -> None:
+    """Any number of frames of any size, prepared as npy or raw as safetensors; values as of the module itself."""
+    client = make_client(models_dir=tmp_path)
+    nodes = client.get("/v1/models/clip/nodes").json()
+    assert nodes["levels"]["C1"] == {"node": "stem.2", "channels": 6, "stride": 2}
+    assert nodes["levels"]["C2"] == {"node": "body.1", "channels": 8, "stride": 4}
+    x = torch.randn(2, 3, 10, 20, 28)
+    frames = torch.randint(0, 256, (2, 10, 40, 60, 3), dtype=torch.uint8)
+    preset = VideoClassification(crop_size=(32, 48), resize_size=(36, 54))
+    prepared = preset(frames.permute(0, 1, 4, 2, 3))
+    buffer = io.BytesIO()
+    np.save(buffer, x.numpy())
+    bodies = {
+        "application/x-npy": (buffer.getvalue(), x),
+        "application/x-safetensors": (safetensors.torch.save({"clip": frames}), prepared),
+    }
+    path = "/v1/models/clip/features?nodes=C1,C2,head"
+    for kind, (body, given) in bodies.items():
+        answer = client.post(path, content=body, headers={"Content-Type": kind, "Accept": "application/x-safetensors"})
+        assert answer.status_code == 200, answer.text
+        values = safetensors.torch.load(answer.content)
+        with torch.inference_mode():
+            stem = clips.stem(given)
+            for key, wanted in (("C1", stem), ("C2", clips.body(stem)), ("head", clips(given))):
+                torch.testing.assert_close(values[key], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]) -> None:
+    client = make_client(models_dir=tmp_path)
+    config = json.dumps({"model": "clip", "return_nodes": ["gt", "C2"]})
+    client.post("/v2/repository/models/bright/load", json={"parameters": {"config": config}}).raise_for_status()
+    outputs = client.get("/v2/models/bright").json()["outputs"]
+    assert [(output["name"], output["datatype"]) for output in outputs] == [("gt", "BOOL"), ("C2", "FP32")]
+    x = torch.randn(1, 3, 4, 12, 12)
+    given = {"name": "clip", "datatype": "FP32", "shape": list(x.shape), "data": x.flatten().tolist()}
+    with torch.inference_mode():
+        wanted = (clips.body(clips.stem(x)) > 0.1).numpy()
+    for binary in (True, False):
+        asked = [{"name": "gt", "parameters": {"binary_data": binary}}]
+        answer = client.post("/v2/models/bright/infer", json={"inputs": [given], "outputs": asked})
+        if binary:
+            raw = answer.content[int(answer.headers["Inference-Header-Content-Length"]) :]
+            found = np.frombuffer(raw, np.bool_)
+        else:
+            found = np.array(answer.json()["outputs"][0]["data"])
+        assert found.dtype == np.bool_
+        assert np.array_equal(found, wanted.ravel())
 
 
 def test_the_list_of_models_that_are_served_holds_for_ones_own(
