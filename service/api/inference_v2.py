@@ -23,11 +23,9 @@ from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded, NotReady
+from service.engine.options import CHOICES
 from service.problems import Refusal
 from service.schemas_v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
-
-_OPTIONS = ("pool", "dtype", "normalize", "preprocess")
-
 
 router = APIRouter(prefix="/v2", tags=[TAG], route_class=Route)
 
@@ -263,7 +261,7 @@ def _wanted(record: ExtractorRecord, name: str, asked: v2.Request, options: Feat
 
 def _options(asked: v2.Request) -> FeatureOptions:
     try:
-        return FeatureOptions(**{name: asked.parameters[name] for name in _OPTIONS if name in asked.parameters})
+        return FeatureOptions(**{name: asked.parameters[name] for name in CHOICES if name in asked.parameters})
     except ValueError as error:
         raise Refusal("invalid-request", f"parameter {error}") from error
 

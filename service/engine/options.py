@@ -12,6 +12,14 @@ from fxcore.pooling import METHODS, channel_dim, check_poolable, pool, pooled_sh
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "pool": ("none", *METHODS),
+    "dtype": (None, *DTYPES),
+    "normalize": (None, "l2"),
+    "preprocess": ("default", "fast", "none"),
+}
+"""The options that clients give by name, and their values."""
+
 
 @dataclass(frozen=True)
 class FeatureOptions:
@@ -38,12 +46,7 @@ class FeatureOptions:
     keys: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("pool", ("none", *METHODS)),
-            ("dtype", (None, *DTYPES)),
-            ("normalize", (None, "l2")),
-            ("preprocess", ("default", "fast", "none")),
-        ):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
 

@@ -13,6 +13,7 @@ from fxcore.errors import BadImage, FxError, ImageTooLarge
 from service.client import AsyncClient, AsyncExtractor, errors
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.errors import ComputeFailed, OutOfMemory
+from service.engine.options import CHOICES
 from service.schemas import ExtractorSpec
 from service.settings import Settings
 
@@ -169,7 +170,8 @@ class Remote:
     async def features(self, images: Sequence[bytes]) -> Rows:
         place = min(range(len(self._extractors)), key=self._busy.__getitem__)
         self._busy[place] += 1
-        options = {name: value for name, value in vars(self._options).items() if value is not None}
+        given = {name: getattr(self._options, name) for name in CHOICES}
+        options = {name: value for name, value in given.items() if value is not None}
         try:
             return await self._extractors[place](list(images), as_torch=True, **options)
         except _OF_IMAGES_SENT as error:

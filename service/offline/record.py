@@ -11,6 +11,7 @@ import orjson
 
 from fxcore.errors import FxError
 from service.engine import FeatureOptions
+from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows
 from service.offline.shards import write_text
 
@@ -43,7 +44,7 @@ class Record:
         self.outputs: list[dict[str, Any]] = outputs
         self._document: dict[str, Any] = {
             "spec": described.spec,
-            "options": dict(vars(options)),
+            "options": {name: getattr(options, name) for name in CHOICES},
             "format": format,
             "fingerprint": described.fingerprint,
             "backend": described.backend,

@@ -233,6 +233,8 @@ def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -
     assert archive.files == ["path", "layer3", "layer4"]
     assert (archive["layer4"].shape, archive["layer4"].dtype) == ((2, 512), np.float16)
     np.testing.assert_allclose(np.linalg.norm(archive["layer3"].astype(np.float32), axis=1), 1, rtol=1e-3)
+    asked = {"pool": "avg", "dtype": "float16", "normalize": "l2", "preprocess": "default"}
+    assert json.loads((out / "spec.json").read_text())["options"] == asked
 
 
 def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path: Path) -> None:
