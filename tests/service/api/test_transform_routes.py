@@ -90,36 +90,6 @@ def test_int8_that_is_too_far_is_refused_with_its_figures(client):
     assert document["layers"][0]["sqnr"] < document["layers"][-1]["sqnr"]
 
 
-@pytest.mark.parametrize(
-    ("model", "node", "shape"),
-    [
-        ("vit_b_32", "encoder.layers.encoder_layer_0.self_attention.attention", [1, 12, 50, 50]),
-        ("swin_t", "features.1.1.attn.attention", [1, 64, 3, 49, 49]),
-    ],
-)
-def test_attention_maps_can_be_asked_for(client, model, node, shape):
-    """Per head, beside ordinary nodes, which stay what they are; without the transform there is no such node."""
-    ordinary = node.replace(".self_attention.attention", ".ln").replace(".attn.attention", ".norm1")
-    wanted = {"model": model, "return_nodes": [node, ordinary]}
-    listed, more = (client.get(f"/v1/models/{model}/nodes{q}").json() for q in ("", "?transforms=attention_maps"))
-    assert all(n.endswith(".attention") for n in set(more["eval_nodes"]) - set(listed["eval_nodes"]))
-    assert node in more["eval_nodes"]
-    assert more["fingerprint"] == listed["fingerprint"]
-    answer = client.post("/v1/extractors", json=spec(**wanted)).json()
-    assert (answer["type"], answer["name"]) == ("/problems/unknown-node", node)
-    made = client.post("/v1/extractors?wait=200", json=spec("attention_maps", "fuse_conv_bn", **wanted))
-    assert made.status_code == 201, made.text
-    detail = made.json()
-    assert detail["outputs"][0]["shape"] == [None, *shape[1:]]
-    assert detail["checks"]["transforms"]["applied"][0]["name"] == "attention_maps"
-    maps = features(client, detail["id"])
-    assert list(maps[node].shape) == shape
-    assert np.allclose(maps[node].sum(-1), 1, atol=1e-5)
-    plain = client.post("/v1/extractors?wait=200", json=spec(model=model, return_nodes=[ordinary])).json()
-    assert np.array_equal(features(client, plain["id"])[ordinary], maps[ordinary])
-    assert node in [n["name"] for n in client.get(f"/v1/extractors/{detail['id']}/graph").json()["nodes"]]
-
-
 def test_folded_normalisation_leaves_it_out_of_the_preprocessing(client, photos):
     """The same photograph gives the same features, as pixels, as a file, and as a prepared tensor in [0, 1]."""
     plain = client.post("/v1/extractors", json=spec()).json()
