@@ -12,6 +12,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.middleware import LINGER_BYTES, LINGER_SECONDS
+
 HEAD_SECONDS = 10.0
 """From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
 of its body, where the answer came first."""
@@ -31,6 +33,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         self._in_message = True
         self._head_bytes = 0
+        self._thrown_away: int | None = None
         self._unfinished: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
@@ -45,6 +48,11 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._thrown_away is not None:
+            self._thrown_away += len(data)
+            if self._thrown_away > LINGER_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
@@ -91,13 +99,20 @@ class Connection(HttpToolsProtocol):
             self._unfinished = None
 
     def _end(self, status: HTTPStatus) -> None:
-        """Close the connection, and say why where a request has begun that has no answer."""
+        """Close the connection, and say why where a request has begun that has no answer.
+
+        Then the connection is closed for our side only, until the client has seen that and closes its own, because
+        unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
         if self._in_head and self._head_bytes:
             text = status.phrase.encode()
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
             self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
-        self.transport.close()
+            self.transport.write_eof()
+            self._thrown_away = 0
+            self._unfinished = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()
 
     def _expect_reading(self) -> None:
         self._read_on()

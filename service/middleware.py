@@ -33,10 +33,10 @@ access = logging.getLogger("fxserve.access")
 REQUEST_ID_LENGTH = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
-# Once refused, a client that is still sending gets this long to notice, so that the answer is not lost to a reset
-# connection; what it sends meanwhile is thrown away.
-LINGER_SECONDS = 0.5
-LINGER_BYTES = 1024**2
+# A client that is refused while it sends would lose the answer to a reset connection if there were unread bytes when it
+# is closed. So it gets this long to notice, and what it sends is thrown away, until it pauses or there is too much of it.
+LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
+LINGER_BYTES = 16 * 1024**2
 
 MIN_BYTES_PER_SECOND = 64 * 1024
 """Half a megabit: what is slower holds memory that others could use."""
@@ -263,13 +263,13 @@ async def _refuse(refusal: Refusal | FxError, scope: Scope, receive: Receive, se
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # The answer is out and complete by its Content-Length. Closing now, with unread bytes, would reset the connection
-    # and could take the answer with it.
+    # The answer is out and complete by its Content-Length.
     thrown_away = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while thrown_away < LINGER_BYTES:
-                message = await receive()
+                async with asyncio.timeout(LINGER_PAUSE):
+                    message = await receive()
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     break
                 thrown_away += len(message.get("body", b""))

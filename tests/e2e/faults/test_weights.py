@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -69,17 +71,32 @@ def test_a_download_with_the_wrong_hash(server: FaultyServer, clients: Clients, 
     taken(server, clients, "wrong_hash", cache, weights)
 
 
-def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
-    """By a limit on the size of files, which any user can set for a process of theirs."""
+@contextlib.contextmanager
+def full(server: FaultyServer, cache: Path) -> Iterator[str]:
+    """A cache on a disk of a megabyte, and what is said of writing more to it; where mounting is not allowed, a limit on
+    the size of files, which any user can set for a process of theirs."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(cache)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0:
+        try:
+            yield "No space left on device"
+        finally:
+            subprocess.run(["umount", str(cache)], check=True)
+        return
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
-    assert len(weights.data) > 2_000_000
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        assert "File too large" in unavailable(server.features(1, model="disk_full"))
-        clients.ask()
+        yield "File too large"
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
-    assert not list(cache.glob("disk_full*"))
+
+
+def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
+    assert len(weights.data) > 2_000_000
+    with full(server, cache) as said:
+        before = set(cache.iterdir())
+        assert said in unavailable(server.features(1, model="disk_full"))
+        clients.ask()
+        assert set(cache.iterdir()) == before  # nothing of it is left, under any name
     taken(server, clients, "disk_full", cache, weights)
 
 
