@@ -9,6 +9,9 @@ break off, and leave before they are answered. A pinned extractor is asked throu
 - an answer is not one that the request may get, or the pinned extractor's values change;
 - the pinned extractor is ever evicted, or the weights and extractors exceed the budget once nothing is in flight;
 - resident memory, threads, files, children or unfinished tasks grow from the second fifth of the time to the last.
+
+Where the machine stands still (a suspended laptop, processes that were stopped) for over five seconds, that time does
+not count, and requests that it caught may have been too late.
 """
 
 from __future__ import annotations
@@ -49,6 +52,9 @@ MODELS = (
 # fmt: on
 EXTRACTORS = 300
 BUDGET = 512 * MiB
+STILL = 5.0
+"""Seconds for one of sleep after which the machine is taken to have stood still."""
+
 PINNED = "mobilenet_v3_small@random:features.8"
 PINNED_PATH = "/v1/models/mobilenet_v3_small/features?weights=random&nodes=features.8&pool=avg"
 
@@ -81,11 +87,15 @@ class Outcome:
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    stood_still: float = 0.0
 
-    def note(self, status: str, allowed: Sequence[str], what: str) -> None:
+    def note(self, answer: httpx.Response, allowed: Sequence[str], what: str, stood_still: float) -> None:
+        """Take an answer into account; ``stood_still`` is as it was when that was asked for."""
+        status = str(answer.status_code)
         self.statuses[status] += 1
-        if status not in allowed:
-            self.wrong.append(f"{what}: {status}")
+        late = ("503", "504") if self.stood_still > stood_still else ()
+        if status not in (*allowed, "429", *late):
+            self.wrong.append(f"{what}: {status} {answer.text[:200]}")
 
 
 class Soak:
@@ -112,15 +122,28 @@ class Soak:
         threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
         for thread in threads:
             thread.start()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            time.sleep(min(seconds / 60, max(0.0, until - time.monotonic())))
+        passed = 0.0
+        while passed < seconds:
+            passed += self._wait(min(seconds / 60, seconds - passed))
             self.outcome.samples.append(self.sample())
             print(self.outcome.samples[-1], flush=True)
         self.ending.set()
         for thread in threads:
             thread.join()
         return self.outcome
+
+    def _wait(self, seconds: float) -> float:
+        """Sleep so long while the machine moves; the seconds for which it did."""
+        passed = 0.0
+        while passed < seconds:
+            began = time.monotonic()
+            time.sleep(min(1.0, seconds - passed))
+            slept = time.monotonic() - began
+            if slept > STILL:
+                self.outcome.stood_still += slept
+            else:
+                passed += slept
+        return passed
 
     def sample(self) -> Sample:
         process, metrics = self.server.process, self.server.http.get("/metrics").text
@@ -161,37 +184,31 @@ class Soak:
                     self.outcome.wrong.append(f"{type(error).__name__}: {error}")
 
     def _act(self, client: httpx.Client, chosen: random.Random) -> None:
-        note = self.outcome.note
-        spec, photo = chosen.choice(self.specs), chosen.choice(self.photos)
-        busy = ("429",)
-        match chosen.choices(("spec", "pinned", "bad", "unknown", "left", "broken", "deadline"), (8, 4, 2, 1, 2, 1, 1))[
-            0
-        ]:
+        spec, photo, still = chosen.choice(self.specs), chosen.choice(self.photos), self.outcome.stood_still
+
+        def note(answer: httpx.Response, allowed: Sequence[str], what: str) -> None:
+            self.outcome.note(answer, allowed, what, still)
+
+        kinds = ("spec", "pinned", "bad", "unknown", "left", "broken", "deadline")
+        match chosen.choices(kinds, (8, 4, 2, 1, 2, 1, 1))[0]:
             case "spec":
-                note(str(self._ask(client, spec, photo).status_code), ("200", *busy), spec)
+                note(self._ask(client, spec, photo), ("200",), spec)
             case "pinned":
                 answer = self._ask(client, PINNED_PATH, self.photos[0])
-                note(str(answer.status_code), ("200", *busy), "pinned")
+                note(answer, ("200",), "pinned")
                 if answer.status_code == 200 and not _same(answer.content, self.pinned):
                     self.outcome.wrong.append("the pinned extractor's values changed")
             case "bad":
-                note(
-                    str(self._ask(client, PINNED_PATH, photo[: len(photo) // 3]).status_code),
-                    ("422", *busy),
-                    "bad image",
-                )
+                note(self._ask(client, PINNED_PATH, photo[: len(photo) // 3]), ("422",), "bad image")
             case "unknown":
                 path = f"/v1/models/resnet18/features?weights=random&nodes=no-{chosen.random()}"
-                note(str(self._ask(client, path, photo).status_code), ("422", *busy), "unknown node")
+                note(self._ask(client, path, photo), ("422",), "unknown node")
             case "left":
                 self._leave(PINNED_PATH, photo, len(photo))
-                note("left", ("left",), "")
             case "broken":
                 self._leave(spec, photo, len(photo) // 2)
-                note("left", ("left",), "")
             case "deadline":
-                answer = self._ask(client, spec, photo, timeout="0.02")
-                note(str(answer.status_code), ("200", "504", *busy), "deadline")
+                note(self._ask(client, spec, photo, timeout="0.02"), ("200", "504"), "deadline")
 
     def _ask(self, client: httpx.Client, path: str, photo: bytes, timeout: str = "120") -> httpx.Response:
         headers = {
@@ -204,6 +221,7 @@ class Soak:
     def _leave(self, path: str, photo: bytes, sent: int) -> None:
         """Send (a part of) a request and go."""
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(photo)}\r\n\r\n"
+        self.outcome.statuses["left"] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.port)) as connection:
             connection.sendall(head.encode() + photo[:sent])
 
@@ -254,7 +272,7 @@ def main(seconds: float, clients: int, models: Sequence[str], extractors: int, b
         settled = soak.sample()
         outcome.samples.append(settled)
         print(settled)
-        console.print(dict(outcome.statuses))
+        console.print(dict(outcome.statuses), f"stood still for {outcome.stood_still:.0f} s")
         evicted = [line for line in server.http.get("/metrics").text.splitlines() if "evictions_total{" in line]
         console.print("\n".join(evicted), markup=False)
         wrong = judge(outcome, settled, budget)

@@ -33,8 +33,8 @@ access = logging.getLogger("fxserve.access")
 REQUEST_ID_LENGTH = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
-# A client that is refused while it sends would lose the answer to a reset connection if there were unread bytes when it
-# is closed. So it gets this long to notice, and what it sends is thrown away, until it pauses or there is too much of it.
+# Unread bytes make closing a connection a reset, which can take the answer with it. So a client that is sending when it
+# is refused gets this long to notice. What comes is thrown away, until it pauses or there is too much of it.
 LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
 LINGER_BYTES = 16 * 1024**2
 

@@ -73,8 +73,8 @@ def test_a_download_with_the_wrong_hash(server: FaultyServer, clients: Clients, 
 
 @contextlib.contextmanager
 def full(server: FaultyServer, cache: Path) -> Iterator[str]:
-    """A cache on a disk of a megabyte, and what is said of writing more to it; where mounting is not allowed, a limit on
-    the size of files, which any user can set for a process of theirs."""
+    """A cache on a disk of a megabyte, and what is said of writing more to it. Where mounting is not allowed, a limit
+    on the size of files stands in, which any user can set for a process of theirs."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(cache)]
     if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0:
         try:
