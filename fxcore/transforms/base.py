@@ -90,7 +90,7 @@ class Transform:
 
     >>> from fxcore.transforms import list_transforms
     >>> [t.name for t in list_transforms() if not t.exact], [t.name for t in list_transforms() if t.changes_input]
-    (['replace_activation', 'insert_after'], ['fold_normalization'])
+    (['replace_activation', 'replace_module', 'insert_after'], ['fold_normalization'])
     """
 
     name: str

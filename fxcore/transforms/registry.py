@@ -23,7 +23,7 @@ from fxcore.transforms.insert import insert_after
 from fxcore.transforms.keep_float import keep_float
 from fxcore.transforms.out_of_place import out_of_place
 from fxcore.transforms.remove import remove
-from fxcore.transforms.replace import ACTIVATIONS, replace_activation
+from fxcore.transforms.replace import ACTIVATIONS, replace_activation, replace_module
 
 _FUNCTION = {"type": "string", "enum": sorted(ACTIVATIONS)}
 _PER_CHANNEL = {"type": "array", "items": {"type": "number"}}
@@ -61,6 +61,13 @@ _TRANSFORMS = (
         "Replace one activation function by another, wherever it occurs.",
         {"old": _FUNCTION, "new": _FUNCTION},
         replace_activation,
+        exact=False,
+    ),
+    Transform(
+        "replace_module",
+        "Put an activation function in the place of a module, or of all of a pattern such as `layer4.*.relu`.",
+        {"old": {"type": "string"}, "new": _FUNCTION},
+        replace_module,
         exact=False,
     ),
     Transform(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import BadParameter, add, erase_dead, transform
+from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, transform
 
 
 def identity(x: Tensor) -> Tensor:
@@ -97,33 +97,50 @@ def replace_op(module: fx.GraphModule, old: Callable[..., Any] | str, new: Calla
 
 
 @transform
-def replace_module(module: fx.GraphModule, which: type[nn.Module] | str, make: Callable[[nn.Module], nn.Module]) -> int:
+def replace_module(
+    module: fx.GraphModule, old: type[nn.Module] | str, new: str | Callable[[nn.Module], nn.Module]
+) -> int:
     """Call another module wherever the graph calls one of a class or path.
 
     Args:
-        which: a class, whose subclasses count too, or a path, which may be a pattern such as ``layer4.*.relu``.
-        make: the old module → the new one; it may share parameters with the old one and must not change it. Called once
-            for a module that the graph calls several times.
+        old: a class, whose subclasses count too, or a path, which may be a pattern such as ``layer4.*.relu``.
+        new: the old module → the new one; it may share parameters with the old one and must not change it. Called once
+            for a module that the graph calls several times. Or the name of an activation function.
+
+    Raises:
+        CannotTransform: the graph calls no module of that path.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
     >>> [type(m).__name__ for m in replace_module(model, nn.ReLU, lambda old: nn.GELU()).children()]
     ['Linear', 'GELU']
     """
+    make = _named_module(new) if isinstance(new, str) else new
     made: dict[int, str] = {}
     count = 0
     for node in module.graph.nodes:
         if node.op != "call_module":
             continue
         called = module.get_submodule(str(node.target))
-        fits = fnmatch.fnmatchcase(str(node.target), which) if isinstance(which, str) else isinstance(called, which)
+        fits = fnmatch.fnmatchcase(str(node.target), old) if isinstance(old, str) else isinstance(called, old)
         if not fits:
             continue
         if id(called) not in made:
             made[id(called)] = add(module, str(node.target), make(called).eval())
         node.target = made[id(called)]
         count += 1
+    if not count and isinstance(old, str):
+        raise CannotTransform(
+            f"replace_module: the graph calls no module {old!r}; see the targets of its nodes",
+            transform="replace_module",
+            node=old,
+        )
     return count
+
+
+def _named_module(name: str) -> Callable[[nn.Module], nn.Module]:
+    named_function(name)
+    return lambda old: _MODULES[name]()
 
 
 @transform

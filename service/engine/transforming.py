@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor
+from fxcore.errors import BadTensor, said
 from fxcore.extractor import Extractor
 from fxcore.graphs import ModelGraph
 from fxcore.photos import check_rows, photos
@@ -28,7 +28,7 @@ from fxcore.transforms import (
 )
 from fxcore.transforms.fold_normalization import normalized
 from fxcore.transforms.registry import parse
-from fxcore.verify import Verification, verify
+from fxcore.verify import Incomparable, Verification, verify
 from service.engine.checks import TOLERANCE
 
 if TYPE_CHECKING:
@@ -134,12 +134,20 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
         def original(*images: Tensor) -> Any:
             return extractor.module(*(normalized(x, shift, scale) for x in images))
 
-    found = verify(original, module, inputs)
+    names = ", ".join(step["name"] for step in wanted)
+    try:
+        found = verify(original, module, inputs)
+    except Incomparable as other:
+        node = next((o.node for o in extractor.outputs if o.key == other.extra["output"]), None)
+        raise CannotKeep(
+            f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
+        ) from other
+    except Exception as failure:  # what a pass put in the place of a module does not fit there
+        raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
     for output in extractor.outputs:
         error = found.outputs[output.key].relative
         if all(get_transform(step["name"]).exact for step in wanted) and not error <= limit:
-            names = ", ".join(step["name"] for step in wanted)
             raise CannotKeep(
                 f"{names} cannot keep the node {output.node!r}, which is asked for: its value would be {error:.1e} "
                 "away; ask for another node or leave a transform out",

@@ -23,6 +23,7 @@ def module() -> fx.GraphModule:
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "replace_activation": {"old": "relu", "new": "silu"},
+    "replace_module": {"old": "layer[34].*.bn?", "new": "identity"},
     "insert_after": {"node": "layer1.0.conv1", "function": "tanh"},
     "keep_float": {"nodes": ["layer1", "fc"]},
     "fold_normalization": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]},

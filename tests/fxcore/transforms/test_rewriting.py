@@ -188,6 +188,11 @@ def test_replacement_of_modules_by_class_and_pattern() -> None:
     some = replace_module(module, "layer4.*.relu", lambda old: nn.SiLU())
     assert applied(some)[-1].changes == 4
     assert paths(some) == paths(module)
+    named = replace_module(module, "layer4.*.relu", "silu")
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(named(x), some(x))
+    with pytest.raises(CannotTransform, match="no module 'layer5"):
+        replace_module(module, "layer5.*", "silu")
 
 
 def test_replacement_of_functions_and_methods() -> None:

@@ -148,6 +148,22 @@ def test_a_transform_that_changes_values_is_served_and_said(client):
         ),
         ({"name": "fold_normalization", "params": {"mean": [0.5]}}, "bad-parameter", {"parameter": "mean"}),
         ({"name": "attention_maps", "params": {"heads": [1]}}, "bad-parameter", {"parameter": "heads"}),
+        (
+            {"name": "replace_module", "params": {"old": "layer9.*", "new": "relu"}},
+            "cannot-transform",
+            {"node": "layer9.*"},
+        ),
+        (
+            {"name": "replace_module", "params": {"old": "bn1", "new": "os.system"}},
+            "bad-parameter",
+            {"parameter": "new"},
+        ),
+        ({"name": "replace_module", "params": {"old": "conv1", "new": "relu"}}, "cannot-transform", {}),
+        (
+            {"name": "replace_module", "params": {"old": "maxpool", "new": "identity"}},
+            "cannot-keep",
+            {"node": "layer1.1.relu_1", "transform": "replace_module"},
+        ),
     ],
 )
 def test_what_is_refused(client, wrong, kind, fields):
