@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -17,6 +18,8 @@ import torch
 import torchvision
 
 START_SECONDS = 90
+
+T = TypeVar("T", bound="Server")
 
 
 class Server:
@@ -74,25 +77,32 @@ class Server:
                 self.process.wait(20)
 
 
-@pytest.fixture(scope="package")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts servers: ``start(max_body_bytes=1000)``. All of them stop at the end."""
-    home = tmp_path_factory.mktemp("torch-home")
-    (home / "hub/checkpoints").mkdir(parents=True)
-    torch.manual_seed(1)
-    state = torchvision.models.squeezenet1_1(weights=None).state_dict()
-    torch.save(state, home / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")
-    started: list[Server] = []
+@contextlib.contextmanager
+def servers(kind: type[T], home: Path) -> Iterator[Callable[..., T]]:
+    """Starts servers over the weights cache ``home``: ``start(max_body_bytes=1000)``. All of them stop at the end."""
+    (home / "hub/checkpoints").mkdir(parents=True, exist_ok=True)
+    started: list[T] = []
 
-    def begin(**settings: Any) -> Server:
-        server = Server(home, **settings)
+    def start(**settings: Any) -> T:
+        server = kind(home, **settings)
         started.append(server)
         server.wait()
         return server
 
-    yield begin
+    yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="package")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts servers: ``start(max_body_bytes=1000)``."""
+    home = tmp_path_factory.mktemp("torch-home")
+    with servers(Server, home) as starts:
+        torch.manual_seed(1)
+        state = torchvision.models.squeezenet1_1(weights=None).state_dict()
+        torch.save(state, home / "hub/checkpoints/squeezenet1_1-b8a52dc0.pth")
+        yield starts
 
 
 @pytest.fixture(scope="package")

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 from torch.testing import assert_close
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, servers
 from tests.e2e.faults.app import Faulty
 
 REQUEST_TIMEOUT = 6.0
@@ -155,24 +155,22 @@ def begin(
 ) -> Iterator[Callable[..., FaultyServer]]:
     """Starts servers over one weights cache, which holds the weights of ``faulty``."""
     home = tmp_path_factory.mktemp("torch-home")
-    (home / "hub/checkpoints").mkdir(parents=True)
-    (home / f"hub/checkpoints/faulty-{weights.digits}.pth").write_bytes(weights.data)
-    started: list[FaultyServer] = []
+    environment = {
+        "FAULTS_DIR": str(together),
+        "FAULTS_URL": weights.url,
+        "FAULTS_HASH": weights.digits,
+        "NO_PROXY": "127.0.0.1",
+    }
+    with servers(FaultyServer, home) as start:
+        (home / f"hub/checkpoints/faulty-{weights.digits}.pth").write_bytes(weights.data)
 
-    def start(**settings: Any) -> FaultyServer:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FAULTS_DIR", str(together))
-            patch.setenv("FAULTS_URL", weights.url)
-            patch.setenv("FAULTS_HASH", weights.digits)
-            patch.setenv("NO_PROXY", "127.0.0.1")
-            server = FaultyServer(home, request_timeout=REQUEST_TIMEOUT, grace_period=GRACE_PERIOD, **settings)
-        started.append(server)
-        server.wait()
-        return server
+        def begin(**settings: Any) -> FaultyServer:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                return start(request_timeout=REQUEST_TIMEOUT, grace_period=GRACE_PERIOD, **settings)
 
-    yield start
-    for server in started:
-        server.stop()
+        yield begin
 
 
 @pytest.fixture(scope="package")

@@ -17,13 +17,6 @@ ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C
 C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
 
 
-@pytest.fixture(scope="module")
-def extractor(client):
-    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, "name": "r18"}
-    assert client.post("/v1/extractors", json=spec).status_code in (200, 201)
-    return "/v1/extractors/r18/features"
-
-
 def b64(data):
     return base64.b64encode(data).decode()
 

@@ -21,13 +21,6 @@ C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
 
 
 @pytest.fixture(scope="module")
-def extractor(client):
-    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer3": "C4", "layer4": "C5"}, "name": "r18"}
-    assert client.post("/v1/extractors", json=spec).status_code in (200, 201)
-    return "/v1/extractors/r18/features"
-
-
-@pytest.fixture(scope="module")
 def expected(reference, photos):
     """C4 and C5 of all three photographs, [3, …]."""
     images = list(photos.values())
