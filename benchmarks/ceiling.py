@@ -10,6 +10,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 
@@ -18,7 +19,7 @@ import torch
 
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
-from service.engine.inputs import batch
+from service.engine.staging import Staging
 from service.engine.threads import compute_with
 from service.schemas import ExtractorSpec
 from service.settings import Settings
@@ -43,6 +44,7 @@ class Ceiling:
         self.record = record
         self.files = cycle(files)
         self.pooled = pooled
+        self.staging = Staging(torch.device(record.device))
         self.pool = ThreadPoolExecutor(decoders, initializer=compute_with, initargs=(1,))
         compute_with(threads)
 
@@ -71,25 +73,16 @@ class Ceiling:
             taken.append(1000 * (time.perf_counter() - started))
         return statistics.median(taken[len(taken) // 5 :])
 
-    def _decode(self, size: int):  # type: ignore[no-untyped-def]
-        inputs = batch(size, self.record.preprocessing.nominal_size())
-        work = [
-            self.pool.submit(self.record.decoder.image, data, None, row)
-            for data, row in zip(islice(self.files, size), inputs, strict=True)
-        ]
+    def _decode(self, size: int) -> Callable[[], list[torch.Tensor]]:
+        work = [self.pool.submit(self.record.decoder.image, data) for data in islice(self.files, size)]
+        return lambda: [one.result() for one in work]
 
-        def wait() -> torch.Tensor:
-            for one in work:
-                one.result()
-            return inputs
-
-        return wait
-
-    def _compute(self, inputs: torch.Tensor) -> None:
+    def _compute(self, rows: list[torch.Tensor]) -> None:
         run = self.record.run
         assert run is not None
         with torch.inference_mode():
-            outputs = run(inputs.to(self.record.device, self.record.dtype))
+            parts = [(row[None],) for row in rows]
+            outputs = run(*self.staging.inputs(parts, self.record.decoder, self.record.dtype))
             for info in self.record.outputs:
                 value = outputs[info.key]
                 (pool(value, info.layout, "avg") if self.pooled else value).cpu()

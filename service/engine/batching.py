@@ -22,7 +22,7 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from service.engine.errors import DeadlineExceeded, NotReady, OutOfMemory, contained
 from service.engine.options import FeatureOptions
-from service.engine.staging import copied
+from service.engine.staging import copied, copy_rows
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -62,7 +62,7 @@ class Job:
             self.fail(DeadlineExceeded())
         return not self.answer.done()
 
-    def deliver(self, rows: Sequence[int], outputs: dict[str, Tensor]) -> None:
+    def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
         """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows; the last delivery makes the answer."""
         if self.answer.done():
             return
@@ -76,10 +76,7 @@ class Job:
             if whole.shape[1:] != values.shape[1:]:
                 self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
                 return
-            if rows[-1] - rows[0] + 1 == len(rows):
-                whole[rows[0] : rows[-1] + 1] = values
-            else:
-                whole[list(rows)] = values
+            copy_rows(whole, rows.start, values)
         self._missing -= len(rows)
         if self._missing == 0:
             outputs, self._outputs = self._outputs, {}
@@ -113,12 +110,13 @@ class Item:
 
     Attributes:
         rows: their places in the answer.
-        inputs: one tensor ``[len(rows), ...]`` for each input of the model, on the CPU.
+        inputs: one tensor ``[len(rows), ...]`` for each input of the model, on the CPU; or uint8 pixels that
+            :meth:`fxcore.decoding.Decoder.batch` makes one of.
         row_bytes: what one row takes on the device while it is computed, by prediction.
     """
 
     job: Job
-    rows: Sequence[int]
+    rows: range
     inputs: tuple[Tensor, ...]
     row_bytes: int
     since: float = field(default_factory=time.monotonic)

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import SimpleQueue
 
 from torch import Tensor
 
 from service.engine.batching import Item, Job, Queue
-from service.engine.inputs import Plan, RowShape, grouped
+from service.engine.inputs import Plan, RowShape
+from service.engine.threads import compute_with
+
+log = logging.getLogger("fxserve.decoding")
+
+
+class Decoders:
+    """Threads that decode, first come, first served.
+
+    Less than an executor is: nobody waits for a part, and making, locking and settling a future for each took a tenth
+    of the event loop's time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._main, name=f"fxserve-decode-{number}", daemon=True)
+            for number in range(threads)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, decode: Callable[[], None]) -> None:
+        """Have one of the threads call ``decode``."""
+        self._work.put(decode)
+
+    def stop(self) -> None:
+        """End the threads, once what was put before is done."""
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _main(self) -> None:
+        compute_with(1)  # these threads share the cores with the worker: one that fans out again would fight with it
+        while (decode := self._work.get()) is not None:
+            try:
+                decode()
+            except BaseException:  # nobody may wait in vain because one part went wrong
+                log.exception("a decoder failed")
+            del decode  # an idle thread holds nobody's images
 
 
 class Decoding:
-    """Decodes the parts of a job; whichever thread ends the last part queues the rows.
+    """Decodes the parts of a job. Each is queued as soon as it is ready, so that the device need not wait for the last.
 
     Args:
         plan: the parts.
@@ -28,52 +70,54 @@ class Decoding:
         self._job = job
         self._queue = queue
         self._row_bytes = row_bytes
-        self._decoded: list[tuple[Tensor, ...] | BaseException | None] = [None] * len(plan.parts)
-        self._missing = len(plan.parts)
         self._guard = threading.Lock()
-        self._waiting: list[Future[None]] = []
+        self._ended = [False] * len(plan.parts)
+        self._failed: dict[int, BaseException] = {}
+        self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
-    def start(self, pool: ThreadPoolExecutor) -> None:
-        """Hand all parts to ``pool``."""
-        self._waiting = [pool.submit(self._decode, index) for index in range(len(self._decoded))]
-
-    def cancel(self) -> None:
-        """Drop the parts that have not begun; for a job that is not wanted any more."""
-        for part in self._waiting:
-            part.cancel()
+    def start(self, decoders: Decoders) -> None:
+        """Hand all parts to ``decoders``. Those that begin once nobody wants the job any more do nothing."""
+        for index in range(len(self._ended)):
+            decoders.put(partial(self._decode, index))
 
     def _decode(self, index: int) -> None:
+        if not self._job.wanted():
+            return
+        error: BaseException | None = None
         try:
-            decoded: tuple[Tensor, ...] | BaseException | None = None
-            if self._job.wanted():
-                decoded = self._plan.parts[index]()
-        except BaseException as error:  # of another thread's business; whoever waits for the job is told
-            decoded = error
-        with self._guard:
-            self._decoded[index] = decoded
-            self._missing -= 1
-            if self._missing:
-                return
-        try:
-            self._put()
-        except BaseException as error:
-            self._job.fail(error)
+            rows, decode = self._plan.parts[index]
+            tensors = decode()
+            if self._plan.pad is not None:
+                self._keep(index, tensors[0])
+            else:
+                self._put(rows, tensors)
+        except BaseException as raised:  # of another thread's business; whoever waits for the job is told
+            error = raised
+        self._end(index, error)
 
-    def _put(self) -> None:
-        """Queue what was decoded, and keep nothing of it."""
-        parts: list[tuple[Tensor, ...]] = []
-        decoded, self._decoded = self._decoded, []
-        for part in decoded:
-            if isinstance(part, BaseException):
-                self._job.fail(part)
+    def _end(self, index: int, error: BaseException | None) -> None:
+        with self._guard:
+            self._ended[index] = True
+            if error is not None:
+                self._failed[index] = error
+            if not self._failed:
                 return
-            if part is None:
+            first = min(self._failed)
+            known = all(self._ended[:first])
+        if known:
+            self._job.fail(self._failed[first])
+
+    def _keep(self, index: int, rows: Tensor) -> None:
+        """Wait for the others; the last makes one batch of all."""
+        with self._guard:
+            self._kept[index] = rows
+            kept = [rows for rows in self._kept if rows is not None]
+            if len(kept) < len(self._kept):
                 return
-            parts.append(part)
-        usual = max(self._row_bytes.values())
-        items = [
-            Item(self._job, rows, tensors, self._row_bytes.get(tuple(tuple(t.shape[1:]) for t in tensors), usual))
-            for rows, tensors in grouped(self._plan, parts)
-        ]
+            self._kept = []
+        assert self._plan.pad is not None
+        self._put(range(len(self._plan.shapes)), (self._plan.pad([rows[0] for rows in kept]),))
+
+    def _put(self, rows: range, tensors: tuple[Tensor, ...]) -> None:
         self._job.queued = time.monotonic()
-        self._queue.put(items)
+        self._queue.put([Item(self._job, rows, tensors, self._row_bytes[self._plan.shapes[rows.start]])])

@@ -23,7 +23,7 @@ from fxcore.extractor import Extractor
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
-from service.engine.decoding import Decoding
+from service.engine.decoding import Decoders, Decoding
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
@@ -68,8 +68,7 @@ class Engine:
         self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 2 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
-        # Decoders share the cores with the worker: a thread of theirs that fans out again would fight with it.
-        self._decoders = ThreadPoolExecutor(settings.decode_threads, "fxserve-decode", compute_with, (1,))
+        self._decoders = Decoders(settings.decode_threads)
         self._encoders = ThreadPoolExecutor(settings.encode_threads, "fxserve-encode", compute_with, (1,))
         self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_with, (1,))
         # Reading headers decides over admission and must not wait behind what was admitted.
@@ -100,6 +99,7 @@ class Engine:
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, tidy)
         self._worker.start()
+        self._decoders.start()
         self._preloading = asyncio.create_task(self._preload())
 
     async def drain(self, grace: float | None = None) -> None:
@@ -124,7 +124,8 @@ class Engine:
         await self.drain(grace)
         self._tiers.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
-        for pool in (self._decoders, self._intake, self._builders, self._encoders):
+        self._decoders.stop()
+        for pool in (self._intake, self._builders, self._encoders):
             pool.shutdown(wait=False, cancel_futures=True)
         release()
 
@@ -296,13 +297,9 @@ class Engine:
         ticket.claim(plan.bytes, answer)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline)
-        decoding = Decoding(plan, job, self._queue, row_bytes)
-        decoding.start(self._decoders)
-        del plan  # from here on the queue owns what is decoded
-        try:
-            outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: nobody wants the job
-        finally:
-            decoding.cancel()
+        Decoding(plan, job, self._queue, row_bytes).start(self._decoders)
+        del plan  # from here on the decoders and the queue own what is decoded
+        outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: nobody wants the job
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),

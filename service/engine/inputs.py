@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,17 +39,17 @@ class Plan:
     Attributes:
         shapes: the shape of every row, in the order sent.
         bytes: what decoding holds in memory at most, by the headers: all decoded rows, and the largest image.
-        parts: functions to call in the decode pool, in any order and at the same time; together they give the rows in
-            the order sent, each a tuple with one tensor ``[n, ...]`` for each input of the model.
-        pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
-        whole: what the parts write into, where it is known before that all rows have one shape.
+        parts: rows of one shape, and what decodes them: a function to call in a decoder, in any order and at the same
+            time. It gives one tensor ``[n, ...]`` for each input of the model; uint8 pixels ``[n, H, W, 3]`` are for
+            :meth:`fxcore.decoding.Decoder.batch`.
+        pad: makes one batch of rows of different sizes, where the model's own preprocessing does so; each part is one
+            row then.
     """
 
     shapes: list[RowShape]
     bytes: int
-    parts: list[Callable[[], tuple[Tensor, ...]]]
+    parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
-    whole: tuple[Tensor, ...] | None = None
 
 
 def plan(record: ExtractorRecord, inputs: Inputs, options: FeatureOptions, max_pixels: int) -> Plan:
@@ -61,29 +62,6 @@ def plan(record: ExtractorRecord, inputs: Inputs, options: FeatureOptions, max_p
     if isinstance(inputs, Mapping):
         return _plan_tensors(record, inputs, options, max_pixels)
     return _plan_images(record, inputs, options, max_pixels)
-
-
-def grouped(plan: Plan, parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Sequence[int], tuple[Tensor, ...]]]:
-    """Decoded parts as batches of rows of one shape: ``(places in the request, inputs)``."""
-    if len(parts) == 1:
-        return [(range(len(plan.shapes)), parts[0])]
-    if plan.whole is not None:
-        return [(range(len(plan.shapes)), plan.whole)]
-    if plan.pad is not None:
-        return [(range(len(plan.shapes)), (plan.pad([part[0][0] for part in parts]),))]
-    groups: dict[RowShape, tuple[list[int], list[tuple[Tensor, ...]]]] = {}
-    place = 0
-    for part in parts:
-        places, members = groups.setdefault(tuple(tuple(t.shape[1:]) for t in part), ([], []))
-        places.extend(range(place, place + part[0].shape[0]))
-        members.append(part)
-        place += part[0].shape[0]
-    return [(places, joined(members)) for places, members in groups.values()]
-
-
-def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """One tensor for each input of a model out of several; a single part is handed on as it is."""
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
 
 def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions, max_pixels: int) -> Plan:
@@ -106,39 +84,20 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: Feat
     if len(set(sizes)) > 1 and preprocessing.pads and not raw:
         sizes = [(max(h for h, _ in sizes), max(w for _, w in sizes))] * len(sizes)
         pad = preprocessing.stack
-    decoded = sum(3 * height * width * _FLOAT_BYTES for height, width in sizes)
-    shapes: list[RowShape] = [((3, *size),) for size in sizes]
-    # Images of one size are written into one batch. The memory is not touched, and so not taken, until then. What is
-    # the weights' own transform to the bit keeps its memory format too: convolutions round differently in another.
-    same = pad is None and len(set(sizes)) == 1
-    alone = len(images) == 1  # what decodes it takes the memory for it: not the thread that plans for everybody
-    rows = batch(len(images), sizes[0]) if same and options.preprocess != "default" and not alone else None
+    fast = options.preprocess == "fast"
+    item = record.decoder.dtype.itemsize if fast else _FLOAT_BYTES
+    decoded = sum(3 * height * width * item for height, width in sizes)
 
-    def prepare(index: int) -> Tensor:
-        out = None if rows is None else rows[index]
-        if raw:
-            return _scaled(decode(images[index], max_pixels).permute(2, 0, 1), out)
-        if options.preprocess == "default":
-            return preprocessing.image(open_image(images[index], max_pixels))
-        return record.decoder.image(images[index], max_pixels, out)
+    def prepare(index: int) -> tuple[Tensor]:
+        with _indexed(index):
+            if raw:
+                return (_scaled(decode(images[index], max_pixels).permute(2, 0, 1))[None],)
+            if fast:
+                return (record.decoder.image(images[index], max_pixels)[None],)
+            return (preprocessing.image(open_image(images[index], max_pixels))[None],)
 
-    def part(indices: range) -> Callable[[], tuple[Tensor, ...]]:
-        def run() -> tuple[Tensor, ...]:
-            prepared = []
-            for index in indices:
-                with _indexed(index):
-                    prepared.append(prepare(index))
-            return (prepared[0][None] if rows is None else rows[indices.start : indices.stop],)
-
-        return run
-
-    parts = [part(indices) for indices in _spread(len(images), 1 if rows is None else None)]
-    return Plan(shapes, largest + decoded, parts, pad, None if rows is None else (rows,))
-
-
-def batch(rows: int, size: tuple[int, int]) -> Tensor:
-    """Uninitialised float32 ``[rows, 3, H, W]``, channels last: what decoders write and convolutions like best."""
-    return torch.empty(rows, *size, 3).permute(0, 3, 1, 2)
+    parts = [(range(index, index + 1), partial(prepare, index)) for index in range(len(images))]
+    return Plan([((3, *size),) for size in sizes], largest + decoded, parts, pad)
 
 
 def _spread(count: int, size: int | None = None) -> list[range]:
@@ -199,12 +158,12 @@ def _plan_tensors(
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
 
-    def part(indices: range) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: tuple(_prepared(record, tensor[indices.start : indices.stop], options) for tensor in ordered)
+    def prepare(indices: range) -> tuple[Tensor, ...]:
+        return tuple(_prepared(record, tensor[indices.start : indices.stop], options) for tensor in ordered)
 
     # Images are worth several threads, tensors are only widened.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
-    return Plan([row_shape] * rows, decoded, [part(indices) for indices in _spread(rows, step)])
+    return Plan([row_shape] * rows, decoded, [(part, partial(prepare, part)) for part in _spread(rows, step)])
 
 
 def _row_shape(preprocessing: Preprocessing, layout: str, tensor: Tensor, options: FeatureOptions) -> tuple[int, ...]:
@@ -222,15 +181,11 @@ def _prepared(record: ExtractorRecord, tensor: Tensor, options: FeatureOptions) 
         return _scaled(tensor.movedim(-1, 1))
     if options.preprocess == "default" or record.preprocessing.layout != "NCHW":
         return record.preprocessing.tensor(tensor)
-    rows = batch(tensor.shape[0], record.preprocessing.output_size(*tensor.shape[1:3]))
-    for pixels, row in zip(tensor, rows, strict=True):
-        record.decoder.pixels(pixels, row)
-    return rows
+    return torch.stack([record.decoder.pixels(pixels) for pixels in tensor])
 
 
-def _scaled(pixels: Tensor, out: Tensor | None = None) -> Tensor:
-    floats = torch.empty_like(pixels, dtype=torch.float32) if out is None else out
-    return torch.div(pixels, 255.0, out=floats)
+def _scaled(pixels: Tensor) -> Tensor:
+    return pixels / 255.0
 
 
 class _indexed:

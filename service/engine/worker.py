@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.engine.batching import Errand, Item, Queue
+from service.engine.batching import Errand, Item, Job, Queue
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
@@ -174,7 +174,7 @@ class DeviceWorker:
         if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
             return
         with torch.inference_mode():
-            raw = run(*(self._to_device(tensor, dtype) for tensor in self._staging.joined([i.inputs for i in items])))
+            raw = run(*self._staging.inputs([item.inputs for item in items], record.decoder, dtype))
             rows = _rows(items)
             values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
             del raw
@@ -194,14 +194,11 @@ class DeviceWorker:
         for job in {item.job for item in items}:
             job.computed += spent
         for group, outputs in finished:
-            start = 0
-            for item in group:
-                stop = start + len(item.rows)
-                item.job.deliver(item.rows, {key: values[start:stop] for key, values in outputs.items()})
-                start = stop
-
-    def _to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(self.device, dtype if tensor.is_floating_point() else None, non_blocking=True)
+            deliveries = _deliveries(group)
+            counts = [len(answered) for _, answered in deliveries]
+            pieces = {key: torch.split(values, counts) for key, values in outputs.items()}
+            for place, (job, answered) in enumerate(deliveries):
+                job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
 
 
 def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
@@ -214,6 +211,18 @@ def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item],
         rows.extend(range(start, start + len(item.rows)))
         start += len(item.rows)
     return [(options, group, rows if len(groups) > 1 else None) for options, (group, rows) in groups.items()]
+
+
+def _deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
+    """What goes to whom, in the order of ``items``; those of a job that follow one another are one delivery."""
+    deliveries: list[tuple[Job, range]] = []
+    for item in items:
+        job, rows = deliveries[-1] if deliveries else (None, range(0))
+        if item.job is job and rows.stop == item.rows.start:
+            deliveries[-1] = item.job, range(rows.start, item.rows.stop)
+        else:
+            deliveries.append((item.job, item.rows))
+    return deliveries
 
 
 def _select(values: Tensor, rows: list[int] | None) -> Tensor:

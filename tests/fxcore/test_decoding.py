@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.transforms.functional import normalize
 
 from fxcore import get_model
 from fxcore.decoding import Decoder, decode
@@ -87,7 +88,7 @@ def test_other_formats_are_decoded_by_pil(coffee: PIL.Image.Image, plain: Prepro
     image.save(buffer, format)
     data = buffer.getvalue()
     assert np.array_equal(decode(data).numpy(), np.asarray(open_image(data)))
-    assert levels(plain, Decoder(plain).image(data), exact(plain, data)).max() < 1.01
+    assert levels(plain, made(plain, data), exact(plain, data)).max() < 1.01
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,11 +110,19 @@ def test_no_pixel_is_off_by_more_than_a_grey_level(
         pixels = np.asarray(PIL.Image.fromarray(skimage.data.coffee()).resize((width, height)))
     data = encoded(pixels, orientation=orientation, quality=95)
     expected = exact(preprocessing, data)
-    got = Decoder(preprocessing).image(data)
+    got = made(preprocessing, data)
     assert got.shape == expected.shape
     if min(width, height) < 4 * 96:  # else it may be decoded at a half
         check(levels(preprocessing, got, expected))
-    check(levels(preprocessing, Decoder(preprocessing).pixels(decode(data)), expected))
+    check(levels(preprocessing, normalized(preprocessing, Decoder(preprocessing).pixels(decode(data))), expected))
+
+
+def made(preprocessing: Preprocessing, data: bytes) -> Tensor:
+    return normalized(preprocessing, Decoder(preprocessing).image(data))
+
+
+def normalized(preprocessing: Preprocessing, row: Tensor) -> Tensor:
+    return Decoder(preprocessing).batch(row[None])[0]
 
 
 def check(difference: Tensor) -> None:
@@ -126,7 +135,7 @@ def check(difference: Tensor) -> None:
 def test_every_kind_of_preprocessing(coffee: PIL.Image.Image, model: str):
     preprocessing = get_model(model).preprocessing()
     data = encoded(coffee, orientation=6)
-    assert (Decoder(preprocessing).image(data) - exact(preprocessing, data)).abs().max() < 1.01 / 255 / 0.22
+    assert (made(preprocessing, data) - exact(preprocessing, data)).abs().max() < 1.01 / 255 / 0.22
 
 
 def test_published_presets_take_the_fast_way(monkeypatch: pytest.MonkeyPatch, coffee: PIL.Image.Image):
@@ -134,7 +143,7 @@ def test_published_presets_take_the_fast_way(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr(PIL.Image, "fromarray", None)
     for model in ("mobilenet_v3_small", "resnet50", "vit_b_16", "deeplabv3_resnet50"):
         preprocessing = get_model(model).preprocessing()
-        assert Decoder(preprocessing).pixels(torch.zeros(300, 400, 3, dtype=torch.uint8)).shape[0] == 3
+        assert Decoder(preprocessing).pixels(torch.zeros(300, 400, 3, dtype=torch.uint8)).dtype == torch.uint8
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +165,7 @@ def test_large_jpegs_are_decoded_smaller_and_features_stay(large_photos: list[PI
         encoded(photo, quality=90, orientation=turn) for photo, turn in zip(large_photos, (1, 3, 6, 8), strict=True)
     ]
     expected = torch.stack([exact(plain, data) for data in files])
-    got = torch.stack([Decoder(plain).image(data) for data in files])
+    got = torch.stack([made(plain, data) for data in files])
     difference = levels(plain, got, expected)
     assert not torch.equal(got, expected)
     assert difference.max() < 16
@@ -174,19 +183,29 @@ def test_large_jpegs_are_decoded_smaller_and_features_stay(large_photos: list[PI
 
 def test_what_is_not_twice_as_large_as_needed_is_not_scaled(plain: Preprocessing, large_photos: list[PIL.Image.Image]):
     data = encoded(large_photos[1].crop((0, 0, 1023, 1023)), quality=90)
-    assert levels(plain, Decoder(plain).image(data), exact(plain, data)).max() < 1.01
+    assert levels(plain, made(plain, data), exact(plain, data)).max() < 1.01
 
 
-def test_writes_into_the_batch(coffee: PIL.Image.Image, plain: Preprocessing):
-    data = encoded(coffee)
-    batch = torch.full((3, 224, 224, 3), 7.0).permute(0, 3, 1, 2)
-    for one in (Decoder(plain).image(data, out=batch[1]), Decoder(plain).pixels(decode(data), out=batch[1])):
-        assert one.data_ptr() == batch[1].data_ptr()
-        assert torch.equal(batch[1], Decoder(plain).image(data))
-    assert (batch[[0, 2]] == 7.0).all()
+def test_batches_are_normalised_as_torchvision_does(coffee: PIL.Image.Image, plain: Preprocessing):
+    decoder = Decoder(plain)
+    rows = torch.stack([decoder.image(encoded(coffee)), decoder.image(encoded(coffee.rotate(90)))])
+    assert rows.dtype == decoder.dtype == torch.uint8
+    mean, std = plain.describe()["mean"], plain.describe()["std"]
+    expected = normalize(rows.permute(0, 3, 1, 2) / 255, mean, std)
+    assert (decoder.batch(rows) - expected).abs().max() < 1e-6
+    assert decoder.batch(rows).is_contiguous(memory_format=torch.channels_last)
+    memory = torch.full((3, 224, 224, 3), 7.0).permute(0, 3, 1, 2)
+    assert decoder.batch(rows, memory[:2]).data_ptr() == memory.data_ptr()
+    assert torch.equal(memory[:2], decoder.batch(rows))
+    assert (memory[2] == 7.0).all()
+
+
+def test_rows_of_other_preprocessing_are_complete(coffee: PIL.Image.Image):
     swin = get_model("swin_t").preprocessing()
-    Decoder(swin).image(data, out=batch[0])
-    assert torch.equal(batch[0], exact(swin, data))
+    row = Decoder(swin).image(encoded(coffee))
+    assert row.dtype == Decoder(swin).dtype == torch.float32
+    assert torch.equal(row, exact(swin, encoded(coffee)))
+    assert Decoder(swin).batch(row[None]).data_ptr() == row.data_ptr()
 
 
 @pytest.mark.parametrize("damage", ["cut", "end", "header", "body", "empty", "text"])
@@ -209,7 +228,7 @@ def test_damaged_files_are_refused_as_by_pil(coffee: PIL.Image.Image, plain: Pre
             Decoder(plain).image(damaged)
     else:
         assert np.array_equal(decode(damaged).numpy(), np.asarray(expected))
-        assert levels(plain, Decoder(plain).image(damaged), plain.image(expected)).max() < 1.01
+        assert levels(plain, made(plain, damaged), plain.image(expected)).max() < 1.01
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from service.engine.errors import (
     OutOfMemory,
     RequestTooLarge,
 )
-from service.engine.threads import in_pool
 from tests.service.engine.running import MakeEngine, Watched, built, waiting
 
 pytestmark = pytest.mark.anyio
@@ -285,7 +285,9 @@ async def test_threads(engine: MakeEngine) -> None:
         watched.fault = lambda batch: seen.append(torch.get_num_threads())
         await running.features(record, tensors(0))
         seen.append(await running.run_in_encoder(torch.get_num_threads))
-        seen.append(await in_pool(running._decoders, torch.get_num_threads))
+        decoded: Future[int] = Future()
+        running._decoders.put(lambda: decoded.set_result(torch.get_num_threads()))
+        seen.append(await asyncio.wrap_future(decoded))
     assert seen == [2, 1, 1]
 
 

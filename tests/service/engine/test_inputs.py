@@ -11,7 +11,7 @@ import torch
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine import Engine, FeatureOptions
-from service.engine.inputs import batch, grouped, plan
+from service.engine.inputs import plan
 from service.engine.records import ExtractorRecord
 from service.settings import Settings
 from tests.service.engine.running import built, encoded
@@ -36,10 +36,10 @@ def record() -> ExtractorRecord:
 
 def decoded(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions = PLAIN) -> torch.Tensor:
     made = plan(record, images, options, LIMIT)
-    parts = [part() for part in made.parts[::-1]][::-1]  # in any order
-    ((rows, (tensor,)),) = grouped(made, parts) if len(parts) > 1 else [(range(len(images)), parts[0])]
-    assert list(rows) == list(range(len(images)))
-    return tensor
+    parts = [decode() for _, decode in made.parts[::-1]][::-1]  # in any order
+    assert [row for rows, _ in made.parts for row in rows] == list(range(len(images)))
+    assert [len(part) for (part,) in parts] == [len(rows) for rows, _ in made.parts]
+    return record.decoder.batch(torch.cat([part for (part,) in parts]))
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
@@ -54,17 +54,10 @@ def test_rows_come_in_order(
         assert torch.equal(row, decoded(record, [image], FeatureOptions(preprocess=preprocess))[0])
 
 
-def test_images_of_one_request_are_written_into_one_batch(record: ExtractorRecord, jpegs: list[bytes]) -> None:
-    made = plan(record, jpegs, FAST, LIMIT)
-    assert made.whole is not None
-    parts = [part() for part in made.parts]
-    assert {part[0].untyped_storage().data_ptr() for part in parts} == {made.whole[0].untyped_storage().data_ptr()}
-    assert made.whole[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_batch_is_channels_last() -> None:
-    assert batch(2, (5, 7)).shape == (2, 3, 5, 7)
-    assert batch(2, (5, 7)).is_contiguous(memory_format=torch.channels_last)
+def test_pixels_count_as_bytes_until_their_batch_is_made(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+    floats, pixels = plan(record, jpegs, PLAIN, LIMIT), plan(record, jpegs, FAST, LIMIT)
+    assert floats.bytes - pixels.bytes == len(jpegs) * 3 * 224 * 224 * (4 - 1)
+    assert floats.shapes == pixels.shapes == [((3, 224, 224),)] * len(jpegs)
 
 
 @pytest.mark.parametrize("shape", [(2, 40_000), (40_000, 2)])
@@ -84,5 +77,5 @@ def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: li
     images[21] = images[21][:-500]
     made = plan(record, images, PLAIN, LIMIT)
     with pytest.raises(BadImage) as caught:
-        _ = [part() for part in made.parts]
+        _ = [decode() for _, decode in made.parts]
     assert caught.value.extra["index"] == 21

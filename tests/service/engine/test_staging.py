@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.engine.staging import Staging, copied
+from fxcore import get_model
+from fxcore.decoding import Decoder
+from service.engine.staging import Staging, copied, copy_rows
 
 CPU = torch.device("cpu")
+FLOAT = torch.float32
+DECODER = Decoder(get_model("resnet18").preprocessing())
 
 
 def parts(rows: list[int], shape: tuple[int, ...], channels_last: bool) -> list[Tensor]:
@@ -20,7 +24,7 @@ def parts(rows: list[int], shape: tuple[int, ...], channels_last: bool) -> list[
 @pytest.mark.parametrize("rows", [[1, 1], [2, 1, 3]])
 def test_a_batch_is_its_parts_one_after_another(rows: list[int], channels_last: bool) -> None:
     given = parts(rows, (3, 5, 4), channels_last)
-    (batch,) = Staging(CPU).joined([(part,) for part in given])
+    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
     expected = torch.cat(given)
     assert torch.equal(batch, expected)
     assert batch.stride() == expected.stride()
@@ -29,13 +33,13 @@ def test_a_batch_is_its_parts_one_after_another(rows: list[int], channels_last: 
 
 def test_a_part_of_another_memory_format_gives_the_same_values() -> None:
     given = [*parts([1], (3, 5, 4), True), *parts([2], (3, 5, 4), False)]
-    (batch,) = Staging(CPU).joined([(part,) for part in given])
+    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
     assert torch.equal(batch, torch.cat(given))
 
 
 def test_models_of_several_inputs() -> None:
     left, right = parts([1, 2], (3, 2, 2), False), parts([1, 2], (7,), False)
-    batches = Staging(CPU).joined(list(zip(left, right, strict=True)))
+    batches = Staging(CPU).inputs(list(zip(left, right, strict=True)), DECODER, FLOAT)
     assert [torch.equal(b, torch.cat(g)) for b, g in zip(batches, (left, right), strict=True)] == [True, True]
 
 
@@ -43,14 +47,14 @@ def test_memory_is_taken_once() -> None:
     staging = Staging(CPU)
     places = set()
     for rows in ([2, 2], [1, 1], [1, 3]):
-        (batch,) = staging.joined([(part,) for part in parts(rows, (3, 8, 8), True)])
+        (batch,) = staging.inputs([(part,) for part in parts(rows, (3, 8, 8), True)], DECODER, FLOAT)
         places.add(batch.data_ptr())
     assert len(places) == 1
 
 
 def test_a_single_part_is_handed_on() -> None:
     (part,) = parts([3], (3, 2, 2), False)
-    assert Staging(CPU).joined([(part,)])[0] is part
+    assert Staging(CPU).inputs([(part,)], DECODER, FLOAT)[0] is part
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -62,3 +66,35 @@ def test_a_copy_has_memory_of_its_own(dtype: torch.dtype) -> None:
     whole.zero_()
     assert torch.equal(copy, expected)
     assert copied(whole[:0]).shape == (0, 3, 2)
+
+
+def test_rows_are_copied_where_they_belong() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.zeros(5, 3, 400, 300, dtype=dtype)  # over what is copied without giving the lock away
+        values = torch.randn(2, 3, 400, 300).to(dtype)
+        copy_rows(whole, 2, values)
+        copy_rows(whole, 4, values[:1].to(memory_format=torch.channels_last))
+        assert torch.equal(whole, torch.cat([torch.zeros_like(values), values, values[:1]]))
+
+
+@pytest.mark.parametrize("rows", [[1], [3], [2, 1, 3]])
+def test_pixels_become_the_model_s_input(rows: list[int]) -> None:
+    staging = Staging(CPU)
+    places = set()
+    for _ in range(2):
+        given = [torch.randint(0, 256, (n, 224, 224, 3), dtype=torch.uint8) for n in rows]
+        (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+        mean, std = (torch.tensor(value)[:, None, None] for value in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        expected = (torch.cat(given).permute(0, 3, 1, 2) / 255 - mean) / std
+        assert (batch - expected).abs().max() < 1e-5
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        places.add(batch.data_ptr())
+    assert len(places) == 1
+    (half,) = Staging(CPU).inputs([(part,) for part in given], DECODER, torch.bfloat16)
+    assert torch.equal(half, batch.to(torch.bfloat16))
+
+
+def test_threads_stay_as_they_were() -> None:
+    threads = torch.get_num_threads()
+    Staging(CPU).inputs([(torch.zeros(1, 224, 224, 3, dtype=torch.uint8),)], DECODER, FLOAT)
+    assert torch.get_num_threads() == threads
