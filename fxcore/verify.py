@@ -154,9 +154,12 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
     difference = (x - y).abs()
     scale = x.abs().max()
     norms = float(x.norm()), float(y.norm())
-    # The angle to a zero vector is undefined; two of them are equal.
-    defined = 0.0 not in norms
-    cosine = min(1.0, float((x / norms[0]) @ (y / norms[1]))) if defined else float(norms[0] == norms[1])
+    if bool(agree.all()):
+        cosine = 1.0
+    elif 0.0 in norms:  # the angle to a zero vector is undefined
+        cosine = 0.0
+    else:
+        cosine = min(1.0, float((x / norms[0]) @ (y / norms[1])))
     return OutputErrors(
         max_abs=float(difference.max()),
         relative=float(difference.norm()) / norms[0] if norms[0] else (0.0 if norms[1] == 0 else math.inf),

@@ -23,6 +23,12 @@ def test_errors_are_what_they_say() -> None:
     assert not errors.allclose
 
 
+def test_equal_values_have_a_cosine_of_one() -> None:
+    """Not of one less what squares and roots lose."""
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    assert verify(lambda v: v, lambda v: v, x).cosine == 1
+
+
 def test_nested_outputs_have_dotted_keys() -> None:
     def outputs(x: Tensor) -> dict[str, object]:
         return {"a": x, "b": (x, {"c": x, "n": 3})}

@@ -13,6 +13,7 @@ from torchvision.models import resnet18
 from fxcore import trace
 from fxcore.errors import FxError
 from fxcore.transforms import BadParameter, UnknownTransform, applied, apply_transforms, described, list_transforms
+from tests.fxcore.models import filled
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +94,21 @@ def test_suggestions(module: fx.GraphModule) -> None:
     with pytest.raises(UnknownTransform) as caught:
         apply_transforms(module, ["fuse_conv"])
     assert "fuse_conv_bn" in caught.value.extra["suggestions"]
+
+
+@pytest.mark.parametrize("name", [t.name for t in list_transforms() if t.exact and not t.changes_input])
+def test_with_every_node_tapped_every_value_stays(name: str) -> None:
+    """Nothing is fused across a tapped node, and what is taken out hands on the value that it had."""
+    model = filled("resnet18")
+    pure = apply_transforms(fx.GraphModule(model, trace(model)), ["out_of_place"])
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(pure.graph, copies)
+    graph.output({old.name: new for old, new in copies.items()})
+    tapped = fx.GraphModule(pure, graph).eval()
+    x = torch.randn(1, 3, 32, 32)
+    changed = apply_transforms(tapped, [{"name": name, **EXAMPLES.get(name, {})}])
+    before, after = tapped(x), changed(x)
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert torch.allclose(after[key], value, rtol=1e-5), key

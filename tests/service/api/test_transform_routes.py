@@ -47,6 +47,7 @@ def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(cl
     assert detail["id"] != plain["id"]
     assert plain["checks"] == {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
     assert 0 < detail["checks"]["max_rel_error"] < 1e-4
+    assert detail["checks"]["transforms"]["speedup"] is None or detail["checks"]["transforms"]["speedup"] > 0
     applied = {a["name"]: a["changes"] for a in detail["checks"]["transforms"]["applied"]}
     assert applied == {"fuse_conv_bn": 4, "remove": 0}  # of five, the convolution that is asked for keeps its own
     assert set(detail["checks"]["transforms"]["outputs"]) == {"C2", "layer1.0.conv1"}
