@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -23,9 +23,6 @@ from service.client.options import (
     feature_query,
 )
 from service.client.tensors import Assembly
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 
@@ -158,30 +155,6 @@ class AsyncExtractor(Described):
     def __init__(self, client: AsyncClient, description: Mapping[str, Any]) -> None:
         super().__init__(description)
         self._client = client
-
-    @overload
-    async def __call__(
-        self,
-        images: Any,
-        *,
-        pool: Pool = ...,
-        dtype: Dtype | None = ...,
-        normalize: Literal["l2"] | None = ...,
-        preprocess: Preprocess = ...,
-        as_torch: Literal[False] = ...,
-    ) -> dict[str, Any]: ...
-
-    @overload
-    async def __call__(
-        self,
-        images: Any,
-        *,
-        pool: Pool = ...,
-        dtype: Dtype | None = ...,
-        normalize: Literal["l2"] | None = ...,
-        preprocess: Preprocess = ...,
-        as_torch: Literal[True],
-    ) -> dict[str, Any]: ...
 
     async def __call__(
         self,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -24,9 +24,6 @@ from service.client.options import (
     feature_query,
 )
 from service.client.tensors import Assembly
-
-if TYPE_CHECKING:
-    pass
 
 Result = TypeVar("Result")
 
@@ -170,30 +167,6 @@ class Extractor(Described):
     def __init__(self, client: Client, description: Mapping[str, Any]) -> None:
         super().__init__(description)
         self._client = client
-
-    @overload
-    def __call__(
-        self,
-        images: Any,
-        *,
-        pool: Pool = ...,
-        dtype: Dtype | None = ...,
-        normalize: Literal["l2"] | None = ...,
-        preprocess: Preprocess = ...,
-        as_torch: Literal[False] = ...,
-    ) -> dict[str, Any]: ...
-
-    @overload
-    def __call__(
-        self,
-        images: Any,
-        *,
-        pool: Pool = ...,
-        dtype: Dtype | None = ...,
-        normalize: Literal["l2"] | None = ...,
-        preprocess: Preprocess = ...,
-        as_torch: Literal[True],
-    ) -> dict[str, Any]: ...
 
     def __call__(
         self,
