@@ -32,8 +32,8 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 _VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
 
-_WINDOW = 30.0
-"""Seconds over which the drain rate is measured."""
+_WINDOW = 10.0
+"""Seconds over which the drain rate is measured; only those count in which there was something to do."""
 
 _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
@@ -59,7 +59,9 @@ class Admission:
         self.bytes = 0
         self._requests_of: dict[str, int] = {}
         self._bytes_of: dict[str, int] = {}
-        self._departures: deque[float] = deque(maxlen=256)
+        self._departures: deque[float] = deque(maxlen=1024)
+        self._busy = 0.0
+        self._busy_since: float | None = None
         self._turns = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
@@ -84,6 +86,8 @@ class Admission:
         """
         self.check()
         client = CLIENT.get()
+        if not self.requests:
+            self._busy_since = time.monotonic()
         self.requests += 1
         self._requests_of[client] = self._requests_of.get(client, 0) + 1
         return Ticket(self, client, _VISIT.get())
@@ -94,13 +98,17 @@ class Admission:
 
     def retry_after(self) -> float:
         """Seconds until what is in now will have left, going by how fast requests left lately."""
-        now = time.monotonic()
+        now = self._busy_time()
         while self._departures and now - self._departures[0] > _WINDOW:
             self._departures.popleft()
-        if not self._departures:
-            return _SHORTEST
-        rate = len(self._departures) / max(now - self._departures[0], 1e-3)
-        return float(math.ceil(min(max(self.requests / rate, _SHORTEST), _LONGEST)))
+        measured = now - self._departures[0] if len(self._departures) == self._departures.maxlen else min(now, _WINDOW)
+        # Where nothing left at all, that may go on for as long again.
+        seconds = measured * self.requests / len(self._departures) if self._departures else measured
+        return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
+
+    def _busy_time(self) -> float:
+        """Seconds in which there was a request to work on; when nobody asks, nothing leaves either."""
+        return self._busy + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
 
     async def _take_turn(self, client: str) -> None:
         if self._turns < self.max_turns:
@@ -160,10 +168,12 @@ class Admission:
             _subtract(self._bytes_of, client, amount)
 
     def _leave(self, client: str, worked: bool) -> None:
-        self.requests -= 1
-        _subtract(self._requests_of, client, 1)
         if worked:  # one that was refused says nothing about how fast work gets done
-            self._departures.append(time.monotonic())
+            self._departures.append(self._busy_time())
+        self.requests -= 1
+        if not self.requests:
+            self._busy, self._busy_since = self._busy_time(), None
+        _subtract(self._requests_of, client, 1)
 
 
 class Ticket:
