@@ -99,6 +99,26 @@ class NotTraceable(Invalid):
     """``module`` and ``source`` in ``extra``."""
 
 
+class BackendRefused(Invalid):
+    """The backend that was named is too far from eager: ``backend`` and its errors in ``extra``."""
+
+
+class UnknownTransform(Invalid):
+    """``name`` and ``suggestions`` in ``extra``."""
+
+
+class BadParameter(Invalid):
+    """Of a transform: ``transform`` and ``parameter`` in ``extra``."""
+
+
+class CannotTransform(Invalid):
+    """``transform`` and ``node`` in ``extra``."""
+
+
+class CannotKeep(Invalid):
+    """A transform would remove what is asked for: ``transform`` and ``node`` in ``extra``."""
+
+
 class OfImage(Problem):
     """Of one of the images: ``index`` is its place in the call."""
 

@@ -182,6 +182,9 @@ def test_errors(client, extractor, three):
     assert unknown.status == 422
     unavailable = fails(errors.WeightsUnavailable, lambda: client.extractor("alexnet", ["features"]))
     assert isinstance(unavailable, errors.Busy)
+    passes = ["fuse_conv_bm"]
+    wrong = fails(errors.UnknownTransform, lambda: client.extractor("resnet18", ["C5"], transforms=passes))
+    assert wrong.extra["suggestions"][0] == "fuse_conv_bn"
     fails(errors.UnknownWeights, lambda: client.extractor("alexnet", ["features"], weights="V9"))
     images = [three[n % 3] for n in range(20)]
     images[18] = b"hello"
