@@ -136,7 +136,7 @@ class ModelGraph:
         """The graphs that :meth:`with_nodes_of` made of it, and that go with it."""
         return list(self._opened.values())
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The model's inputs, for the size that this graph is annotated for."""
         layout = self.preprocessing.layout
@@ -214,7 +214,7 @@ class ModelGraph:
     def _copy(self, module: fx.GraphModule, input_size: tuple[int, int]) -> ModelGraph:
         """This graph with the nodes of ``module``, annotated anew. Tracing saw no sizes: nothing is traced again."""
         other = copy.copy(self)
-        for name in ("by_name", "nodes", "totals", "leaf_modules"):
+        for name in ("by_name", "inputs", "nodes", "totals", "leaf_modules"):
             other.__dict__.pop(name, None)
         other.fingerprint = self.fingerprint  # it tells models apart, not sizes
         other.input_size = input_size

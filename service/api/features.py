@@ -15,6 +15,7 @@ from torch import Tensor
 from service.access import may_build
 from service.api.extractors import BUILD_PROBLEMS, IdOrName
 from service.api.models import Model
+from service.api.remembering import RememberingRoute
 from service.api.state import State, state_of
 from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
@@ -23,7 +24,7 @@ from service.engine.errors import DeadlineExceeded
 from service.problems import Refusal, documented
 from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
-router = APIRouter(prefix="/v1", tags=["features"])
+router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute)
 
 Result = TypeVar("Result")
 

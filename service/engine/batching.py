@@ -174,6 +174,7 @@ class Queue:
         self._errands: deque[Errand] = deque()
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
+        self._idle = False
 
     def put(self, items: Sequence[Item]) -> None:
         """Queue items. After :meth:`close` their jobs fail at once."""
@@ -197,6 +198,15 @@ class Queue:
                 errand.answer.set_exception(self._closed)
         return errand.answer
 
+    def offer(self, function: Callable[[], object]) -> bool:
+        """Have the worker call ``function`` at once if it has nothing to do; whether it will."""
+        with self._changed:
+            if not self._idle or self._errands or self._lines:
+                return False
+            self._errands.append(Errand(function, 0.0))
+            self._changed.notify()
+            return True
+
     def take(self) -> list[Item] | Errand | None:
         """The next batch or errand, waiting until there is one; None once the queue is closed.
 
@@ -214,7 +224,9 @@ class Queue:
                         return batch
                 if self._errands:
                     return self._errands.popleft()
+                self._idle = True
                 self._changed.wait()
+                self._idle = False
             return None
 
     def close(self, reason: NotReady) -> None:

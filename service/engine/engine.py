@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -313,9 +312,8 @@ class Engine:
         )
 
     def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
-        if self.settings.fast_images and options.preprocess == "default":
-            options = replace(options, preprocess="fast")
-        return inputs.plan(record, images, options, self.settings.max_pixels)
+        fast = self.settings.fast_images and options.preprocess == "default"
+        return inputs.plan(record, images, "fast" if fast else options.preprocess, self.settings.max_pixels)
 
     def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions) -> tuple[dict[RowShape, int], int]:
         """The bytes that a row of each shape takes, and those of the answer."""

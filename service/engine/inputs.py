@@ -17,7 +17,6 @@ from fxcore.decoding import decode
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
 from fxcore.images import image_size, open_image
 from fxcore.preprocessing import Preprocessing
-from service.engine.options import FeatureOptions
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -52,26 +51,32 @@ class Plan:
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
-def plan(record: ExtractorRecord, inputs: Inputs, options: FeatureOptions, max_pixels: int) -> Plan:
+def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int) -> Plan:
     """Look at a request without decoding it.
+
+    Args:
+        record: the extractor.
+        inputs: what the request carries.
+        preprocess: ``default``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        max_pixels: most pixels of an image.
 
     Raises:
         BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
         BadTensor: a wrong name, shape or dtype.
     """
     if isinstance(inputs, Mapping):
-        return _plan_tensors(record, inputs, options, max_pixels)
-    return _plan_images(record, inputs, options, max_pixels)
+        return _plan_tensors(record, inputs, preprocess, max_pixels)
+    return _plan_images(record, inputs, preprocess, max_pixels)
 
 
-def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions, max_pixels: int) -> Plan:
+def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int) -> Plan:
     preprocessing = record.preprocessing
     if not images:
         raise BadTensor("the request holds no image; send at least one")
     if preprocessing.layout != "NCHW" or len(record.inputs) != 1:
         wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
         raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
-    raw = options.preprocess == "none"
+    raw = preprocess == "none"
     sizes: list[tuple[int, int]] = []
     largest = 0
     for index, data in enumerate(images):
@@ -84,7 +89,7 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], options: Feat
     if len(set(sizes)) > 1 and preprocessing.pads and not raw:
         sizes = [(max(h for h, _ in sizes), max(w for _, w in sizes))] * len(sizes)
         pad = preprocessing.stack
-    fast = options.preprocess == "fast"
+    fast = preprocess == "fast"
     item = record.decoder.dtype.itemsize if fast else _FLOAT_BYTES
     decoded = sum(3 * height * width * item for height, width in sizes)
 
@@ -124,9 +129,7 @@ def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: 
     return size
 
 
-def _plan_tensors(
-    record: ExtractorRecord, tensors: Mapping[str, Tensor], options: FeatureOptions, max_pixels: int
-) -> Plan:
+def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
     specs = record.inputs
     if set(tensors) != {spec.name for spec in specs}:
         raise BadTensor(
@@ -152,34 +155,34 @@ def _plan_tensors(
                 f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; this model takes "
                 f"{'uint8' if images else 'float32'} {layout} with {spec.shape[spec.layout.index('C')]} channels"
             )
-        if images and options.preprocess != "none":
+        if images and preprocess != "none":
             _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
-        shapes.append(_row_shape(record.preprocessing, spec.layout, tensor, options))
+        shapes.append(_row_shape(record.preprocessing, spec.layout, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
-        return tuple(_prepared(record, tensor[indices.start : indices.stop], options) for tensor in ordered)
+        return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
 
     # Images are worth several threads, tensors are only widened.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
     return Plan([row_shape] * rows, decoded, [(part, partial(prepare, part)) for part in _spread(rows, step)])
 
 
-def _row_shape(preprocessing: Preprocessing, layout: str, tensor: Tensor, options: FeatureOptions) -> tuple[int, ...]:
+def _row_shape(preprocessing: Preprocessing, layout: str, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
     if tensor.dtype != torch.uint8:
         return tuple(tensor.shape[1:])
     *outer, height, width, channels = tensor.shape[1:]
-    size = (height, width) if options.preprocess == "none" else preprocessing.output_size(height, width)
+    size = (height, width) if preprocess == "none" else preprocessing.output_size(height, width)
     return (channels, *outer, *size)
 
 
-def _prepared(record: ExtractorRecord, tensor: Tensor, options: FeatureOptions) -> Tensor:
+def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tensor:
     if tensor.dtype != torch.uint8:
         return tensor.to(torch.float32).contiguous()
-    if options.preprocess == "none":
+    if preprocess == "none":
         return _scaled(tensor.movedim(-1, 1))
-    if options.preprocess == "default" or record.preprocessing.layout != "NCHW":
+    if preprocess == "default" or record.preprocessing.layout != "NCHW":
         return record.preprocessing.tensor(tensor)
     return torch.stack([record.decoder.pixels(pixels) for pixels in tensor])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from fxcore.decoding import Decoder
 from service.codecs.datatypes import raw_bytes
+from service.engine.threads import alone
 
 LARGEST = 64 * 1024**2
 """Bytes that stay taken for each input of a model; larger batches get memory of their own."""
@@ -49,8 +49,8 @@ class Staging:
             out = None
             if self._device.type == "cpu" and 4 * rows.nbytes <= LARGEST:
                 out = self._taken(place, torch.float32, rows.numel()).view(rows.shape).permute(0, 3, 1, 2)
-            with _alone():
-                rows = decoder.batch(rows.to(self._device, non_blocking=True), out)
+            moved = rows.to(self._device, non_blocking=True)
+            rows = alone(lambda: decoder.batch(moved, out))
         return rows.to(self._device, dtype if rows.is_floating_point() else None, non_blocking=True)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
@@ -79,17 +79,6 @@ class Staging:
             known = torch.empty(count, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = known
         return known[:count]
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let torch use the calling thread only: others would wait for a core that decoders have."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def copied(tensor: Tensor) -> Tensor:

@@ -24,6 +24,16 @@ def compute_with(threads: int) -> None:
     torch.get_num_threads()
 
 
+def alone(function: Callable[[], T]) -> T:
+    """What ``function()`` returns, torch using the calling thread only: others would wait for a core that has work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function()
+    finally:
+        torch.set_num_threads(threads)
+
+
 async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> T:
     """What ``function(*args)`` returns or raises in a thread of ``pool``, so that the event loop survives it."""
 

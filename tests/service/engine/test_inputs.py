@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from fxcore.errors import BadImage, ImageTooLarge
-from service.engine import Engine, FeatureOptions
+from service.engine import Engine
 from service.engine.inputs import plan
 from service.engine.records import ExtractorRecord
 from service.settings import Settings
 from tests.service.engine.running import built, encoded
 
 LIMIT = 1_000_000
-PLAIN = FeatureOptions()
-FAST = FeatureOptions(preprocess="fast")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +32,8 @@ def record() -> ExtractorRecord:
     return asyncio.run(make())
 
 
-def decoded(record: ExtractorRecord, images: Sequence[bytes], options: FeatureOptions = PLAIN) -> torch.Tensor:
-    made = plan(record, images, options, LIMIT)
+def decoded(record: ExtractorRecord, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:
+    made = plan(record, images, preprocess, LIMIT)
     parts = [decode() for _, decode in made.parts[::-1]][::-1]  # in any order
     assert [row for rows, _ in made.parts for row in rows] == list(range(len(images)))
     assert [len(part) for (part,) in parts] == [len(rows) for rows, _ in made.parts]
@@ -48,14 +46,14 @@ def test_rows_come_in_order(
     record: ExtractorRecord, arrays: dict[str, np.ndarray], count: int, preprocess: str
 ) -> None:
     images = [encoded(np.roll(arrays["chelsea"], 7 * i, axis=1)) for i in range(count)]
-    rows = decoded(record, images, FeatureOptions(preprocess=preprocess))
+    rows = decoded(record, images, preprocess)
     assert rows.shape == (count, 3, 224, 224)
     for image, row in zip(images, rows, strict=True):
-        assert torch.equal(row, decoded(record, [image], FeatureOptions(preprocess=preprocess))[0])
+        assert torch.equal(row, decoded(record, [image], preprocess)[0])
 
 
 def test_pixels_count_as_bytes_until_their_batch_is_made(record: ExtractorRecord, jpegs: list[bytes]) -> None:
-    floats, pixels = plan(record, jpegs, PLAIN, LIMIT), plan(record, jpegs, FAST, LIMIT)
+    floats, pixels = plan(record, jpegs, "default", LIMIT), plan(record, jpegs, "fast", LIMIT)
     assert floats.bytes - pixels.bytes == len(jpegs) * 3 * 224 * 224 * (4 - 1)
     assert floats.shapes == pixels.shapes == [((3, 224, 224),)] * len(jpegs)
 
@@ -65,17 +63,17 @@ def test_a_thin_image_cannot_grow_without_bounds(record: ExtractorRecord, shape:
     """Resized to 256 pixels on its shorter side it would take 4 GB."""
     pixels = np.zeros((*shape, 3), dtype=np.uint8)
     with pytest.raises(ImageTooLarge, match="resizing") as caught:
-        plan(record, [encoded(pixels[:2, :2]), encoded(pixels)], PLAIN, LIMIT)
+        plan(record, [encoded(pixels[:2, :2]), encoded(pixels)], "default", LIMIT)
     assert caught.value.extra["index"] == 1
     with pytest.raises(ImageTooLarge, match="resizing"):
-        plan(record, {"x": torch.from_numpy(pixels[None])}, PLAIN, LIMIT)
-    assert decoded(record, [encoded(pixels)], FeatureOptions(preprocess="none")).shape == (1, 3, *shape)
+        plan(record, {"x": torch.from_numpy(pixels[None])}, "default", LIMIT)
+    assert decoded(record, [encoded(pixels)], "none").shape == (1, 3, *shape)
 
 
 def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     images = [jpegs[i % 3] for i in range(40)]
     images[21] = images[21][:-500]
-    made = plan(record, images, PLAIN, LIMIT)
+    made = plan(record, images, "default", LIMIT)
     with pytest.raises(BadImage) as caught:
         _ = [decode() for _, decode in made.parts]
     assert caught.value.extra["index"] == 21

@@ -1,0 +1,78 @@
+"""Parameters are validated once for each path, query and timeout, and never mixed up."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
+from pydantic import BaseModel, field_validator
+
+from service.api.remembering import RememberingRoute
+
+pytestmark = pytest.mark.anyio
+
+validated: list[str] = []
+
+
+class Asked(BaseModel):
+    word: str = "none"
+
+    @field_validator("word")
+    @classmethod
+    def _seen(cls, value: str) -> str:
+        validated.append(value)
+        return value
+
+
+@pytest.fixture
+def client() -> httpx.AsyncClient:
+    validated.clear()
+    router = APIRouter(prefix="/v1", route_class=RememberingRoute)
+
+    @router.post("/{place}")
+    async def answer(
+        request: Request,
+        place: Annotated[str, Path(max_length=5)],
+        asked: Annotated[Asked, Query()],
+        timeout: Annotated[float | None, Header(alias="X-Request-Timeout", gt=0)] = None,
+    ) -> Response:
+        body = (await request.body()).decode()
+        return Response(f"{place} {asked.word} {timeout} {body}")
+
+    app = FastAPI()
+    app.include_router(router)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+
+async def test_every_request_gets_its_own_parameters(client: httpx.AsyncClient) -> None:
+    for body in ("first", "second"):
+        for place in ("here", "there"):
+            for word in ("yes", "no"):
+                for timeout in ("1", "2.5"):
+                    headers = {"X-Request-Timeout": timeout}
+                    url = f"/v1/{place}?word={word}"
+                    answer = await client.post(url, headers=headers, content=body)
+                    assert answer.text == f"{place} {word} {float(timeout)} {body}"
+    assert (await client.post("/v1/here", content="x")).text == "here none None x"
+    assert sorted(validated) == ["no"] * 4 + ["yes"] * 4
+
+
+async def test_what_is_refused_is_refused_again(client: httpx.AsyncClient) -> None:
+    for _ in range(2):
+        assert (await client.post("/v1/far-away?word=yes")).status_code == 422
+        assert (await client.post("/v1/here?word=yes", headers={"X-Request-Timeout": "-1"})).status_code == 422
+        assert (await client.post("/v1/here?word=yes")).text == "here yes None "
+
+
+async def test_memory_is_bounded(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.api.remembering._REMEMBERED", 2)
+    for _ in range(2):
+        for word in ("a", "b", "c"):
+            assert (await client.post(f"/v1/here?word={word}")).text == f"here {word} None "
+    assert len(validated) > 3
+    validated.clear()
+    for _ in range(2):
+        await client.post("/v1/here", params={"word": "long" * 1000})
+    assert len(validated) == 2
