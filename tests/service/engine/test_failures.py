@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -362,3 +363,34 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
             with pytest.raises(Exception, match="image 0"):
                 await running.features(record, [jpegs[0][:400]])
         assert (await running.features(record, jpegs)).images == 3
+
+
+async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    """An idle device worker decodes what it would wait for; decoders the rest, and all of it while it is busy."""
+    seen: list[str] = []
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+        decode = record.decoder.image
+
+        def noted(*args: Any) -> torch.Tensor:
+            seen.append(threading.current_thread().name)
+            return decode(*args)
+
+        record.decoder.image = noted  # type: ignore[method-assign]
+        fast = FeatureOptions(preprocess="fast")
+        await running.features(record, jpegs[:1], fast)
+        assert seen == ["fxserve-cpu"]
+        seen.clear()
+        watched.entered.clear()
+        watched.open.clear()
+        held = asyncio.create_task(running.features(record, tensors(0)))
+        assert await asyncio.to_thread(watched.entered.wait, 30)
+        busy = asyncio.create_task(running.features(record, jpegs[:1], fast))
+        await waiting(running, 1)
+        watched.open.set()
+        await asyncio.gather(held, busy)
+        assert seen == ["fxserve-decode-0"]
+        seen.clear()
+        await running.features(record, jpegs[:2], fast)
+        assert sorted(seen) == ["fxserve-cpu", "fxserve-decode-0"]
