@@ -132,10 +132,10 @@ def test_heads_without_end_are_not_kept(guarded, unit):
         sent = 0
         with contextlib.suppress(ConnectionError):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ")
-            while sent < 50_000_000:
+            while sent < 200_000_000:
                 connection.sendall(unit * (65536 // len(unit)))
                 sent += 65536
-        assert sent < 20_000_000  # what sockets buffer
+        assert sent < 100_000_000  # what sockets buffer, which is tens of megabytes on some systems
         received = answer_of(connection)
     # It went on sending whatever it was told, and the answer may have been lost to the reset that ended that.
     assert received.startswith(b"HTTP/1.1 431 ") or not received

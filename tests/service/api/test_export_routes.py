@@ -55,7 +55,7 @@ def test_int8_is_exported_and_profiled_as_what_serves(client):
     """Not as the float model that it was made of."""
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C2"], "backend": "eager", "precision": "int8"}
     made = client.post("/v1/extractors?wait=300", json=spec)
-    assert made.status_code == 201, made.text
+    assert made.status_code in (200, 201), made.text  # another test may have made it
     url = f"/v1/extractors/{made.json()['id']}"
     answer = client.get(f"{url}/export", params={"format": "torchscript"})
     assert answer.status_code == 200, answer.text
