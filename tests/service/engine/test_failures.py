@@ -368,7 +368,7 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
 async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """An idle device worker decodes what it would wait for; decoders the rest, and all of it while it is busy."""
     seen: list[str] = []
-    async with engine() as running:
+    async with engine(lowering=False) as running:  # trials of backends would keep the worker busy
         record = await built(running)
         watched = Watched(record)
         decode = record.decoder.image
@@ -379,6 +379,12 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
 
         record.decoder.image = noted  # type: ignore[method-assign]
         fast = FeatureOptions(preprocess="fast")
+
+        async def idle() -> None:
+            while not running._queue._idle:
+                await asyncio.sleep(0.01)
+
+        await idle()
         await running.features(record, jpegs[:1], fast)
         assert seen == ["fxserve-cpu"]
         seen.clear()
@@ -392,5 +398,6 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
         await asyncio.gather(held, busy)
         assert seen == ["fxserve-decode-0"]
         seen.clear()
+        await idle()
         await running.features(record, jpegs[:2], fast)
         assert sorted(seen) == ["fxserve-cpu", "fxserve-decode-0"]
