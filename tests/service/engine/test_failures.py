@@ -368,7 +368,7 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
 async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """An idle device worker decodes what it would wait for; decoders the rest, and all of it while it is busy."""
     seen: list[str] = []
-    async with engine(lowering=False) as running:  # trials of backends would keep the worker busy
+    async with engine() as running:
         record = await built(running)
         watched = Watched(record)
         decode = record.decoder.image
