@@ -75,8 +75,10 @@ class Staging:
     def _taken(self, place: int, dtype: torch.dtype, count: int) -> Tensor:
         """``[count]`` values of memory that stays taken."""
         known = self._memory.get((place, dtype))
-        if known is None or known.numel() < count:
-            known = torch.empty(count, dtype=dtype, pin_memory=self._device.type == "cuda")
+        if known is None or known.numel() <= count:
+            # One more than any batch fills: an answer that is a model's input is then not all of its memory, so that
+            # its job copies it, and the next batch leaves it alone.
+            known = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = known
         return known[:count]
 

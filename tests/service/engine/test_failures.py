@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from fxcore.images import open_image
 from service.engine import FeatureOptions
 from service.engine.errors import (
     AdmissionFull,
@@ -401,3 +402,25 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
         await idle()
         await running.features(record, jpegs[:2], fast)
         assert sorted(seen) == ["fxserve-cpu", "fxserve-decode-0"]
+
+
+async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    """A batch is put together in memory that the next one is put together in."""
+    async with engine() as running:
+        record = await built(running, nodes=["x"])
+        watched = Watched(record)
+        watched._module = lambda batch: {"x": batch.permute(0, 2, 3, 1)}  # a view, as models without convolutions may
+        answers = []
+        for pair in (jpegs[:2], jpegs[1:3]):
+            watched.entered.clear()
+            watched.open.clear()
+            held = asyncio.create_task(running.features(record, tensors(0)))
+            assert await asyncio.to_thread(watched.entered.wait, 30)
+            both = asyncio.create_task(running.features(record, pair))
+            await waiting(running, 2)
+            watched.open.set()
+            await held
+            answers.append((await both).outputs["x"])
+        rows = torch.stack([record.preprocessing.image(open_image(data)) for data in jpegs]).permute(0, 2, 3, 1)
+    assert torch.equal(answers[0], rows[:2])
+    assert torch.equal(answers[1], rows[1:3])
