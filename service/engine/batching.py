@@ -41,8 +41,8 @@ class Job:
     """One request on its way through the device worker.
 
     ``answer`` is the only state that two threads share: the event loop cancels it when nobody waits any more, the
-    worker sets it when all rows are there. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues
-    its rows; after that everything else belongs to the worker.
+    worker sets it when all rows are there, and a decoder when one cannot be had. ``queued`` (on the clock of
+    ``time.monotonic()``) is set by whoever queues its rows; everything else belongs to the worker.
 
     Args:
         record: the extractor.
@@ -207,7 +207,7 @@ class Queue:
     def offer(self, function: Callable[[], object]) -> bool:
         """Have the worker call ``function`` at once if it has nothing to do; whether it will."""
         with self._changed:
-            if not self._idle or self._errands or self._lines:
+            if self._closed is not None or not self._idle or self._errands or self._lines:
                 return False
             self._errands.append(Errand(function, 0.0))
             self._changed.notify()

@@ -198,7 +198,10 @@ class DeviceWorker:
             counts = [len(answered) for _, answered in deliveries]
             pieces = {key: torch.split(values, counts) for key, values in outputs.items()}
             for place, (job, answered) in enumerate(deliveries):
-                job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
+                try:
+                    job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
+                except Exception as error:  # computed again, the batch would be delivered twice
+                    job.fail(_verdict(error, _is_out_of_memory(error)))
 
 
 def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:

@@ -4,13 +4,11 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from fxcore.images import open_image
 from service.engine import FeatureOptions
 from service.engine.errors import (
     AdmissionFull,
@@ -20,16 +18,11 @@ from service.engine.errors import (
     OutOfMemory,
     RequestTooLarge,
 )
-from tests.service.engine.running import MakeEngine, Watched, built, waiting
+from tests.service.engine.running import MakeEngine, Watched, built, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
 POISON = 7777.0
-
-
-def tensors(*values: float) -> dict[str, torch.Tensor]:
-    """A small input whose rows can be told apart."""
-    return {"x": torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 64, 64).contiguous()}
 
 
 def marks(batch: torch.Tensor) -> list[float]:
@@ -364,63 +357,3 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
             with pytest.raises(Exception, match="image 0"):
                 await running.features(record, [jpegs[0][:400]])
         assert (await running.features(record, jpegs)).images == 3
-
-
-async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    """An idle device worker decodes what it would wait for; decoders the rest, and all of it while it is busy."""
-    seen: list[str] = []
-    async with engine() as running:
-        record = await built(running)
-        watched = Watched(record)
-        decode = record.decoder.image
-
-        def noted(*args: Any) -> torch.Tensor:
-            seen.append(threading.current_thread().name)
-            return decode(*args)
-
-        record.decoder.image = noted  # type: ignore[method-assign]
-        fast = FeatureOptions(preprocess="fast")
-
-        async def idle() -> None:
-            while not running._queue._idle:
-                await asyncio.sleep(0.01)
-
-        await idle()
-        await running.features(record, jpegs[:1], fast)
-        assert seen == ["fxserve-cpu"]
-        seen.clear()
-        watched.entered.clear()
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, tensors(0)))
-        assert await asyncio.to_thread(watched.entered.wait, 30)
-        busy = asyncio.create_task(running.features(record, jpegs[:1], fast))
-        await waiting(running, 1)
-        watched.open.set()
-        await asyncio.gather(held, busy)
-        assert seen == ["fxserve-decode-0"]
-        seen.clear()
-        await idle()
-        await running.features(record, jpegs[:2], fast)
-        assert sorted(seen) == ["fxserve-cpu", "fxserve-decode-0"]
-
-
-async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    """A batch is put together in memory that the next one is put together in."""
-    async with engine() as running:
-        record = await built(running, nodes=["x"])
-        watched = Watched(record)
-        watched._module = lambda batch: {"x": batch.permute(0, 2, 3, 1)}  # a view, as models without convolutions may
-        answers = []
-        for pair in (jpegs[:2], jpegs[1:3]):
-            watched.entered.clear()
-            watched.open.clear()
-            held = asyncio.create_task(running.features(record, tensors(0)))
-            assert await asyncio.to_thread(watched.entered.wait, 30)
-            both = asyncio.create_task(running.features(record, pair))
-            await waiting(running, 2)
-            watched.open.set()
-            await held
-            answers.append((await both).outputs["x"])
-        rows = torch.stack([record.preprocessing.image(open_image(data)) for data in jpegs]).permute(0, 2, 3, 1)
-    assert torch.equal(answers[0], rows[:2])
-    assert torch.equal(answers[1], rows[1:3])
