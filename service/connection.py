@@ -104,7 +104,8 @@ class Connection(HttpToolsProtocol):
         Then the connection is closed for our side only, until the client has seen that and closes its own, because
         unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
-        if self._in_head and self._head_bytes:
+        unanswered = self.cycle is not None and not self.cycle.response_complete  # it would take this for its answer
+        if self._in_head and self._head_bytes and not unanswered:
             text = status.phrase.encode()
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
             self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))

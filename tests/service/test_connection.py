@@ -1,0 +1,63 @@
+"""What clients cannot do to a connection, in a server of its own over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from service.connection import MAX_HEAD_BYTES, Connection
+
+
+class Slow:
+    """An application that answers once it is told to."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.open = threading.Event()
+        self.errors: list[BaseException] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self.asked.set()
+        await asyncio.to_thread(self.open.wait, 30)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Slow, socket.socket]]:
+    """The application, and a connection to it. Afterwards all that it was asked has been answered."""
+    app = Slow()
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        stack.callback(thread.join, 30)
+        stack.callback(setattr, server, "should_exit", True)
+        yield app, stack.enter_context(socket.create_connection(listener.getsockname()))
+
+
+def test_a_head_that_is_too_long_is_no_answer_to_the_request_before(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    connection.settimeout(30)
+    connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert app.asked.wait(30)
+    connection.sendall(b"GET /second HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + 1))
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        received = connection.recv(1000)
+    app.open.set()
+    assert received == b""
+    connection.close()
+    assert not app.errors
