@@ -13,7 +13,8 @@ from fastapi.routing import APIRoute
 from service.middleware import header
 
 _REMEMBERED = 1024
-_LONGEST_QUERY = 1024
+_LONGEST = 1024
+"""Of query and header together; the path is bounded by its parameters."""
 
 _PARAMETERS = b"x-request-timeout"
 """The header that such a route may take a parameter from, beside its path and query."""
@@ -49,7 +50,7 @@ class RememberingRoute(APIRoute):
         @functools.wraps(self._answer)
         async def answer(request: Request, **parameters: Any) -> Response:
             asked = _asked(request)
-            if len(asked[1]) <= _LONGEST_QUERY:
+            if len(asked[1]) + len(asked[2] or "") <= _LONGEST:
                 if len(self._remembered) >= _REMEMBERED:
                     self._remembered.clear()
                 self._remembered[asked] = parameters

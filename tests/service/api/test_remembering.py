@@ -76,3 +76,7 @@ async def test_memory_is_bounded(client: httpx.AsyncClient, monkeypatch: pytest.
     for _ in range(2):
         await client.post("/v1/here", params={"word": "long" * 1000})
     assert len(validated) == 2
+    for _ in range(2):
+        timeout = {"X-Request-Timeout": f"1.{'0' * 5000}"}
+        assert (await client.post("/v1/here?word=d", headers=timeout)).text == "here d 1.0 "
+    assert len(validated) == 4
