@@ -52,6 +52,10 @@ _TRIAL_SECONDS = 0.5
 
 _ROUNDS = 3
 
+_CLEAR = 0.6
+"""A candidate that took so much of eager's time is the faster one whatever further rounds would say: its first pass of
+a size, which compilers take longer for, is among what was measured, and requests wait while it is tried."""
+
 
 class Tiers:
     """Chooses what runs each extractor. For one event loop.
@@ -203,7 +207,7 @@ class Tiers:
     async def _tried(
         self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
     ) -> bool:
-        """Time both at one row and at a full batch, in turns; whether the candidate is the faster."""
+        """Time both at one row and at a full batch, in turns until it is clear; whether the candidate is faster."""
         rows = 1
         for full in (False, True):
             if full:
@@ -215,6 +219,8 @@ class Tiers:
             for _ in range(_ROUNDS):
                 for run, one in ((eager, own), (lowered, candidate)):
                     one.time(rows, await self._on_worker(reference.timed, run, inputs))
+                if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
+                    break
         return candidate.judge(own)
 
     def _retirer(

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
+from fxcore.backends.eager import EagerModule
 from fxcore.verify import OutputErrors, Verification
 from service.engine import Engine, ExtractorRecord
-from service.engine.checks import Candidate
+from service.engine.checks import Candidate, Reference
 from service.engine.errors import BackendRefused
 from tests.service.engine.running import MakeEngine, built, spec
 
@@ -154,6 +155,28 @@ async def test_what_is_worse_is_left_aside(
         assert (record.backend, eager["state"], other["state"]) == ("eager", "serving", state)
         assert reason in other["reason"]
         assert far((await running.features(record, jpegs)).outputs, before.outputs) < 1e-5
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(0.3, 1), (0.9, 3)])
+async def test_a_trial_ends_when_it_is_clear(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch, share: float, rounds: int
+) -> None:
+    """Requests wait while a candidate is tried."""
+    timed: list[int] = []
+
+    def seconds(run: Lowered, inputs: tuple[torch.Tensor, ...]) -> float:
+        timed.append(len(inputs[0]))
+        return len(inputs[0]) * (0.01 if isinstance(run, EagerModule) else 0.01 * share)
+
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr(Reference, "timed", staticmethod(seconds))
+    async with engine(lowering=True, max_batch=2) as running:
+        record = await built(running, backend="auto")
+        await running.features(record, jpegs)
+        checks = await settled(record)
+    assert record.backend == "openvino"
+    assert [c["ms"]["2"] for c in checks["candidates"]] == [20.0, 20.0 * share]
+    assert timed == 2 * rounds * [1] + 2 * rounds * [2] + [1, 2]  # in turns, and then each size once more to be warm
 
 
 async def test_one_that_took_over_and_fails_loses_no_request(
