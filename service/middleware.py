@@ -189,8 +189,8 @@ class BodyLimit:
             body = _Body(limit, self.timeout, visit, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
-            if body.refusal is not None and not body.answered:
-                await _refuse(body.refusal, scope, receive, send)
+        if body.refusal is not None and not body.answered:  # what came of it is given back, however long this takes
+            await _refuse(body.refusal, scope, receive, send)
 
 
 def _too_large(limit: int) -> Refusal:

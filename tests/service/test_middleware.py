@@ -153,6 +153,22 @@ def test_lingering_ends():
     assert taken < LINGER_BYTES / 65536 + 30
 
 
+def test_a_client_that_lingers_holds_nothing():
+    admission, held = Admission(10, 1000), []
+
+    async def answered(message):
+        held.append(admission.bytes)
+
+    bodies = iter([b"123456", b"123456", b"more", b""])
+
+    async def receive():
+        body = next(bodies)
+        return {"type": "http.request", "body": body, "more_body": bool(body)}
+
+    asyncio.run(limited(echo, admission=admission)(scope(), receive, answered))
+    assert held == [0, 0, 0]
+
+
 @pytest.mark.parametrize("path", ["/v1/extractors", "/v2/repository/models/x/load", "/v1/nothing"])
 def test_only_images_may_be_large(path):
     limit = MAX_OTHER_BYTES + 10

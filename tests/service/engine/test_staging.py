@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from fxcore import get_model
 from fxcore.decoding import Decoder
 from service.engine.staging import Staging, copied, copy_rows
+from service.engine.threads import compute_with
 
 CPU = torch.device("cpu")
 FLOAT = torch.float32
@@ -95,6 +98,9 @@ def test_pixels_become_the_model_s_input(rows: list[int]) -> None:
 
 
 def test_threads_stay_as_they_were() -> None:
-    threads = torch.get_num_threads()
-    Staging(CPU).inputs([(torch.zeros(1, 224, 224, 3, dtype=torch.uint8),)], DECODER, FLOAT)
-    assert torch.get_num_threads() == threads
+    def after() -> int:
+        Staging(CPU).inputs([(torch.zeros(1, 224, 224, 3, dtype=torch.uint8),)], DECODER, FLOAT)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1, initializer=compute_with, initargs=(3,)) as pool:
+        assert pool.submit(after).result() == 3
