@@ -151,6 +151,8 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
         raise CannotKeep(
             f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
         ) from other
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # which says nothing of the passes
     except Exception as failure:  # what a pass put in the place of a module does not fit there
         raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])

@@ -15,7 +15,7 @@ from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
 from fxcore.graphs import kept_graphs, model_graph
 from fxcore.transforms import UnknownTransform
-from service.engine.errors import NameTaken, UnknownExtractor, Unsupported
+from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from tests.service.engine.running import MakeEngine, Watched, built, spec
 
 pytestmark = pytest.mark.anyio
@@ -370,3 +370,16 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
         assert running.find("kept") is named
         _, created = await running.extractor(spec(weights="file:0.pth"), 60)  # a forgotten one is made anew
         assert created
+
+
+async def test_too_little_memory_is_no_fault_of_the_transforms(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("service.engine.transforming.verify", none_left)
+    async with engine() as running:
+        record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), 60)
+    assert isinstance(record.problem, ExtractorFailed)
+    assert "out of memory" in record.problem.detail
