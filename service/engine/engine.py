@@ -19,6 +19,7 @@ import torch
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
+from fxcore.memory import keep_together
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
@@ -95,6 +96,7 @@ class Engine:
 
         The operator's own models are in the catalog then.
         """
+        keep_together()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, tidy)
         self._worker.start()
