@@ -1,5 +1,5 @@
-"""PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last,
-activations in place where nobody can see it. In int8, torch.fx's graph mode (:mod:`fxcore.quantize`).
+"""PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last, convolutions
+packed for oneDNN, activations in place where nobody sees it. In int8, torch.fx's graph mode (:mod:`fxcore.quantize`).
 
 What folding makes anew is shared by all extractors over a model: equal tensors are one tensor, so fifty extractors have
 two copies of the weights between them, the model's own and the folded ones, not fifty.
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
+from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
 from fxcore.quantize import quantize
 from fxcore.transforms.fuse_conv_bn import (
     _fused_sequence,
@@ -31,13 +32,13 @@ _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.Lea
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
 
 # Operations whose result is always new memory. A view or an identity would hand the overwriting on to its source.
-_MAKE_NEW = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
+_MAKE_NEW = (PackedConv2d, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
 _Norm = weakref.ref[nn.Module] | None
 
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], nn.Parameter] = weakref.WeakValueDictionary()
-# Convolution → (its batch norm, the two in one); kept as long as some extractor runs it.
+# Convolution → (its batch norm or None, what runs in their place); kept as long as some extractor runs it.
 _folds: weakref.WeakKeyDictionary[nn.Module, list[tuple[_Norm, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
 
@@ -64,7 +65,10 @@ class EagerModule:
         own = set(storages_of(tensors_of(module)))
         folded = with_shared_folds(module)
         self.module = fuse_conv_bn(folded)
+        pack_convolutions(self.module, of=module)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
+        fuse_what_follows(self.module)
+        sums_in_place(self.module)
         activations_in_place(self.module)
         self._own = own
         self._channels_last = has_2d_convolutions(self.module)
@@ -77,7 +81,11 @@ class EagerModule:
             return outputs
 
     def storages(self) -> dict[int, int]:
-        return {at: size for at, size in storages_of(tensors_of(self.module)).items() if at not in self._own}
+        held = storages_of(tensors_of(self.module))
+        for packed in self.module.modules():
+            if isinstance(packed, PackedConv2d):
+                held |= packed.storages()
+        return {at: size for at, size in held.items() if at not in self._own}
 
 
 class EagerInt8:
@@ -109,7 +117,7 @@ class EagerInt8:
 
 def has_2d_convolutions(module: nn.Module) -> bool:
     """Whether channels_last input is worth making."""
-    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+    return any(isinstance(m, (nn.Conv2d, PackedConv2d)) for m in module.modules())
 
 
 def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
@@ -143,24 +151,37 @@ def _put(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> Non
         node.target = target
 
 
+def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
+    """Pack the convolutions that ``module`` has in common with ``of``: those that have no batch norm after them."""
+    shared = set(of.modules())
+    for node in module.graph.nodes:
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if called in shared and type(called) is nn.Conv2d and len(node.args) == 1 and not node.kwargs:
+            _put(module, node, _fold_of(called, None))
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
 def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
-    """``first`` with ``norm`` folded in, or with the batch norms inside it; None where that cannot be done."""
+    """``first`` packed, with ``norm`` folded in, or with the batch norms inside it; None where that cannot be done."""
     with _guard:
         known = _folds.setdefault(first, [])
         for other, made in known:
             if (other() if other is not None else None) is norm and (fold := made()) is not None:
                 return fold
         fold = None
-        if norm is None:
+        if isinstance(first, nn.Sequential):
             sequence, pairs = _fused_sequence(first)
-            fold = sequence if pairs else None
+            fold = sequence.to(memory_format=torch.channels_last) if pairs else None
+        elif norm is None:
+            fold = PackedConv2d(first) if can_be_packed(first) else None
         else:
             affine = affine_of_module(norm)
             if affine is not None and is_convolution(first) and affine.scale.numel() == first.out_channels:
-                fold = fused_module(first, affine)
+                fold = fused_module(first, affine).to(memory_format=torch.channels_last)
+                fold = PackedConv2d(fold) if can_be_packed(fold) else fold
         known[:] = [(other, made) for other, made in known if made() is not None]
         if fold is not None:
-            fold.to(memory_format=torch.channels_last)
             known.append((weakref.ref(norm) if norm is not None else None, weakref.ref(fold)))
         return fold
 
@@ -190,6 +211,28 @@ def _shared_parameter(tensor: Tensor) -> nn.Parameter:
         if known is None:
             known = _shared[key] = nn.Parameter(tensor, requires_grad=False)
         return known
+
+
+def sums_in_place(module: fx.GraphModule) -> int:
+    """Let a convolution write into the memory of what is added to it, where that is new memory and nobody reads it
+    any more.
+
+    Returns:
+        Number of sums that do.
+    """
+    modules = dict(module.named_modules())
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    count = 0
+    for node in order:
+        if node.op == "call_module" and isinstance(modules[str(node.target)], PackedConv2d) and len(node.args) == 2:
+            other = node.args[1]
+            before = [user for user in other.users if order[user] < order[node]]
+            last = len(before) == len(other.users) - 1 and node.args[0] is not other
+            if last and all(_makes_new(read, modules) for read in (other, *before)):
+                node.kwargs = {**node.kwargs, "overwrite": True}
+                count += 1
+    module.recompile()
+    return count
 
 
 def activations_in_place(module: fx.GraphModule) -> int:
