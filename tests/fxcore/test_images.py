@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 
 import numpy as np
 import PIL.Image
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from torchvision.models.detection.image_list import ImageList
 
 from fxcore import get_model, list_models, open_image
+from fxcore.decoding import decode
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from fxcore.images import FORMATS, image_size, plain_jpeg_size
+from fxcore.images import FORMATS, MAX_SCANS, image_size, plain_jpeg_size
 from fxcore.preprocessing import DetectorPreprocessing
+from tests.nasty import scans
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,28 @@ def test_a_damaged_exif_block_spoils_no_image(block: bytes) -> None:
 
 
 # -- size limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [image_size, open_image, decode])
+def test_a_jpeg_has_few_scans(read: Callable[[bytes], object]) -> None:
+    """Each is a pass over all pixels."""
+    some = scans(MAX_SCANS - 10)
+    assert some.count(b"\xff\xda") <= MAX_SCANS
+    read(some)
+    many = scans(MAX_SCANS)
+    comment = b"\xff\xfe\x00\x04\xff\xd9"  # looks like the image's end
+    for data in (many, many[:2] + comment + many[2:]):
+        with pytest.raises(BadImage, match="over 100 scans"):
+            read(data)
+
+
+@pytest.mark.parametrize("read", [image_size, open_image, decode])
+def test_only_the_scans_of_a_jpeg_count(read: Callable[[bytes], object], cat: PIL.Image.Image) -> None:
+    """Comments, and what phones put behind the image, may hold any bytes."""
+    marks = b"\xff\xda" * 500
+    data = encoded(cat, "JPEG", comment=marks) + marks
+    assert data.count(b"\xff\xda") > 1000
+    read(data)
 
 
 def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
