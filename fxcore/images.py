@@ -19,7 +19,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Blocks of a JPEG file that say nothing of its pixels or of which side is up (ITU-T T.81, table B.1): tables, comments,
 # and what applications put there, all but APP1, which is EXIF or XMP.
 _JPEG_PASSED_OVER = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
-_JPEG_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
+_JPEG_PROGRESSIVE = 0xC2
+_JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
 _JPEG_BLOCKS = 64
 """More blocks than cameras and programs write before the first scan."""
@@ -74,8 +75,8 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
     """
     if data[:2] != b"\xff\xd8":
         return None
-    _check_scans(data)
     size: tuple[int, int] | None = None
+    components = frame = 0
     place = 2
     for _ in range(_JPEG_BLOCKS):
         block = data[place : place + 10]
@@ -83,9 +84,11 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
             return None
         kind = block[1]
         if kind == _JPEG_SCAN:  # PIL heeds every block before this one
+            if frame == _JPEG_PROGRESSIVE or block[4] != components:  # else this scan is the only one
+                _check_scans(data)
             return size
         if kind in _JPEG_FRAMES:
-            bits, components = block[4], block[9]
+            frame, bits, components = kind, block[4], block[9]
             size = int.from_bytes(block[5:7], "big"), int.from_bytes(block[7:9], "big")
             if bits != 8 or components not in (1, 3) or 0 in size:
                 return None
@@ -168,9 +171,7 @@ def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Refuse a JPEG of too many scans. What follows its end, as a phone's film does, may look like any number."""
-    if data.count(b"\xff\xda") <= MAX_SCANS:
-        return
+    """Refuse a JPEG of too many scans."""
     scans, place = 0, 2
     while (marker := _JPEG_MARKER.search(data, place)) is not None and marker[0][1] != _JPEG_END:
         place = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
