@@ -230,10 +230,15 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     answers = []
     busy = threading.Thread(target=lambda: answers.append(server.http.post(SLOW, files=[("a", photo)] * 6)))
     busy.start()
+    kept = server.connect()
+    kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nPOST /v1/extr")
+    assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")  # so the server has read what follows, too
     time.sleep(0.4)
     server.process.send_signal(signal.SIGTERM)
     busy.join()
     assert answers[0].status_code == 200
+    assert b"HTTP/1.1 503 " in _read_to_the_end(kept)  # the rest of the first answer may come before
+    kept.close()
     assert json.loads(answers[0].content)["images"] == 6
     server.process.wait(20)
     assert "Traceback" not in server.log.read_text()
