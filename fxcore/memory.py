@@ -22,8 +22,8 @@ def keep_together() -> None:
 
     glibc gives each of the first 8 threads a core a heap of its own. What is freed in one is of no use to the others,
     and ``malloc_trim`` leaves the free end of all but the first as it is. With 40 models loaded, run and evicted in
-    turn by 3 threads, the heaps held 26 to 42 MiB more than was in use after a trim; one heap held 4 to 9 more. Nor
-    were answers slower for it. Where another C library allocates, nothing changes.
+    turn by 3 threads, the heaps held 26 to 42 MiB more than was in use after a trim; one heap held 4 to 9 more. Where
+    another C library allocates, nothing changes.
     """
     mallopt = _of_libc("mallopt")
     if mallopt is not None:

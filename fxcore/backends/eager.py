@@ -72,6 +72,8 @@ class EagerModule:
         activations_in_place(self.module)
         self._own = own
         self._channels_last = has_2d_convolutions(self.module)
+        self._held = storages_of(tensors_of(self.module))
+        self._packed = [called for called in self.module.modules() if isinstance(called, PackedConv2d)]
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         if self._channels_last:
@@ -81,10 +83,9 @@ class EagerModule:
             return outputs
 
     def storages(self) -> dict[int, int]:
-        held = storages_of(tensors_of(self.module))
-        for packed in self.module.modules():
-            if isinstance(packed, PackedConv2d):
-                held |= packed.storages()
+        held = self._held.copy()
+        for packed in self._packed:
+            held |= packed.storages()
         return {at: size for at, size in held.items() if at not in self._own}
 
 

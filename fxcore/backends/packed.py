@@ -86,6 +86,7 @@ class PackedConv2d(nn.Module):
         self._size = conv.weight.shape
         self._where = (conv.padding, conv.stride, conv.dilation, conv.groups)
         self._plain: Tensor | None = conv.weight.detach()
+        self._bytes = {self._plain.untyped_storage().data_ptr(): self._plain.untyped_storage().nbytes()}
         self._formats: dict[bytes, Tensor] = {}
         self._seen: dict[tuple[torch.Size, int], _Ready] = {}
         self._guard = threading.Lock()
@@ -112,10 +113,7 @@ class PackedConv2d(nn.Module):
 
     def storages(self) -> dict[int, int]:
         """Bytes of the weight in memory, by address."""
-        plain = self._plain
-        if plain is not None:
-            return {plain.untyped_storage().data_ptr(): plain.untyped_storage().nbytes()}
-        return {id(packed): torch.ops.mkldnn._nbytes(packed) for packed in list(self._formats.values())}
+        return self._bytes
 
     def _in_steps(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
         """By torch's own operations, which take what oneDNN's do not, and say what is wrong with ``x``."""
@@ -152,6 +150,7 @@ class PackedConv2d(nn.Module):
         described = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(made).tolist())
         made = self._formats.setdefault(described, made)
         self._plain = None
+        self._bytes = {id(packed): torch.ops.mkldnn._nbytes(packed) for packed in self._formats.values()}
         return made
 
     def _dense(self) -> Tensor:
