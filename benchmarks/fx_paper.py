@@ -108,7 +108,7 @@ def lowering(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
             lambda lowered=lowered: lowered(x),  # type: ignore[misc]
         )
         yield f"lowering to {name}, times as fast as eager", "3.7 (TensorRT)", f"{plain / taken:.2f}"
-        yield "… as the eager backend (fused, channels_last)", "", f"{best / taken:.2f}"
+        yield "… as the eager backend as served", "", f"{best / taken:.2f}"
 
 
 def in_turns(runs: int, *functions: Run) -> list[float]:
