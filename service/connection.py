@@ -100,6 +100,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LAST_SECONDS, self._leave)
 
     def _works(self) -> bool:
+        """Whether a request waits for its answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _leave(self) -> None:
@@ -129,8 +130,7 @@ class Connection(HttpToolsProtocol):
         Then the connection is closed for our side only, until the client has seen that and closes its own, because
         unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
-        unanswered = self.cycle is not None and not self.cycle.response_complete  # it would take this for its answer
-        if self._in_head and self._head_bytes and not unanswered:
+        if self._in_head and self._head_bytes and not self._works():  # it would take this for its answer
             text = status.phrase.encode()
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
             self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))

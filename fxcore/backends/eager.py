@@ -214,16 +214,11 @@ def _shared_parameter(tensor: Tensor) -> nn.Parameter:
         return known
 
 
-def sums_in_place(module: fx.GraphModule) -> int:
+def sums_in_place(module: fx.GraphModule) -> None:
     """Let a convolution write into the memory of what is added to it, where that is new memory and nobody reads it
-    any more.
-
-    Returns:
-        Number of sums that do.
-    """
+    any more."""
     modules = dict(module.named_modules())
     order = {node: place for place, node in enumerate(module.graph.nodes)}
-    count = 0
     for node in order:
         if node.op == "call_module" and isinstance(modules[str(node.target)], PackedConv2d) and len(node.args) == 2:
             other = node.args[1]
@@ -231,9 +226,7 @@ def sums_in_place(module: fx.GraphModule) -> int:
             last = len(before) == len(other.users) - 1 and node.args[0] is not other
             if last and all(_makes_new(read, modules) for read in (other, *before)):
                 node.kwargs = {**node.kwargs, "overwrite": True}
-                count += 1
     module.recompile()
-    return count
 
 
 def activations_in_place(module: fx.GraphModule) -> int:
