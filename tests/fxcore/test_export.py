@@ -72,8 +72,18 @@ def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
 
 
-def check(extractor: Extractor, format: str, data: bytes, folder: Path, counts: tuple[int, ...] = (1,)) -> None:
-    """In a fresh process the export gives what the extractor does, for batches of as many rows, keys in its order."""
+def check(
+    extractor: Extractor,
+    format: str,
+    data: bytes,
+    folder: Path,
+    counts: tuple[int, ...] = (1,),
+    tolerance: float = 1e-4,
+) -> None:
+    """In a fresh process the export gives what the extractor does, for batches of as many rows, keys in its order.
+
+    ``tolerance`` is relative, in norm.
+    """
     file = folder / f"download{FORMATS[format].suffix}"
     file.write_bytes(data)
     batches = {rows: photograph(extractor, rows) for rows in counts}
@@ -88,7 +98,7 @@ def check(extractor: Extractor, format: str, data: bytes, folder: Path, counts: 
     for rows, inputs in batches.items():
         values = load_file(folder / f"outputs{rows}.safetensors")
         found = verify(extractor.module, lambda *x, v=values: {key: v[key] for key in done.stdout.split()}, inputs)
-        assert found.relative < 1e-4, found
+        assert found.relative < tolerance, found
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
@@ -155,7 +165,9 @@ def test_int8_of_torch_is_exported_as_it_is(
     quantized = replace(extractor, module=quantize(extractor.module, rows).module)
     data = export(quantized, "torchscript")
     assert len(data) < 0.5 * sum(p.nbytes for p in extractor.module.parameters())
-    check(quantized, "torchscript", data, tmp_path, (1, 3))
+    # A tie that another kernel rounds the other way is a whole step of int8, and others in the layers after it: 8e-4 on
+    # one machine, nothing on most. What int8 itself loses is 2e-2.
+    check(quantized, "torchscript", data, tmp_path, (1, 3), tolerance=5e-3)
     for format in set(FORMATS) - {"torchscript"}:
         with pytest.raises(CannotExport, match=r"int8, which .* export it as torchscript"):
             export(quantized, format)

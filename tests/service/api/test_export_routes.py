@@ -65,7 +65,9 @@ def test_int8_is_exported_and_profiled_as_what_serves(client):
     sent = {"content-type": "application/x-npy", "accept": "application/x-npy"}
     served = client.post(f"{url}/features?preprocess=none", content=body.getvalue(), headers=sent)
     elsewhere = torch.jit.load(io.BytesIO(answer.content))(image)["C2"]
-    assert torch.allclose(elsewhere, torch.from_numpy(np.load(io.BytesIO(served.content))), rtol=1e-5, atol=1e-5)
+    here = torch.from_numpy(np.load(io.BytesIO(served.content)))
+    # Kernels may round a tie in two ways, which is a whole step of int8; int8 itself loses 2e-2.
+    assert (elsewhere - here).norm() < 5e-3 * here.norm()
     assert len(elsewhere.unique()) <= 256
     for format in ("fx", "onnx", "openvino", "torch_export"):
         refused = client.get(f"{url}/export", params={"format": format}).json()
