@@ -186,9 +186,9 @@ def _by_pil(data: bytes, max_pixels: int | None) -> Pixels:
 
 def _resized(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int = 1) -> Pixels:
     """``[h, w, 3]`` → ``[*target, 3]``."""
-    # Told in this order, the strides are those of channels last; ``[None]`` at the end would make torch take the image
-    # for planes, which it unpacks and packs.
-    batch = torch.from_numpy(pixels[None].transpose(0, 3, 1, 2))
+    # With the stride that NumPy gives to ``[None]``, 0, torch would take the image for planes: it would unpack and pack
+    # its values one by one, and leave as many copies of bytes to the crop, which is 0.42 ms instead of 0.18.
+    batch = torch.from_numpy(pixels.reshape(1, *pixels.shape).transpose(0, 3, 1, 2))
     if denominator > 1:
         # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
         # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -14,6 +15,7 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.transforms.functional import normalize
 
@@ -158,6 +160,22 @@ def large_photos() -> list[PIL.Image.Image]:
                 photo.paste(small[(i + j) % 4], (left, top))
         photos.append(photo)
     return photos
+
+
+@pytest.mark.parametrize("side", [600, 2400])
+def test_resizing_leaves_pixels_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, coffee: PIL.Image.Image, plain: Preprocessing, side: int
+):
+    """At full scale and at a smaller one: torch resizes planes at half the speed, and to copy them takes as long."""
+    resized: list[Tensor] = []
+
+    def spy(*args: Any, **options: Any) -> Tensor:
+        resized.append(interpolate(*args, **options))
+        return resized[-1]
+
+    monkeypatch.setattr("fxcore.decoding.interpolate", spy)
+    Decoder(plain).image(encoded(coffee.resize((side, side))))
+    assert resized[0].stride()[1:] == (1, 3 * resized[0].shape[3], 3)
 
 
 def test_large_jpegs_are_decoded_smaller_and_features_stay(large_photos: list[PIL.Image.Image], plain: Preprocessing):
