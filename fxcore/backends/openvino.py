@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -89,8 +90,10 @@ class OpenVINOModule:
         # Which shapes come out is known only afterwards; from then on their memory is given beforehand.
         request = self._request if known is not None else self._compiled.create_infer_request()
         for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
-            x = (x.permute(0, 2, 3, 1) if channels_last else x).detach().contiguous()
-            request.set_input_tensor(place, self._tensor(x.numpy(), shared_memory=True))
+            # By NumPy, as every call of torch gives the interpreter's lock away and waits to get it back.
+            array = (x.detach() if x.requires_grad else x).numpy()
+            array = np.ascontiguousarray(array.transpose(0, 2, 3, 1) if channels_last else array)
+            request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         if known is not None:
             values = [torch.empty(shape, dtype=dtype) for shape, dtype in known]
             for place, value in enumerate(values):

@@ -1,8 +1,13 @@
-"""Memory that batches are put together in, and copies out of them."""
+"""Memory that batches are put together in, and copies out of them.
+
+Every call of torch gives the interpreter's lock away, and on a busy server waits for 0.1 ms to get it back: with a
+dozen calls a batch and two a row the device worker lost a tenth of its time. So it makes few of them: views are kept,
+and NumPy allocates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +23,8 @@ LARGEST = 64 * 1024**2
 _HELD = 1024**2
 """Up to so many bytes, copying takes less than getting the interpreter's lock back after giving it away."""
 
+_REMEMBERED_VIEWS = 64
+
 
 class Staging:
     """Puts batches together in memory that is taken once. One thread uses it, one batch at a time.
@@ -29,6 +36,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._views: dict[Hashable, tuple[Tensor, memoryview]] = {}
 
     def inputs(self, parts: Sequence[tuple[Tensor, ...]], decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A model's inputs on the device, good until the next call.
@@ -48,10 +56,13 @@ class Staging:
         if rows.dtype == torch.uint8:
             out = None
             if self._device.type == "cpu" and 4 * rows.nbytes <= LARGEST:
-                out = self._taken(place, torch.float32, rows.numel()).view(rows.shape).permute(0, 3, 1, 2)
-            moved = rows.to(self._device, non_blocking=True)
+                out, _ = self._taken(place, torch.float32, rows.shape)
+            moved = rows if self._device.type == "cpu" else rows.to(self._device, non_blocking=True)
             rows = alone(lambda: decoder.batch(moved, out))
-        return rows.to(self._device, dtype if rows.is_floating_point() else None, non_blocking=True)
+        wanted = dtype if rows.is_floating_point() else rows.dtype
+        if rows.device == self._device and rows.dtype == wanted:
+            return rows
+        return rows.to(self._device, wanted, non_blocking=True)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """One tensor of several; a single one is handed on as it is."""
@@ -60,27 +71,37 @@ class Staging:
         like = parts[0]
         if sum(part.nbytes for part in parts) > LARGEST:
             return torch.cat(list(parts))
-        channels_last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
-        order = (0, 2, 3, 1) if channels_last else tuple(range(like.ndim))
         rows = sum(part.shape[0] for part in parts)
-        batch = self._taken(place, like.dtype, sum(part.numel() for part in parts))
-        memory = raw_bytes(batch)
+        channels_last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        batch, memory = self._taken(place, like.dtype, torch.Size((rows, *like.shape[1:])), channels_last)
         start = 0
         for part in parts:
-            _copy(memory[start : start + part.nbytes], raw_bytes(part.permute(order) if channels_last else part))
+            _copy(memory[start : start + part.nbytes], raw_bytes(part.permute(0, 2, 3, 1) if channels_last else part))
             start += part.nbytes
-        batch = batch.view(rows, *(like.shape[axis] for axis in order[1:]))
-        return batch.permute(0, 3, 1, 2) if channels_last else batch
+        return batch
 
-    def _taken(self, place: int, dtype: torch.dtype, count: int) -> Tensor:
-        """``[count]`` values of memory that stays taken."""
-        known = self._memory.get((place, dtype))
-        if known is None or known.numel() <= count:
+    def _taken(
+        self, place: int, dtype: torch.dtype, shape: torch.Size, channels_last: bool = False
+    ) -> tuple[Tensor, memoryview]:
+        """A tensor in memory that stays taken, and its bytes in the order they lie in."""
+        known = self._views.get((place, dtype, shape, channels_last))
+        if known is not None:
+            return known
+        count = shape.numel()
+        memory = self._memory.get((place, dtype))
+        if memory is None or memory.numel() <= count:
             # One more than any batch fills: an answer that is a model's input is then not all of its memory, so that
             # its job copies it, and the next batch leaves it alone.
-            known = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
-            self._memory[place, dtype] = known
-        return known[:count]
+            memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
+            self._memory[place, dtype] = memory
+            self._views.clear()  # some keep the smaller memory that this one replaces
+        if len(self._views) >= _REMEMBERED_VIEWS:
+            self._views.clear()
+        flat = memory[:count]
+        rows, *others = shape
+        tensor = flat.view(rows, *others[1:], others[0]).permute(0, 3, 1, 2) if channels_last else flat.view(shape)
+        view = self._views[place, dtype, shape, channels_last] = tensor, raw_bytes(flat)
+        return view
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -91,7 +112,10 @@ def copied(tensor: Tensor) -> Tensor:
     """
     if not tensor.numel() or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.dtype == torch.bfloat16:  # NumPy has none
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    else:
+        copy = torch.from_numpy(np.empty_like(tensor.numpy()))
     copy_rows(copy, 0, tensor)
     return copy
 

@@ -182,7 +182,7 @@ class DeviceWorker:
                 (
                     group,
                     {
-                        key: options.finish(_select(value, taken), layout).cpu()
+                        key: _on_cpu(options.finish(_select(value, taken), layout))
                         for key, layout, value in values
                         if options.wants(key)
                     },
@@ -230,6 +230,11 @@ def _deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 
 def _select(values: Tensor, rows: list[int] | None) -> Tensor:
     return values if rows is None else values[rows]
+
+
+def _on_cpu(values: Tensor) -> Tensor:
+    """``values.cpu()``, which gives the interpreter's lock away even where there is nothing to do."""
+    return values.cpu() if values.device.type != "cpu" else values
 
 
 def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:

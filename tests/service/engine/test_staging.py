@@ -55,6 +55,22 @@ def test_memory_is_taken_once() -> None:
     assert len(places) == 1
 
 
+def test_batches_of_all_kinds_in_turn() -> None:
+    """One staging's memory: larger ones and smaller, in both formats, several dtypes, and images that become floats."""
+    staging = Staging(CPU)
+    kinds = [((3, 8, 8), True), ((3, 8, 8), False), ((8, 8, 3), False), ((3, 16, 16), True), ((3, 4, 4), True)]
+    for _ in range(2):
+        for shape, channels_last in kinds:
+            for rows in ([1, 1], [2, 3], [1, 1]):
+                given = parts(rows, shape, channels_last)
+                (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+                assert torch.equal(batch, torch.cat(given)), (shape, channels_last, rows)
+                assert batch.stride() == torch.cat(given).stride()
+            images = [torch.randint(256, (1, *shape[1:], 3), dtype=torch.uint8) for _ in range(3)]
+            (batch,) = staging.inputs([(image,) for image in images], DECODER, FLOAT)
+            assert torch.equal(batch, DECODER.batch(torch.cat(images)))
+
+
 def test_a_single_part_is_handed_on() -> None:
     (part,) = parts([3], (3, 2, 2), False)
     assert Staging(CPU).inputs([(part,)], DECODER, FLOAT)[0] is part
