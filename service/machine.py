@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -26,6 +27,15 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read(cgroup / "memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def processor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of the processor, as the system names it; empty where it does not."""
+    for line in _read(info).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor()
 
 
 def _read(file: Path) -> str:

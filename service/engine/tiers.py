@@ -1,8 +1,9 @@
 """Answer at once, then get faster: which backend runs an extractor, and how another takes over.
 
 ``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered beside it, compared with eager
-float32 on photographs, and tried for speed; it takes over between two batches if it agrees and is faster. A backend
-that was asked for by name is lowered and compared before the first request, and used or refused.
+float32 on photographs, and tried for speed; it takes over between two batches if it agrees and is faster, and the next
+start remembers that (:mod:`service.engine.verdicts`). A backend that was asked for by name is lowered and compared
+before the first request, and used or refused.
 
 Lowering runs in processes of its own, one at a time. Comparing and trying run on the device worker, one forward pass at
 a time and when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
@@ -20,7 +21,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager, first_choice
 from fxcore.backends.eager import EagerInt8
@@ -29,9 +30,11 @@ from fxcore.extractor import Extractor
 from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
+from service.engine.guarded import OneSize, Plain, Swapped
 from service.engine.memory import tidy
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool
+from service.engine.verdicts import Verdicts
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,6 +52,10 @@ SHOWN_LAYERS = 10
 
 _TRIAL_SECONDS = 0.5
 """About the longest forward pass that requests are kept waiting for by a trial."""
+
+_WARM_SECONDS = 0.25
+"""Sizes of batch that take longer are not run once beforehand: of resnet50 the first pass over 8 rows takes 1.8 times
+as long as the next, over 16 only 1.3 times, and a start that waits for it takes a second longer."""
 
 _ROUNDS = 3
 
@@ -70,6 +77,7 @@ class Tiers:
         self._device = device
         self._queue = queue
         self._settings = settings
+        self._verdicts = Verdicts(settings)
         self._cancelled = threading.Event()
         # What somebody waits for does not queue behind what nobody does.
         self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_with, (1,))
@@ -149,11 +157,7 @@ class Tiers:
                 record.checks = self._report(record, own, candidates)
                 with record.in_use():
                     lowered, reference = await self._lowered(record, extractor, backend, self._unasked)
-                    if own.max_rel_error is None:
-                        await self._compared(own, reference, eager)
-                        own.state = "serving"
-                    await self._compared(candidate, reference, lowered)
-                    faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+                    faster = await self._judged(record, own, candidate, reference, eager, lowered)
                     if faster:
                         await self._warmed(reference, lowered)
                 if faster and record.run is eager:  # else it was evicted meanwhile
@@ -191,6 +195,33 @@ class Tiers:
 
         return await in_pool(pool, work)
 
+    async def _judged(
+        self,
+        record: ExtractorRecord,
+        own: Candidate,
+        candidate: Candidate,
+        reference: Reference,
+        eager: Lowered,
+        lowered: Lowered,
+    ) -> bool:
+        """Whether the candidate agrees and is faster: as was found before, if a photograph confirms it, or is now."""
+        known = await in_pool(self._unasked, self._verdicts.read, record, candidate.backend)
+        if known is not None:
+            now = Candidate(candidate.backend)
+            now.take(await self._on_worker(reference.compare, lowered, reference.repeated(1)), reference.precision)
+            if now.agrees:
+                for one, before in zip((own, candidate), known, strict=True):
+                    one.recall(before)
+                return True
+        if own.max_rel_error is None:
+            await self._compared(own, reference, eager)
+            own.state = "serving"
+        await self._compared(candidate, reference, lowered)
+        faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+        if faster:
+            await in_pool(self._unasked, self._verdicts.write, record, own, candidate)
+        return faster
+
     async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
         for inputs in reference.batches():
             found = await self._on_worker(reference.compare, lowered, inputs)
@@ -198,10 +229,10 @@ class Tiers:
         candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
 
     async def _warmed(self, reference: Reference, lowered: Lowered) -> None:
-        """Run each size of batch once that takes no longer than a trial, so that no request waits for a first time."""
+        """Run each size of batch once that does not take long, so that few requests wait for a first time."""
         single = await self._on_worker(reference.timed, lowered, reference.repeated(1))
         for rows in range(2, self._settings.max_batch + 1):
-            if rows == usual_size(rows) and rows * single <= _TRIAL_SECONDS:
+            if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
                 await self._on_worker(reference.timed, lowered, reference.repeated(rows))
 
     async def _tried(
@@ -297,74 +328,3 @@ def _layers(lowered: Lowered) -> dict[str, Any]:
 
 class PassFailed(Exception):
     """A forward pass for a comparison or a trial raised."""
-
-
-class Plain:
-    """An extractor's own module, as it is."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
-
-    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self._module(*inputs)
-        return outputs
-
-    def storages(self) -> dict[int, int]:
-        return {}
-
-
-class OneSize:
-    """A backend that was asked for by name and only agrees with eager for inputs of the usual size."""
-
-    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
-        self.lowered = lowered
-        self._row_shapes = row_shapes
-
-    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        if tuple(x.shape[1:] for x in inputs) != self._row_shapes:
-            wanted = ", ".join(" x ".join(map(str, shape)) for shape in self._row_shapes)
-            raise ValueError(f"this backend was compiled for inputs of {wanted}; ask for backend=auto for other sizes")
-        return self.lowered(*inputs)
-
-    def storages(self) -> dict[int, int]:
-        return self.lowered.storages()
-
-
-class Swapped:
-    """A backend that took over, with eager behind it: for other input sizes, and should it ever fail.
-
-    Args:
-        lowered: what took over.
-        eager: what served before.
-        row_shapes: the only shapes of a row that ``lowered`` gets; None for any.
-        failed: told when ``lowered`` raised; it is not called again.
-    """
-
-    def __init__(
-        self,
-        lowered: Lowered,
-        eager: Lowered,
-        row_shapes: tuple[torch.Size, ...] | None,
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._lowered: Lowered | None = lowered
-        self._eager = eager
-        self._row_shapes = row_shapes
-        self._failed = failed
-
-    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        lowered = self._lowered
-        if lowered is None or (self._row_shapes is not None and tuple(x.shape[1:] for x in inputs) != self._row_shapes):
-            return self._eager(*inputs)
-        try:
-            return lowered(*inputs)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise  # the worker halves the batch
-        except Exception as error:
-            outputs = self._eager(*inputs)  # where eager fails too, it was the input's fault
-            self._lowered = None
-            self._failed(error)
-            return outputs
-
-    def storages(self) -> dict[int, int]:
-        return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})

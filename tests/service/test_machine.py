@@ -1,6 +1,6 @@
 import os
 
-from service.machine import available_cores, available_memory
+from service.machine import available_cores, available_memory, processor
 
 
 def test_cores_of_a_quota(tmp_path):
@@ -23,3 +23,10 @@ def test_memory_of_a_limit(tmp_path):
     assert available_memory(tmp_path) == machine
     (tmp_path / "memory.max").write_text("134217728\n")
     assert available_memory(tmp_path) == 2**27
+
+
+def test_the_processor_is_named_as_the_system_does(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: A Fast One @ 9 GHz\n\nprocessor\t: 1\nmodel name\t: Another\n")
+    assert processor(info) == "A Fast One @ 9 GHz"
+    assert isinstance(processor(tmp_path / "none"), str)

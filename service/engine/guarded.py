@@ -1,0 +1,81 @@
+"""A lowered module within its limits: what serves the inputs that it does not, and goes on should it fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.backends import Lowered
+
+
+class Plain:
+    """An extractor's own module, as it is."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self._module(*inputs)
+        return outputs
+
+    def storages(self) -> dict[int, int]:
+        return {}
+
+
+class OneSize:
+    """A backend that was asked for by name and only agrees with eager for inputs of the usual size."""
+
+    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
+        self.lowered = lowered
+        self._row_shapes = row_shapes
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        if tuple(x.shape[1:] for x in inputs) != self._row_shapes:
+            wanted = ", ".join(" x ".join(map(str, shape)) for shape in self._row_shapes)
+            raise ValueError(f"this backend was compiled for inputs of {wanted}; ask for backend=auto for other sizes")
+        return self.lowered(*inputs)
+
+    def storages(self) -> dict[int, int]:
+        return self.lowered.storages()
+
+
+class Swapped:
+    """A backend that took over, with eager behind it: for other input sizes, and should it ever fail.
+
+    Args:
+        lowered: what took over.
+        eager: what served before.
+        row_shapes: the only shapes of a row that ``lowered`` gets; None for any.
+        failed: told when ``lowered`` raised; it is not called again.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        eager: Lowered,
+        row_shapes: tuple[torch.Size, ...] | None,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._lowered: Lowered | None = lowered
+        self._eager = eager
+        self._row_shapes = row_shapes
+        self._failed = failed
+
+    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        lowered = self._lowered
+        if lowered is None or (self._row_shapes is not None and tuple(x.shape[1:] for x in inputs) != self._row_shapes):
+            return self._eager(*inputs)
+        try:
+            return lowered(*inputs)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # the worker halves the batch
+        except Exception as error:
+            outputs = self._eager(*inputs)  # where eager fails too, it was the input's fault
+            self._lowered = None
+            self._failed(error)
+            return outputs
+
+    def storages(self) -> dict[int, int]:
+        return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})
