@@ -72,7 +72,8 @@ class Settings(BaseSettings):
     )
     cache_dir: Path | None = Field(
         default_factory=default_cache_dir,
-        description="Folder that compiled models, and what was measured of them, are kept in between starts, at most 4 GiB; empty keeps none.",
+        description="Folder that compiled models, and what was measured of them, are kept in between starts, at most "
+        "4 GiB; empty keeps none.",
     )
     calibration_dir: Path | None = Field(
         default=None, description="Folder of photographs that int8 is calibrated on; without it, ones that are shipped."
