@@ -24,6 +24,8 @@ from service.engine.threads import compute_with
 from service.schemas import ExtractorSpec
 from service.settings import Settings
 
+_AGAIN = 3
+
 
 async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
     """A built extractor, lowered if it is going to be within ``settle`` seconds."""
@@ -98,17 +100,25 @@ def main() -> None:
     options = parser.parse_args()
     record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
-    best: dict[str, float | str] = {}
+    latencies: list[float] = []
+    tried: list[tuple[float, int, int, int]] = []
     every = settings.compute_threads
+
+    def ceiling(decoders: int, threads: int) -> Ceiling:
+        return Ceiling(record, photos.jpegs(), options.pooled, decoders, threads)
+
     for decoders, threads in sorted({(1, 1), (1, every), (settings.decode_threads, every)}):
-        ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads)
-        for size in map(int, options.batches.split(",")):
-            rate = ceiling.rate(size, options.seconds)
-            if rate > best.get("rate", 0.0):  # type: ignore[operator]
-                best |= {"rate": rate, "how": f"batch {size}, {decoders} decoding, {threads} computing"}
-        latency = ceiling.latency(options.seconds)
-        best["p50"] = min(latency, best.get("p50", latency))  # type: ignore[type-var]
-    print(json.dumps({**best, "backend": record.backend}))
+        one = ceiling(decoders, threads)
+        tried += [
+            (one.rate(size, options.seconds), size, decoders, threads) for size in map(int, options.batches.split(","))
+        ]
+        latencies.append(one.latency(options.seconds))
+    # On a machine that others share, the best of fifteen is a lucky one. So it is measured again.
+    _, size, decoders, threads = max(tried)
+    best = ceiling(decoders, threads)
+    rate = statistics.median(best.rate(size, options.seconds) for _ in range(_AGAIN))
+    how = f"batch {size}, {decoders} decoding, {threads} computing"
+    print(json.dumps({"rate": rate, "how": how, "p50": min(latencies), "backend": record.backend}))
 
 
 if __name__ == "__main__":
