@@ -1,6 +1,8 @@
 """What these cores can do: the service's own decoding and lowered model, called directly. No HTTP, no queue, no answer.
 
-A program of its own, so that nothing of the benchmark shares its threads. It prints a result as JSON.
+A program of its own, so that nothing of the benchmark shares its threads. It finds the best size of batch and number
+of threads, prints them as JSON, and from then on answers every line that it reads with the images a second that it
+measures.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +26,6 @@ from service.engine.staging import Staging
 from service.engine.threads import compute_with
 from service.schemas import ExtractorSpec
 from service.settings import Settings
-
-_AGAIN = 3
 
 
 async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
@@ -91,34 +92,32 @@ class Ceiling:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", help="an ExtractorSpec as JSON")
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--settle", type=float, default=60.0)
-    parser.add_argument("--pooled", action="store_true")
-    parser.add_argument("--batches", default="1,4,8,16,32")
+    parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement lasts")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds that backend=auto gets to lower")
+    parser.add_argument("--pooled", action="store_true", help="pool the outputs")
+    parser.add_argument("--latency", action="store_true", help="measure one image after another")
+    parser.add_argument("--batches", default="1,4,8,16,32", help="sizes to find the best of")
     options = parser.parse_args()
     record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
-    latencies: list[float] = []
-    tried: list[tuple[float, int, int, int]] = []
     every = settings.compute_threads
+    sizes = [1] if options.latency else [int(size) for size in options.batches.split(",")]
 
-    def ceiling(decoders: int, threads: int) -> Ceiling:
-        return Ceiling(record, photos.jpegs(), options.pooled, decoders, threads)
+    def measured(way: tuple[int, int, int]) -> float:
+        """Images a second."""
+        size, decoders, threads = way
+        ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads)
+        return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
-    for decoders, threads in sorted({(1, 1), (1, every), (settings.decode_threads, every)}):
-        one = ceiling(decoders, threads)
-        tried += [
-            (one.rate(size, options.seconds), size, decoders, threads) for size in map(int, options.batches.split(","))
-        ]
-        latencies.append(one.latency(options.seconds))
-    # On a machine that others share, the best of fifteen is a lucky one. So it is measured again.
-    _, size, decoders, threads = max(tried)
-    best = ceiling(decoders, threads)
-    rate = statistics.median(best.rate(size, options.seconds) for _ in range(_AGAIN))
-    how = f"batch {size}, {decoders} decoding, {threads} computing"
-    print(json.dumps({"rate": rate, "how": how, "p50": min(latencies), "backend": record.backend}))
+    splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
+    best = max(((size, *split) for split in splits for size in sizes), key=measured)
+    how = "batch {}, {} decoding, {} computing".format(*best)
+    print(json.dumps({"backend": record.backend, "how": how}), flush=True)
+    # The best of fifteen is a lucky one on a machine that others share, so what found it does not count.
+    for _ in sys.stdin:
+        print(json.dumps(measured(best)), flush=True)
 
 
 if __name__ == "__main__":
