@@ -34,7 +34,7 @@ from service.engine.own_models import register_models
 from service.engine.preload import preload_spec
 from service.engine.profiling import Measured, profiled
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with, in_pool
+from service.engine.threads import compute_with, in_pool, switch_often
 from service.engine.tiers import Tiers
 from service.engine.worker import DeviceWorker
 from service.metrics import Metrics
@@ -97,6 +97,7 @@ class Engine:
         The operator's own models are in the catalog then.
         """
         keep_together()
+        switch_often()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, tidy)
         self._worker.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -12,6 +13,18 @@ import torch
 from service.engine.errors import contained
 
 T = TypeVar("T")
+
+_SWITCH_SECONDS = 0.001
+
+
+def switch_often() -> None:
+    """Have threads of this process give the interpreter's lock away after a millisecond to those that wait for it.
+
+    The usual five are a fifth of a batch. The device worker waits for the lock after every forward pass, while the
+    event loop answers for the batch before. With one, resnet50 was answered 1.03 times as often at 8 connections, and
+    mobilenet_v3_small 1.02 to 1.05 times at 32 and 0.98 to 1.10 times at 8 (medians of seven turns, 2 cores).
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def compute_with(threads: int) -> None:
