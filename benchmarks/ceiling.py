@@ -98,12 +98,11 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=60.0, help="seconds that backend=auto gets to lower")
     parser.add_argument("--pooled", action="store_true", help="pool the outputs")
     parser.add_argument("--latency", action="store_true", help="measure one image after another")
-    parser.add_argument("--batches", default="1,4,8,16,32", help="sizes to find the best of")
     options = parser.parse_args()
     record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
     every = settings.compute_threads
-    sizes = [1] if options.latency else [int(size) for size in options.batches.split(",")]
+    sizes = (1,) if options.latency else (1, 4, 8, 16, 32)
 
     def measured(way: tuple[int, int, int]) -> float:
         """Images a second."""

@@ -30,6 +30,8 @@ import servers
 from load import Load
 from servers import HERE, Server
 
+from service.machine import available_cores, processor
+
 SAFETENSORS = "application/x-safetensors"
 NODES = {
     "mobilenet_v3_small": "features.8:C4,features.12:C5",
@@ -257,10 +259,7 @@ def say(text: str) -> None:
 
 
 def machine() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        name = next((line.split(": ")[1].strip() for line in lines if line.startswith("model name")), "")
-        return f"{len(os.sched_getaffinity(0))} cores, {name or platform.machine()}"
-    return f"{os.cpu_count()} cores, {platform.machine()}"
+    return f"{available_cores()} cores, {processor() or platform.machine()}"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

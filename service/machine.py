@@ -30,7 +30,7 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
 
 
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of the processor, as the system names it; empty where it does not."""
+    """The model of the processor, as the system names it, else as Python does; it may be empty."""
     for line in _read(info).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":

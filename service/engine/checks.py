@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,9 +82,9 @@ class Candidate:
         self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
 
     def recall(self, before: Candidate) -> None:
-        """Take over what was measured of it before."""
-        self.max_abs_error, self.max_rel_error = before.max_abs_error, before.max_rel_error
-        self.min_cosine, self.ms, self.any_size = before.min_cosine, before.ms, before.any_size
+        """Take over all that was found of it before."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(before, one.name))
 
     @property
     def agrees(self) -> bool:

@@ -205,7 +205,8 @@ class Tiers:
         lowered: Lowered,
     ) -> bool:
         """Whether the candidate agrees and is faster: as was found before, if a photograph confirms it, or is now."""
-        known = await in_pool(self._unasked, self._verdicts.read, record, candidate.backend)
+        # Not in the pool that lowers: what others have lowered there would be waited for.
+        known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
             now.take(await self._on_worker(reference.compare, lowered, reference.repeated(1)), reference.precision)
@@ -219,7 +220,7 @@ class Tiers:
         await self._compared(candidate, reference, lowered)
         faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
         if faster:
-            await in_pool(self._unasked, self._verdicts.write, record, own, candidate)
+            await asyncio.to_thread(self._verdicts.write, record, own, candidate)
         return faster
 
     async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
