@@ -56,6 +56,8 @@ class Metrics:
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
+        # Finding a series by its labels takes as long as counting in it.
+        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._stage_seconds = {
             "decode": seconds("decode", "Decoding and preprocessing the images of a request."),
             "queue": seconds("queue", "Waiting of a decoded request for the device."),
@@ -88,8 +90,13 @@ class Metrics:
         """Count one finished request; ``status`` 0 is one that broke off before its answer began."""
         route = route_template(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._requests.labels(method, route, str(status)).inc()
-        self._request_seconds.labels(method, route).observe(seconds)
+        series = self._series.get((method, route, status))
+        if series is None:
+            series = self._requests.labels(method, route, str(status)), self._request_seconds.labels(method, route)
+            self._series[method, route, status] = series
+        requests, request_seconds = series
+        requests.inc()
+        request_seconds.observe(seconds)
 
     def observe_stages(self, milliseconds: Mapping[str, float]) -> None:
         """Take the time of a request's stages into account."""

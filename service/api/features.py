@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
@@ -21,6 +23,7 @@ from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
+from service.middleware import header
 from service.problems import Refusal, documented
 from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
@@ -186,23 +189,24 @@ async def _answer(
     """Everything that both routes share, under the request's deadline."""
     seconds = min(timeout or math.inf, state.settings.request_timeout)
     deadline = time.monotonic() + seconds
-    kind, parameters = bodies.check(request)
+    kind, parameters = bodies.check(header(request.scope, b"content-type"), header(request.scope, b"content-encoding"))
     state.engine.admission.check()
     record = await find()
     try:
-        async with asyncio.timeout(None if record.run is not None else seconds):  # None costs nothing
-            await state.engine.load(record)
+        if record.run is None:
+            async with asyncio.timeout(seconds):
+                await state.engine.load(record)
     except TimeoutError:
         raise DeadlineExceeded from None
-    accepted = _negotiate(record, asked, request.headers.get("accept"))
+    accepted = _negotiate(record, asked, header(request.scope, b"accept"))
     images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
     return await while_connected(request, _extract(state, record, images, asked, accepted, deadline))
 
 
 def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
     floating = ("float32", "float16", "bfloat16")
-    dtypes = [asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs]
-    accepted = answers.negotiate(accept, dtypes, asked.pool != "none")
+    dtypes = (asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs)
+    accepted = answers.negotiate(accept, tuple(dtypes), asked.pool != "none")
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -224,10 +228,10 @@ async def _extract(
             "a heat-map is drawn over one encoded image: send one",
             available=list(answers.OFFERED[:-1]),
         )
-    options = FeatureOptions(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
+    options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
     result = await state.engine.features(record, images, options, deadline)
     started = time.perf_counter()
-    source = answers.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
+    source = _source(record)
     if drawn:
         assert not isinstance(images, Mapping)
         output = record.outputs[0]
@@ -245,6 +249,22 @@ async def _extract(
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.answer_headers(record, timings), "Vary": "Accept"}
     return answers.PartsResponse(parts, accepted, headers)
+
+
+def _source(record: ExtractorRecord) -> answers.Source:
+    source = _sources.get(record)
+    if source is None:
+        source = answers.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
+        _sources[record] = source
+    return source
+
+
+_sources: WeakKeyDictionary[ExtractorRecord, answers.Source] = WeakKeyDictionary()
+
+
+@functools.cache  # there are as many as there are combinations
+def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str) -> FeatureOptions:
+    return FeatureOptions(pool, dtype, normalize, preprocess)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
 # In the order of preference where a client has none.
 OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
 
+_REMEMBERED = 256
+
 
 @dataclass(frozen=True)
 class Source:
@@ -31,9 +34,21 @@ class Source:
     fingerprint: str
     nodes: Mapping[str, str]  # key → node, in the order asked for
 
+    @functools.cached_property
+    def metadata(self) -> dict[str, str]:
+        """As formats have it that take text only."""
+        return {
+            "model": self.model,
+            "extractor": self.extractor,
+            "weights": self.weights,
+            "nodes": orjson.dumps(dict(self.nodes)).decode(),
+            "fingerprint": self.fingerprint,
+        }
 
-def negotiate(accept: str | None, dtypes: Sequence[str | None], pooled: bool) -> str:
-    """The media type to answer with.
+
+@functools.lru_cache(_REMEMBERED)
+def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) -> str:
+    """The media type to answer with; remembered, as clients say the same with every request.
 
     Args:
         accept: the header, None where there is none.
@@ -67,14 +82,7 @@ def write(
 ) -> list[bytes | memoryview]:
     """The parts of an answer of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
     if kind == safetensors.MEDIA_TYPE:
-        metadata = {
-            "model": source.model,
-            "extractor": source.extractor,
-            "weights": source.weights,
-            "nodes": orjson.dumps(dict(source.nodes)).decode(),
-            "fingerprint": source.fingerprint,
-        }
-        return safetensors.write(outputs, metadata)
+        return safetensors.write(outputs, source.metadata)
     if kind == npy.NPZ_MEDIA_TYPE:
         return npy.write_npz(outputs)
     if kind == npy.MEDIA_TYPE:

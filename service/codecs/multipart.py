@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
@@ -70,7 +70,7 @@ class _Files:
         return piece
 
 
-async def read(chunks: AsyncIterator[bytes], parameters: dict[str, str]) -> list[bytes]:
+async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> list[bytes]:
     """The contents of every file field.
 
     Args:

@@ -13,6 +13,7 @@ What extractors over one model share is its weights.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -38,11 +39,11 @@ T = TypeVar("T")
 
 
 class Job:
-    """One request on its way through the device worker.
+    """One request on its way through the device worker; made on the event loop that waits for its answer.
 
-    ``answer`` is the only state that two threads share: the event loop cancels it when nobody waits any more, the
-    worker sets it when all rows are there, and a decoder when one cannot be had. ``queued`` (on the clock of
-    ``time.monotonic()``) is set by whoever queues its rows; everything else belongs to the worker.
+    Whoever comes first settles it: the worker when all rows are there, a decoder when one cannot be had, or the event
+    loop when nobody waits any more. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues its
+    rows; everything else belongs to the worker.
 
     Args:
         record: the extractor.
@@ -56,21 +57,36 @@ class Job:
         self.options = options
         self.rows = rows
         self.deadline = deadline
-        self.answer: Future[dict[str, Tensor]] = Future()
         self.queued = 0.0
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
         self._missing = rows
+        self._settled = threading.Lock()  # taken once, by whoever settles the job
+        self._outcome: dict[str, Tensor] | Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
+
+    async def answer(self) -> dict[str, Tensor]:
+        """The outputs by key, ``[rows, ...]`` on the CPU. Once the call is cancelled nobody wants the job any more.
+
+        Raises:
+            EngineError: what the job failed of.
+        """
+        try:
+            return await self._answer
+        finally:
+            self._settled.acquire(blocking=False)
 
     def wanted(self) -> bool:
         """Whether somebody still waits for the answer and it can still come in time."""
-        if not self.answer.done() and time.monotonic() > self.deadline:
+        if not self._settled.locked() and time.monotonic() > self.deadline:
             self.fail(DeadlineExceeded())
-        return not self.answer.done()
+        return not self._settled.locked()
 
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
-        """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows; the last delivery makes the answer."""
-        if self.answer.done():
+        """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows. The last delivery makes the answer, which
+        :func:`announce` brings to the event loop."""
+        if self._settled.locked():
             return
         for key, values in outputs.items():
             if len(rows) == self.rows:
@@ -84,17 +100,17 @@ class Job:
                 return
             copy_rows(whole, rows.start, values)
         self._missing -= len(rows)
-        if self._missing == 0:
-            outputs, self._outputs = self._outputs, {}
-            self._settle(outputs)
+        if self._missing == 0 and self._settled.acquire(blocking=False):
+            self._outcome, self._outputs = self._outputs, {}
 
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``, unless there is an answer already or nobody waits."""
-        self._outputs = {}
         if isinstance(error, MemoryError):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
-        with suppress(InvalidStateError):
-            self.answer.set_exception(contained(error))
+        if self._settled.acquire(blocking=False):
+            self._outcome = contained(error)
+            self._outputs = {}
+        announce((self,))
 
     def _own(self, values: Tensor) -> Tensor:
         """``values`` in memory that neither a batch mate nor another key sees."""
@@ -105,9 +121,31 @@ class Job:
             values = copied(values)
         return values
 
-    def _settle(self, outputs: dict[str, Tensor]) -> None:
-        with suppress(InvalidStateError):
-            self.answer.set_result(outputs)
+    def _arrive(self) -> None:
+        """On the event loop: wake who waits."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None or self._answer.done():  # nobody waits any more, or it is here already
+            return
+        if isinstance(outcome, Exception):
+            self._answer.set_exception(outcome)
+        else:
+            self._answer.set_result(outcome)
+
+
+def announce(jobs: Sequence[Job]) -> None:
+    """Bring the answers of those of ``jobs``, all of one event loop, that are settled to whoever waits for them.
+
+    A call for each would wake the loop for each, which then takes turns at the interpreter with its caller.
+    """
+    settled = [job for job in jobs if job._settled.locked()]
+    if settled:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            settled[0]._loop.call_soon_threadsafe(_arrive, settled)
+
+
+def _arrive(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job._arrive()
 
 
 @dataclass(eq=False)

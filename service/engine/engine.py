@@ -27,7 +27,7 @@ from service.engine.decoding import Decoders, Decoding
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
-from service.engine.memory import release, tidy
+from service.engine.memory import collect_rarely, release, tidy
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models
@@ -98,6 +98,7 @@ class Engine:
         """
         keep_together()
         switch_often()
+        collect_rarely()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, tidy)
         self._worker.start()
@@ -301,7 +302,7 @@ class Engine:
         job = Job(record, options, len(plan.shapes), deadline)
         Decoding(plan, job, self._queue, row_bytes).start(self._decoders)
         del plan  # from here on the decoders and the queue own what is decoded
-        outputs = await asyncio.wrap_future(job.answer)  # cancelling this cancels the answer: nobody wants the job
+        outputs = await job.answer()
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
 
 _CACHED_SHAPES = 256
+_CACHED_OPTIONS = 64
 
 _LIVE_ACTIVATIONS = 3
 """How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
@@ -33,10 +34,12 @@ class RowSize:
     Attributes:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
         bytes: input, outputs and largest activations.
+        answered: what :func:`answer_bytes` found for the options that were asked for.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
+    answered: dict[FeatureOptions, dict[str, tuple[list[int], int]]] = field(default_factory=dict)
 
 
 def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
@@ -71,21 +74,35 @@ def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: F
         BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
         ResponseTooLarge: more than ``limit``.
     """
-    layouts = {info.key: row_layout(info) for info in record.outputs if options.wants(info.key)}
     total = 0
-    first: dict[str, list[int]] = {}
+    first = _answered(record, shapes[0], options)
     for shape, rows in Counter(shapes).items():
-        outputs = row_size(record, shape).outputs
-        for key, layout in layouts.items():
-            dims, dtype = outputs[key]
-            options.check(key, dims, dtype, layout)
-            dims, dtype = options.finished(dims, dtype, layout)
-            if dims != first.setdefault(key, dims):
-                raise cannot_stack(key, [tuple(first[key][1:]), tuple(dims[1:])])
-            total += rows * _bytes(dims, dtype)
+        for key, (dims, size) in _answered(record, shape, options).items():
+            if dims != first[key][0]:
+                raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
+            total += rows * size
     if total > limit:
-        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(layouts)))
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
     return total
+
+
+def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
+    """key → shape and bytes of what one row is answered with; remembered with the row's size."""
+    row = row_size(record, shape)
+    known = row.answered.get(options)
+    if known is None:
+        known = {}
+        for info in record.outputs:
+            if options.wants(info.key):
+                dims, dtype = row.outputs[info.key]
+                layout = row_layout(info)
+                options.check(info.key, dims, dtype, layout)
+                dims, dtype = options.finished(dims, dtype, layout)
+                known[info.key] = dims, _bytes(dims, dtype)
+        if len(row.answered) >= _CACHED_OPTIONS:
+            row.answered.clear()
+        row.answered[options] = known
+    return known
 
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:

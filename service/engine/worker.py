@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.engine.batching import Errand, Item, Job, Queue
+from service.engine.batching import Errand, Item, Job, Queue, announce
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
@@ -191,7 +191,8 @@ class DeviceWorker:
             ]
         spent = time.monotonic() - started
         self._metrics.batch_size.observe(rows)
-        for job in {item.job for item in items}:
+        jobs = list({item.job: None for item in items})
+        for job in jobs:
             job.computed += spent
         for group, outputs in finished:
             deliveries = _deliveries(group)
@@ -202,6 +203,7 @@ class DeviceWorker:
                     job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
                 except Exception as error:  # computed again, the batch would be delivered twice
                     job.fail(_verdict(error, _is_out_of_memory(error)))
+        announce(jobs)
 
 
 def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:

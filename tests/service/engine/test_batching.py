@@ -36,9 +36,9 @@ async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
         monkeypatch.setattr(lost, "deliver", none_left)
         rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
         running._queue.put([Item(of, range(i, i + 1), (tensors(mark)["x"],), 1) for of, i, mark in rows])
-        answer = await asyncio.wrap_future(whole.answer)
+        answer = await whole.answer()
         with pytest.raises(OutOfMemory):
-            await asyncio.wrap_future(lost.answer)
+            await lost.answer()
     assert watched.sizes == [2, 1]
     for key, values in expected.items():
         torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
