@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -27,6 +26,9 @@ _STAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 STAGES = ("decode", "queue", "compute", "encode")
+
+STAGES_TAKEN = "fxserve.stages"
+"""Where the scope of a request with features says how many milliseconds each took."""
 
 
 class Metrics:
@@ -87,7 +89,8 @@ class Metrics:
         self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "The device's memory.", ("device",))
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one finished request; ``status`` 0 is one that broke off before its answer began."""
+        """Count one finished request, and the stages that it took; ``status`` 0 is one that broke off before its
+        answer began. Its client has the answer by then, and does not wait for this."""
         route = route_template(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         series = self._series.get((method, route, status))
@@ -97,11 +100,10 @@ class Metrics:
         requests, request_seconds = series
         requests.inc()
         request_seconds.observe(seconds)
-
-    def observe_stages(self, milliseconds: Mapping[str, float]) -> None:
-        """Take the time of a request's stages into account."""
-        for stage, histogram in self._stage_seconds.items():
-            histogram.observe(milliseconds.get(stage, 0.0) / 1000)
+        milliseconds = scope.get(STAGES_TAKEN)
+        if milliseconds is not None:
+            for stage, histogram in self._stage_seconds.items():
+                histogram.observe(milliseconds.get(stage, 0.0) / 1000)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format. Takes milliseconds: not for the event loop."""

@@ -200,7 +200,7 @@ async def _answer(
         raise DeadlineExceeded from None
     accepted = _negotiate(record, asked, header(request.scope, b"accept"))
     images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-    return await while_connected(request, _extract(state, record, images, asked, accepted, deadline))
+    return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
 
 
 def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
@@ -214,6 +214,7 @@ def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None)
 
 
 async def _extract(
+    request: Request,
     state: State,
     record: ExtractorRecord,
     images: Sequence[bytes] | Mapping[str, Tensor],
@@ -247,7 +248,7 @@ async def _extract(
             answers.write, accepted, source, result.outputs, result.images, asked.encoding
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-    headers = {**state.answer_headers(record, timings), "Vary": "Accept"}
+    headers = {**state.answer_headers(request.scope, record, timings), "Vary": "Accept"}
     return answers.PartsResponse(parts, accepted, headers)
 
 

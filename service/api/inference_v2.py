@@ -217,7 +217,7 @@ async def _infer(
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers |= state.answer_headers(record, timings)
+    headers |= state.answer_headers(request.scope, record, timings)
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 

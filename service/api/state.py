@@ -12,11 +12,12 @@ from urllib.parse import quote
 import anyio
 import anyio.to_thread
 from fastapi import Depends, Request
+from starlette.types import Scope
 
 from fxcore.catalog import ModelEntry, get_model, list_models
 from fxcore.errors import UnknownModel
 from service.engine import Engine, ExtractorRecord
-from service.metrics import STAGES, Metrics
+from service.metrics import STAGES, STAGES_TAKEN, Metrics
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -85,12 +86,14 @@ class State:
             )
         return entry
 
-    def answer_headers(self, record: ExtractorRecord, milliseconds: Mapping[str, float]) -> dict[str, str]:
-        """What every answer with features says beside them; metrics and traces are told how long the stages took.
+    def answer_headers(
+        self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
+    ) -> dict[str, str]:
+        """What every answer with features says beside them; metrics and traces are told how long its stages took.
 
         Weights are called as their file is, in whatever script, and headers are ASCII: the name is percent-encoded.
         """
-        self.metrics.observe_stages(milliseconds)
+        scope[STAGES_TAKEN] = milliseconds
         if self.traces is not None:
             self.traces.stages(milliseconds)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +20,36 @@ MEDIA_TYPE = "application/x-safetensors"
 MAX_HEADER_BYTES = 1024**2
 MAX_TENSORS = 256
 
+_REMEMBERED_HEADS = 64
+
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
     """The parts of a file that holds ``tensors``: one header, then each tensor's own memory, uncopied."""
-    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
-    order = sorted(tensors, key=lambda key: -tensors[key].element_size())
-    offsets: dict[str, list[int]] = {}
-    position = 0
-    for key in order:
-        offsets[key] = [position, position + tensors[key].nbytes]
-        position = offsets[key][1]
+    entries = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
+    head, order = _head(entries, tuple(metadata.items()))
+    return [head, *(raw_bytes(tensors[key]) for key in order)]
+
+
+@functools.lru_cache(_REMEMBERED_HEADS)
+def _head(
+    tensors: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
+) -> tuple[bytes, list[str]]:
+    """What comes before the tensors' memory, and the order of that; remembered, as images of one size have the same."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for key, tensor in tensors.items():
-        header[key] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets[key],
-        }
+    for key, dtype, shape in tensors:
+        header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape)}
+    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
+    ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
+    position = 0
+    for key, dtype, shape in ordered:
+        end = position + shape.numel() * dtype.itemsize
+        header[key]["data_offsets"] = [position, end]
+        position = end
     text = orjson.dumps(header)
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(raw_bytes(tensors[key]) for key in order)]
+    return len(text).to_bytes(8, "little") + text, [key for key, _, _ in ordered]
 
 
 def read(body: bytearray) -> dict[str, Tensor]:

@@ -197,7 +197,7 @@ class DeviceWorker:
         for group, outputs in finished:
             deliveries = _deliveries(group)
             counts = [len(answered) for _, answered in deliveries]
-            pieces = {key: torch.split(values, counts) for key, values in outputs.items()}
+            pieces = {key: _split(values, counts) for key, values in outputs.items()}
             for place, (job, answered) in enumerate(deliveries):
                 try:
                     job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
@@ -232,6 +232,10 @@ def _deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 
 def _select(values: Tensor, rows: list[int] | None) -> Tensor:
     return values if rows is None else values[rows]
+
+
+def _split(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    return torch.split(values, counts) if len(counts) > 1 else (values,)
 
 
 def _on_cpu(values: Tensor) -> Tensor:
