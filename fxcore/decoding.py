@@ -66,13 +66,14 @@ class Decoder:
     Attributes:
         dtype: of the rows that images become: uint8, resized and cropped but not normalised yet; or float32, where the
             preprocessing is another than resizing, cropping and normalising.
+        plain: whether it is no other: resizing (bilinear, antialiased), cropping and normalising.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         self._preprocessing = preprocessing
-        self._plain = isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset)
-        self.dtype = torch.uint8 if self._plain else torch.float32
-        if self._plain:
+        self.plain = isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset)
+        self.dtype = torch.uint8 if self.plain else torch.float32
+        if self.plain:
             parameters = preprocessing.describe()
             self._resize: list[int] = parameters["resize_size"]
             self._crop: list[int] | None = parameters["crop_size"]
@@ -86,16 +87,16 @@ class Decoder:
         Raises:
             BadImage, ImageTooLarge: see :func:`fxcore.images.open_image`.
         """
-        if not self._plain:
+        if not self.plain:
             return self.pixels(decode(data, max_pixels))
         header = _jpeg_header(data, max_pixels)
         pixels = None
         if header is not None:
             stored, turn = header
             if turn >= 5:
-                width, height = resized_size(self._resize, stored[1], stored[0])
+                width, height = self.resized(stored[1], stored[0])
             else:
-                height, width = resized_size(self._resize, *stored)
+                height, width = self.resized(*stored)
             denominator = _denominator(stored, (height, width))
             pixels = _jpeg(data, stored, denominator)
         if pixels is None:
@@ -111,10 +112,10 @@ class Decoder:
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.numel() == 0:
             raise BadTensor(f"an image is uint8 [H, W, 3]; this is {pixels.dtype} {list(pixels.shape)}")
-        if not self._plain:
+        if not self.plain:
             return self._preprocessing.image(PIL.Image.fromarray(pixels.numpy()))
         size = (pixels.shape[0], pixels.shape[1])
-        return self._cropped(_resized(pixels.numpy(), resized_size(self._resize, *size), size))
+        return self._cropped(_resized(pixels.numpy(), self.resized(*size), size))
 
     def batch(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows → the model's input, on the device that they are on.
@@ -135,6 +136,18 @@ class Decoder:
         torch.addcmul(bias, floats, scale, out=floats)
         return floats.permute(0, 3, 1, 2)
 
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width that an image of that size is resized to; where ``plain``."""
+        return resized_size(self._resize, height, width)
+
+    def kept(self, height: int, width: int) -> tuple[slice, slice]:
+        """Lines and columns that cropping keeps of a resized image of that size; where ``plain``."""
+        if self._crop is None:
+            return slice(None), slice(None)
+        sides = ((height, self._crop[0]), (width, self._crop[-1]))
+        lines, columns = (slice(start := round((have - keep) / 2.0), start + keep) for have, keep in sides)
+        return lines, columns
+
     def _line(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
         """What normalises a line of pixels, ``[width, 3]`` each: torch computes whole lines at once then, where it
         would go through pixels of three values one by one."""
@@ -147,11 +160,7 @@ class Decoder:
         return line
 
     def _cropped(self, pixels: Pixels) -> Tensor:
-        if self._crop is not None:
-            height, width = self._crop[0], self._crop[-1]
-            top, left = (round((have - keep) / 2.0) for have, keep in zip(pixels.shape, (height, width), strict=False))
-            pixels = pixels[top : top + height, left : left + width]
-        return torch.from_numpy(np.ascontiguousarray(pixels))
+        return torch.from_numpy(np.ascontiguousarray(pixels[self.kept(*pixels.shape[:2])]))
 
 
 def _is_plain(preset: object) -> bool:

@@ -154,8 +154,8 @@ class Item:
 
     Attributes:
         rows: their places in the answer.
-        inputs: one tensor ``[len(rows), ...]`` for each input of the model, on the CPU; or uint8 pixels that
-            :meth:`fxcore.decoding.Decoder.batch` makes one of.
+        inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
+            :meth:`fxcore.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
         row_bytes: what one row takes on the device while it is computed, by prediction.
     """
 

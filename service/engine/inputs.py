@@ -5,6 +5,7 @@ Everything here runs in pool threads and touches no shared state.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ from torch import Tensor
 from fxcore.decoding import decode
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
 from fxcore.images import image_size, open_image
+from fxcore.jpeg_batches import JpegBatches
 from fxcore.preprocessing import Preprocessing
+from service.engine.groups import decoding_bytes, groups
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -30,6 +33,8 @@ _FLOAT_BYTES = 4
 _PARTS = 16
 """Parts that the images of a request are decoded in: enough to share fairly, and few beside the work in them."""
 
+log = logging.getLogger("fxserve.inputs")
+
 
 @dataclass
 class Plan:
@@ -37,10 +42,11 @@ class Plan:
 
     Attributes:
         shapes: the shape of every row, in the order sent.
-        bytes: what decoding holds in memory at most, by the headers: all decoded rows, and the largest image.
+        bytes: what decoding holds in memory at most, by the headers: all decoded rows, and the largest image, or the
+            images that are decoded together.
         parts: rows of one shape, and what decodes them: a function to call in a decoder, in any order and at the same
-            time. It gives one tensor ``[n, ...]`` for each input of the model; uint8 pixels ``[n, H, W, 3]`` are for
-            :meth:`fxcore.decoding.Decoder.batch`.
+            time. It gives one tensor ``[n, ...]`` for each input of the model, on the CPU or on the model's device;
+            uint8 pixels ``[n, H, W, 3]`` are for :meth:`fxcore.decoding.Decoder.batch`.
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so; each part is one
             row then.
     """
@@ -78,11 +84,13 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
         raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
     raw = preprocess == "none"
     sizes: list[tuple[int, int]] = []
+    pixels: list[int] = []
     largest = 0
     for index, data in enumerate(images):
         with _indexed(index):
             height, width = image_size(data, max_pixels)
             resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
+        pixels.append(max(height * width, resized[0] * resized[1]))
         largest = max(largest, height * width * 3, resized[0] * resized[1] * 3)
         sizes.append((height, width) if raw else preprocessing.output_size(height, width))
     pad = None
@@ -101,8 +109,30 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
                 return (record.decoder.image(images[index], max_pixels)[None],)
             return (preprocessing.image(open_image(images[index], max_pixels))[None],)
 
-    parts = [(range(index, index + 1), partial(prepare, index)) for index in range(len(images))]
+    def together(indices: range, batches: JpegBatches) -> tuple[Tensor]:
+        try:
+            return (batches.rows([images[index] for index in indices]),)
+        except Exception as error:  # of a file, of the device or of its memory: decoded one by one, a file says its own
+            log.info("%d JPEG files are decoded one by one: %.300r", len(indices), error)
+        return (torch.cat([prepare(index)[0] for index in indices]),)
+
+    batches = record.jpeg_batches if fast else None
+    parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
+    for group in _grouped(batches, images, sizes, pixels):
+        if batches is None or len(group) == 1:
+            parts.append((group, partial(prepare, group.start)))
+        else:
+            parts.append((group, partial(together, group, batches)))
+            largest = max(largest, decoding_bytes([pixels[index] for index in group]))
     return Plan([((3, *size),) for size in sizes], largest + decoded, parts, pad)
+
+
+def _grouped(
+    batches: JpegBatches | None, images: Sequence[bytes], sizes: Sequence[tuple[int, int]], pixels: Sequence[int]
+) -> list[range]:
+    if batches is None:
+        return _spread(len(images), 1)
+    return groups([size if batches.takes(data) else None for data, size in zip(images, sizes, strict=True)], pixels)
 
 
 def _spread(count: int, size: int | None = None) -> list[range]:

@@ -20,6 +20,7 @@ from fxcore.decoding import Decoder
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graphs import ModelGraph, TensorSpec
+from fxcore.jpeg_batches import JpegBatches
 from fxcore.preprocessing import Preprocessing
 from service.engine.graphs import graph_for
 from service.engine.transforming import Transformed, steps
@@ -113,6 +114,12 @@ class ExtractorRecord:
     def decoder(self) -> Decoder:
         """What turns encoded images into rows of its input."""
         return Decoder(self.preprocessing)
+
+    @cached_property
+    def jpeg_batches(self) -> JpegBatches | None:
+        """What decodes several JPEG files of a request at once, on its device; None where that is for the CPU."""
+        device = torch.device(self.device)
+        return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.plain else None
 
     @property
     def busy(self) -> bool:

@@ -43,7 +43,8 @@ class Staging:
 
         Args:
             parts: of each of its rows, or of several, one tensor ``[n, ...]`` for each input. All have one shape, but
-                for the first dimension, and one dtype; uint8 is what ``decoder`` makes a batch of.
+                for the first dimension, and one dtype; uint8 is what ``decoder`` makes a batch of. They are on the
+                CPU, or complete on the device.
             decoder: the model's.
             dtype: of floating inputs.
         """
@@ -66,8 +67,14 @@ class Staging:
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """One tensor of several; a single one is handed on as it is."""
+        there = [part for part in parts if not part.is_cpu]
+        for part in there:
+            if part.is_cuda:  # from a decoder's stream, which must not fill its memory anew before this one has read it
+                part.record_stream(torch.cuda.current_stream(part.device))
         if len(parts) == 1:
             return parts[0]
+        if there:
+            return torch.cat([part.to(self._device) for part in parts])
         like = parts[0]
         if sum(part.nbytes for part in parts) > LARGEST:
             return torch.cat(list(parts))

@@ -1,0 +1,54 @@
+"""Which images of a request are decoded together, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+FEWEST = 4
+"""JPEG files that are worth a call of their own. CPU threads decode fewer side by side, in a millisecond each, before a
+device gets to it. A guess: it was not measured on one yet."""
+
+MOST = 32
+"""As many as there are in a batch that the model computes, unless the settings say otherwise."""
+
+MOST_PIXELS = 64 * 1024**2
+"""Of the files that are decoded together. One of over a quarter of it is left to a CPU decoder, which makes it smaller
+while it decodes."""
+
+
+def groups(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int]) -> list[range]:
+    """All images in the order sent: ranges of those that are decoded together, and of one where it is decoded alone.
+
+    Args:
+        rows: height and width of the row that an image becomes, which those decoded together have in common; None of an
+            image that has to be decoded alone.
+        pixels: of each image.
+
+    >>> groups([(8, 8)] * 5 + [None] + [(8, 8)] * 2, [100] * 8)
+    [range(0, 5), range(5, 6), range(6, 7), range(7, 8)]
+    """
+    found: list[range] = []
+    start = 0
+    while start < len(rows):
+        group = _longest(rows, pixels, start)
+        found += [group] if len(group) >= FEWEST else [range(index, index + 1) for index in group]
+        start = group.stop
+    return found
+
+
+def decoding_bytes(pixels: Sequence[int]) -> int:
+    """What decoding a group takes: all images as bytes, and the largest, before and after it is resized, as floats."""
+    return 3 * sum(pixels) + 2 * 4 * 3 * max(pixels)
+
+
+def _longest(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int], start: int) -> range:
+    """The longest group from ``start`` on; of one image where that is decoded alone."""
+    stop, total = start + 1, pixels[start]
+    if rows[start] is None or total > MOST_PIXELS // FEWEST:
+        return range(start, stop)
+    while stop < len(rows) and stop - start < MOST and rows[stop] == rows[start]:
+        total += pixels[stop]
+        if total > MOST_PIXELS or pixels[stop] > MOST_PIXELS // FEWEST:
+            break
+        stop += 1
+    return range(start, stop)
