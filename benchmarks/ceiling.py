@@ -22,6 +22,7 @@ import torch
 
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
+from service.engine.groups import FEWEST, MOST
 from service.engine.staging import Staging
 from service.engine.threads import compute_with
 from service.schemas import ExtractorSpec
@@ -41,10 +42,14 @@ async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
 
 
 class Ceiling:
-    """One extractor with ``decoders`` threads that decode and ``threads`` that compute."""
+    """One extractor with ``decoders`` threads that decode, each file by itself or, on CUDA, several ``together``, and
+    ``threads`` that compute."""
 
-    def __init__(self, record: ExtractorRecord, files: list[bytes], pooled: bool, decoders: int, threads: int) -> None:
+    def __init__(
+        self, record: ExtractorRecord, files: list[bytes], pooled: bool, decoders: int, threads: int, together: bool
+    ) -> None:
         self.record = record
+        self.together = record.jpeg_batches if together else None
         self.files = cycle(files)
         self.pooled = pooled
         self.staging = Staging(torch.device(record.device))
@@ -77,15 +82,20 @@ class Ceiling:
         return statistics.median(taken[len(taken) // 5 :])
 
     def _decode(self, size: int) -> Callable[[], list[torch.Tensor]]:
-        work = [self.pool.submit(self.record.decoder.image, data) for data in islice(self.files, size)]
-        return lambda: [one.result() for one in work]
+        files = list(islice(self.files, size))
+        if self.together is not None:
+            groups = [files[start : start + MOST] for start in range(0, size, MOST)]
+            work = [self.pool.submit(self.together.rows, group) for group in groups]
+            return lambda: [part.result() for part in work]
+        alone = [self.pool.submit(self.record.decoder.image, data) for data in files]
+        return lambda: [row.result()[None] for row in alone]
 
-    def _compute(self, rows: list[torch.Tensor]) -> None:
+    def _compute(self, parts: list[torch.Tensor]) -> None:
         run = self.record.run
         assert run is not None
         with torch.inference_mode():
-            parts = [(row[None],) for row in rows]
-            outputs = run(*self.staging.inputs(parts, self.record.decoder, self.record.dtype))
+            inputs = self.staging.inputs([(part,) for part in parts], self.record.decoder, self.record.dtype)
+            outputs = run(*inputs)
             for info in self.record.outputs:
                 value = outputs[info.key]
                 (pool(value, info.layout, "avg") if self.pooled else value).cpu()
@@ -102,17 +112,20 @@ def main() -> None:
     record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
     every = settings.compute_threads
-    sizes = (1,) if options.latency else (1, 4, 8, 16, 32)
+    on_cuda = record.jpeg_batches is not None
+    sizes = (1,) if options.latency else (1, 4, 8, 16, 32, *((128,) if on_cuda else ()))
 
-    def measured(way: tuple[int, int, int]) -> float:
+    def measured(way: tuple[int, int, int, bool]) -> float:
         """Images a second."""
-        size, decoders, threads = way
-        ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads)
+        size, decoders, threads, together = way
+        ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads, together)
         return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
     splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
-    best = max(((size, *split) for split in splits for size in sizes), key=measured)
-    how = "batch {}, {} decoding, {} computing".format(*best)
+    ways = [(size, *split, False) for split in splits for size in sizes]
+    ways += [(size, *split, True) for split in splits for size in sizes if on_cuda and size >= FEWEST]
+    best = max(ways, key=measured)
+    how = "batch {}, {} decoding, {} computing".format(*best) + (", decoded together" if best[3] else "")
     print(json.dumps({"backend": record.backend, "how": how}), flush=True)
     # The best of fifteen is a lucky one on a machine that others share, so what found it does not count.
     for _ in sys.stdin:

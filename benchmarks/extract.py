@@ -25,6 +25,7 @@ import numpy as np
 import photos
 import PIL.Image
 import psutil
+import servers
 
 HERE = Path(__file__).parent
 PER_FOLDER = 1000
@@ -122,11 +123,10 @@ def against_ceiling(options: argparse.Namespace, folder: Path) -> None:
     same_photographs(folder / "images", options.images)
     mine = rate(run(options, folder), options.images)
     spec = {"model": options.model, "weights": "random", "return_nodes": ["C5"], "backend": options.backend}
-    command = [sys.executable, str(HERE / "ceiling.py"), json.dumps(spec), "--pooled"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent, check=True)
-    ceiling = json.loads(done.stdout)
-    print(f"{options.model}: extract {mine:.1f} images/s, in-process {ceiling['rate']:.1f} ({ceiling['how']}, ", end="")
-    print(f"{ceiling['backend']}): {mine / ceiling['rate']:.2f}")
+    with servers.ceiling(spec, 3.0, 60.0, pooled=True) as ceiling:
+        most = ceiling.measure()
+    print(f"{options.model}: extract {mine:.1f} images/s, in-process {most:.1f} ({ceiling.how}, ", end="")
+    print(f"{ceiling.backend}): {mine / most:.2f}")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a CUDA device does: models in-process by each backend, and the same through HTTP.
 
-    python benchmarks/gpu.py                                        # some ten minutes; needs a CUDA device
+    python benchmarks/gpu.py                                        # some twenty minutes; needs a CUDA device
     python benchmarks/gpu.py --models resnet50 --precisions bfloat16 --seconds 2
 
 In-process: images a second of the model alone, in batches of 32, 128 and 256 random images on the device, the best of
@@ -11,10 +11,6 @@ and computing in-process, without HTTP.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import time
 
 import load
@@ -83,34 +79,29 @@ def over_http(model: str, precision: str, seconds: float, settle: float) -> list
         "precision": precision,
         "backend": "auto",
     }
-    files = photos.jpegs()
     rows = []
     with servers.fxserve(max_batch=128, max_inflight_bytes=16 * 1024**3) as server:
         path, backend = extractor(server, spec, settle)
-        for images, connections in HTTP:
-            for query in ("?pool=avg", ""):
-                if images == 1:
-                    requests = [load.http(server.port, path + query, f, "image/jpeg", SAFETENSORS) for f in files]
-                else:
-                    body, kind = photos.multipart([files[i % len(files)] for i in range(images)])
-                    requests = [load.http(server.port, path + query, body, kind, SAFETENSORS)]
-                found = load.run(server.port, requests, connections, seconds, 3.0)
-                ceiling = _ceiling(spec, bool(query), seconds / 3, settle)
-                rate = found.rate * images
-                what = f"HTTP, {backend}, {images} JPEG a request, {'pooled' if query else 'full maps'}"
-                ratio = f"{rate / ceiling['rate']:.2f}"
-                rows.append((model, precision, what, f"{rate:.0f}", f"{found.p50:.1f}", f"{found.p99:.1f}", ratio))
-                say(" ".join(rows[-1]))
+        for pooled in (True, False):
+            with servers.ceiling(spec, seconds / 2, settle, pooled=pooled) as ceiling:
+                say(f"{model} {precision} in-process ({ceiling.backend}): {ceiling.how}")
+                for images, connections in HTTP:
+                    requests = _requests(server.port, path + ("?pool=avg" if pooled else ""), images)
+                    found = load.run(server.port, requests, connections, seconds, 3.0)
+                    rate, ratio = found.rate * images, found.rate * images / ceiling.measure()
+                    what = f"HTTP, {backend}, {images} JPEG a request, {'pooled' if pooled else 'full maps'}"
+                    times = f"{found.p50:.1f}", f"{found.p99:.1f}"
+                    rows.append((model, precision, what, f"{rate:.0f}", *times, f"{ratio:.2f}"))
+                    say(" ".join(rows[-1]))
     return rows
 
 
-def _ceiling(spec: dict[str, object], pooled: bool, seconds: float, settle: float) -> dict[str, float]:
-    command = [sys.executable, str(servers.HERE / "ceiling.py"), json.dumps(spec), "--batches", "32,128"]
-    command += ["--seconds", str(seconds), "--settle", str(settle), *(["--pooled"] if pooled else [])]
-    environment = {**os.environ, "PYTHONPATH": str(servers.HERE.parent)}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def _requests(port: int, path: str, images: int) -> list[bytes]:
+    files = photos.jpegs()
+    if images == 1:
+        return [load.http(port, path, data, "image/jpeg", SAFETENSORS) for data in files]
+    body, kind = photos.multipart([files[i % len(files)] for i in range(images)])
+    return [load.http(port, path, body, kind, SAFETENSORS)]
 
 
 def main() -> None:

@@ -12,12 +12,8 @@ Needs the extra ``bench``.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +24,7 @@ import load
 import photos
 import servers
 from load import Load
-from servers import HERE, Server
+from servers import Server
 
 from service.machine import available_cores, processor
 
@@ -84,24 +80,6 @@ NODE_LIST_BAR = 1500
 MEMORY_BAR = 1.6e9
 
 
-class Ceiling:
-    """A running ``ceiling.py`` that has found the best way to compute."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._asks, self._answers = process.stdin, process.stdout
-        found = json.loads(self._answers.readline())
-        self.backend: str = found["backend"]
-        self.how: str = found["how"]
-
-    def measure(self) -> float:
-        """Images a second."""
-        print(file=self._asks, flush=True)
-        rate: float = json.loads(self._answers.readline())
-        return rate
-
-
 class Benchmark:
     """Runs cases and keeps what peers gave, which several cases share."""
 
@@ -112,8 +90,10 @@ class Benchmark:
         self._peers: dict[tuple[str, str, int], Load] = {}
 
     def case(self, case: Case) -> None:
-        with servers.fxserve() as server, self._ceiling(case) as ceiling:
-            path, backend = extractor(server, case.spec(self.options.backend), self.options.settle)
+        spec, seconds, settle = case.spec(self.options.backend), self.options.seconds / 2, self.options.settle
+        most = servers.ceiling(spec, seconds, settle, pooled="pool" in case.query, latency=case.latency)
+        with servers.fxserve() as server, most as ceiling:
+            path, backend = extractor(server, spec, settle)
             # In turns, as the machine may be faster at one time than at another.
             turns = [(self._load(server, path + case.query, case), ceiling.measure()) for _ in range(_TURNS)]
         result = sorted((mine for mine, _ in turns), key=lambda mine: mine.rate)[_TURNS // 2]
@@ -201,21 +181,6 @@ class Benchmark:
 
     def _asked(self, model: str, connections: int) -> bool:
         return any(c.model == model and c.connections == connections and c.name in self.options.cases for c in CASES)
-
-    @contextlib.contextmanager
-    def _ceiling(self, case: Case) -> Iterator[Ceiling]:
-        spec = json.dumps(case.spec(self.options.backend))
-        command = [sys.executable, str(HERE / "ceiling.py"), spec, "--seconds", str(self.options.seconds / 2)]
-        command += ["--settle", str(self.options.settle)]
-        command += [*(["--pooled"] if "pool" in case.query else []), *(["--latency"] if case.latency else [])]
-        # As the service sets for itself, before torch is loaded.
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "PASSIVE"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen(command, env=environment, text=True, **pipes) as process:  # type: ignore[call-overload]
-            try:
-                yield Ceiling(process)
-            finally:
-                process.stdin.close()
 
     def _row(self, case: Case, who: str, found: Load, mine: Load) -> None:
         rate, p50, p99 = figures(found, case.images)

@@ -1,15 +1,17 @@
-"""Servers as processes of their own, on free ports of 127.0.0.1, each ended with everything it started."""
+"""Servers as processes of their own, on free ports of 127.0.0.1, each ended with everything it started; and beside them
+what the machine could do at most, which is a process too."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -105,3 +107,41 @@ def peer(name: str, model: str, nodes: str) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+class Ceiling:
+    """A running ``ceiling.py`` that has found the best way to compute."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asks, self._answers = process.stdin, process.stdout
+        found = json.loads(self._answers.readline())
+        self.backend: str = found["backend"]
+        self.how: str = found["how"]
+
+    def measure(self) -> float:
+        """Images a second."""
+        print(file=self._asks, flush=True)
+        rate: float = json.loads(self._answers.readline())
+        return rate
+
+
+@contextlib.contextmanager
+def ceiling(
+    spec: Mapping[str, object], seconds: float, settle: float, pooled: bool = False, latency: bool = False
+) -> Iterator[Ceiling]:
+    """``ceiling.py`` for an extractor, ready to measure for ``seconds`` at a time."""
+    command = [sys.executable, str(HERE / "ceiling.py"), json.dumps(spec)]
+    command += ["--seconds", str(seconds), "--settle", str(settle)]
+    command += [*(["--pooled"] if pooled else []), *(["--latency"] if latency else [])]
+    # As the service sets for itself, before torch is loaded.
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "PASSIVE"}
+    with subprocess.Popen(
+        command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            yield Ceiling(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()

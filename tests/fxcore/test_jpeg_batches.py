@@ -76,11 +76,12 @@ def test_rows_without_a_crop(coffee: PIL.Image.Image) -> None:
 
 
 def check(row: Tensor, expected: Tensor) -> None:
-    """One grey level; two only where both of PIL's passes meet a tie."""
+    """One grey level; two only where both of PIL's passes meet a tie. None of it is one-sided."""
     assert row.shape == (*expected.shape[1:], 3)
-    difference = (row.permute(2, 0, 1) - expected).abs()
-    assert difference.max() < 2.01
-    assert (difference > 1.01).float().mean() < 2e-4
+    difference = row.permute(2, 0, 1) - expected
+    assert difference.abs().max() < 2.01
+    assert (difference.abs() > 1.01).float().mean() < 2e-4
+    assert difference.mean().abs() < 0.1
 
 
 def test_what_only_the_cpu_decoder_may_judge(coffee: PIL.Image.Image) -> None:

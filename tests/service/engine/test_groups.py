@@ -59,7 +59,7 @@ def ranges(*stops: int) -> list[range]:
         ([ROW] * (MOST + 1), 9, [MOST, MOST + 1]),
         ([None] + [ROW] * 5 + [None, None] + [ROW] * 4, 9, [1, 6, 7, 8, 12]),
         ([ROW] * 4 + [(520, 700)] * 5 + [(520, 701)], 9, [4, 9, 10]),
-        ([None, None], 9, [1, 2]),
+        ([None] * FEWEST, 9, range(1, FEWEST + 1)),
         ([ROW] * 8, MOST_PIXELS // 5, [5, 6, 7, 8]),
         ([ROW] * 12, MOST_PIXELS // 4, [4, 8, 12]),
         ([ROW] * 12, MOST_PIXELS // 4 + 1, range(1, 13)),
