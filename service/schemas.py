@@ -55,7 +55,7 @@ class FeatureQuery(BaseModel):
     preprocess: Preprocess = Field(
         default="default",
         description="`default` is the weights' own transform, to the bit; `fast` takes half the time and is within a "
-        "grey level or two of it; `none` only scales pixels to [0, 1].",
+        "grey level or two of it, on CUDA less close in its colours; `none` only scales pixels to [0, 1].",
     )
     encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.")
 

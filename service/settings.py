@@ -113,7 +113,8 @@ class Settings(BaseSettings):
     fast_images: bool = Field(
         default=False,
         description="Decode and resize in about half the time, within a grey level or two of the weights' own "
-        "transform, which is kept to the bit by default. One request: preprocess=fast.",
+        "transform, which is kept to the bit by default; on CUDA by nvJPEG where several JPEG files follow one "
+        "another, whose colours are less close. One request: preprocess=fast.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Largest image, in pixels.")
     max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")
