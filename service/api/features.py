@@ -31,6 +31,8 @@ router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute
 
 Result = TypeVar("Result")
 
+_UNWATCHED_SECONDS = 0.1
+
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
     "unknown-extractor",
@@ -271,20 +273,27 @@ def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: st
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """``work``, cancelled as soon as the client leaves. The request's body must have been read.
 
+    Only what takes long is watched, as work that is nearly done is not worth a task beside it.
+
     Raises:
         ClientDisconnect: the client left first.
     """
     task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
+    watching: asyncio.Task[None] | None = None
     left = False
 
-    def leave(watching: asyncio.Task[None]) -> None:
+    def leave(gone: asyncio.Task[None]) -> None:
         nonlocal left
-        if not watching.cancelled():
+        if not gone.cancelled():
             left = True
             task.cancel()
 
-    gone = asyncio.create_task(_disconnected(request))
-    gone.add_done_callback(leave)
+    def watch() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(_disconnected(request))
+        watching.add_done_callback(leave)
+
+    long = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, watch)
     try:
         return await work
     except asyncio.CancelledError:
@@ -292,8 +301,10 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
             raise ClientDisconnect from None
         raise
     finally:
-        gone.remove_done_callback(leave)
-        gone.cancel()
+        long.cancel()
+        if watching is not None:
+            watching.remove_done_callback(leave)
+            watching.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -80,3 +80,10 @@ async def test_memory_is_bounded(client: httpx.AsyncClient, monkeypatch: pytest.
         timeout = {"X-Request-Timeout": f"1.{'0' * 5000}"}
         assert (await client.post("/v1/here?word=d", headers=timeout)).text == "here d 1.0 "
     assert len(validated) == 4
+
+
+async def test_what_is_remembered_is_of_one_method(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/here", content="x")).status_code == 200
+    other = await client.get("/v1/here")
+    assert other.status_code == 405
+    assert other.headers["allow"] == "POST"
