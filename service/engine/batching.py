@@ -251,12 +251,15 @@ class Queue:
             self._changed.notify()
             return True
 
-    def take(self) -> list[Item] | Errand | None:
+    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Errand | None:
         """The next batch or errand, waiting until there is one; None once the queue is closed.
 
         It is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
         whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a deadline that
         passed.
+
+        Args:
+            before_waiting: called when there is nothing, before waiting for it.
         """
         with self._changed:
             while self._closed is None:
@@ -268,6 +271,7 @@ class Queue:
                         return batch
                 if self._errands:
                     return self._errands.popleft()
+                before_waiting()
                 self._idle = True
                 self._changed.wait()
                 self._idle = False

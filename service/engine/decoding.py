@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.engine.batching import Item, Job, Queue
 from service.engine.inputs import Plan, RowShape
-from service.engine.threads import alone, compute_with
+from service.engine.threads import alone, compute_with, give_way
 
 log = logging.getLogger("fxserve.decoding")
 
@@ -50,6 +50,7 @@ class Decoders:
 
     def _main(self) -> None:
         compute_with(1)  # these threads share the cores with the worker: one that fans out again would fight with it
+        give_way()
         while (decode := self._work.get()) is not None:
             try:
                 decode()

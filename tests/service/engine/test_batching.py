@@ -1,15 +1,18 @@
 """Answers are put together from batches: each row once, in memory of their own, whoever shares a batch."""
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 
 from fxcore.images import open_image
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.batching import Item, Job, Queue
+from service.engine.batching import Item, Job, Queue, announce
 from service.engine.errors import NotReady, OutOfMemory
 from tests.service.engine.running import MakeEngine, Watched, built, tensors, waiting
 
@@ -44,11 +47,98 @@ async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
         torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
 
 
+async def test_an_answer_comes_while_the_next_batch_is_computed(engine: MakeEngine) -> None:
+    """It is announced once the next batch has begun; one that takes long, or hangs, holds no other's answer up."""
+    async with engine(max_batch=1) as running:
+        record = await built(running)
+        watched = Watched(record)
+        second_entered = threading.Event()
+
+        def hold_the_second(batch: torch.Tensor) -> None:
+            if len(watched.batches) == 2:
+                second_entered.set()
+                assert second_open.wait(30)
+
+        second_open = threading.Event()
+        watched.fault = hold_the_second
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(1)))
+        assert await asyncio.to_thread(watched.entered.wait, 30)
+        second = asyncio.create_task(running.features(record, tensors(2)))
+        await waiting(running, 1)
+        watched.open.set()
+        assert await asyncio.to_thread(second_entered.wait, 30)
+        await asyncio.wait_for(asyncio.shield(first), 10)
+        assert not second.done()
+        second_open.set()
+        await second
+
+
+async def test_an_answer_does_not_wait_for_work_that_nobody_wants(engine: MakeEngine) -> None:
+    """What waits behind a batch may be dropped when the next is made of it, and then no batch begins."""
+    async with engine(max_batch=1) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        kept, dropped = job(record, 1), job(record, 1)
+        running._queue.put([Item(of, range(1), (tensors(1)["x"],), 1) for of in (kept, dropped)])
+        assert await asyncio.to_thread(watched.entered.wait, 30)
+        leaving = asyncio.create_task(dropped.answer())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert not dropped.wanted()
+        watched.open.set()
+        await asyncio.wait_for(kept.answer(), 10)
+        assert watched.sizes == [1]
+
+
+async def test_a_batch_wakes_the_event_loop_once(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    called: list[object] = []
+    call_soon = loop.call_soon_threadsafe
+
+    def counted(callback: Callable[..., object], *args: object, **rest: Any) -> asyncio.Handle:
+        if threading.current_thread().name == "fxserve-cpu":
+            called.append(callback)
+        return call_soon(callback, *args, **rest)
+
+    async with engine(max_batch=4) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        held = asyncio.create_task(running.features(record, tensors(0)))
+        assert await asyncio.to_thread(watched.entered.wait, 30)
+        four = [asyncio.create_task(running.features(record, tensors(n))) for n in range(4)]
+        await waiting(running, 4)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        watched.open.set()
+        await asyncio.gather(held, *four)
+        assert watched.sizes == [1, 4]
+        assert len(called) == 2
+
+
+async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        delivered, failed = job(record, 1), job(record, 1)
+        value = torch.ones(1, 2)
+        delivered.deliver(range(1), {"y": value})
+        delivered.fail(NotReady("late"))  # which also announces what nobody did
+        failed.fail(NotReady("early"))
+        failed.deliver(range(1), {"y": value})
+        announce((delivered, failed))
+        assert torch.equal((await delivered.answer())["y"], value)
+        with pytest.raises(NotReady, match="early"):
+            await failed.answer()
+        assert not delivered.wanted()
+
+
 async def test_nothing_is_offered_to_a_worker_that_ends() -> None:
     """It would be dropped, and its request would wait for nothing."""
     queue = Queue(1, 1)
     taken: Future[object] = Future()
-    asyncio.get_running_loop().run_in_executor(None, lambda: taken.set_result(queue.take()))
+    asyncio.get_running_loop().run_in_executor(None, lambda: taken.set_result(queue.take(lambda: None)))
     while not queue._idle:
         await asyncio.sleep(0.01)
     with queue._changed:  # the worker has not noticed yet
