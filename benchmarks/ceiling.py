@@ -24,7 +24,7 @@ from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
 from service.engine.groups import FEWEST, MOST
 from service.engine.staging import Staging
-from service.engine.threads import compute_with
+from service.engine.threads import compute_with, decode_only
 from service.schemas import ExtractorSpec
 from service.settings import Settings
 
@@ -53,7 +53,7 @@ class Ceiling:
         self.files = cycle(files)
         self.pooled = pooled
         self.staging = Staging(torch.device(record.device))
-        self.pool = ThreadPoolExecutor(decoders, initializer=compute_with, initargs=(1,))
+        self.pool = ThreadPoolExecutor(decoders, initializer=decode_only)
         compute_with(threads)
 
     def rate(self, size: int, seconds: float) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.engine.batching import Item, Job, Queue
 from service.engine.inputs import Plan, RowShape
-from service.engine.threads import alone, compute_with, give_way
+from service.engine.threads import alone, decode_only
 
 log = logging.getLogger("fxserve.decoding")
 
@@ -49,8 +49,7 @@ class Decoders:
             self._work.put(None)
 
     def _main(self) -> None:
-        compute_with(1)  # these threads share the cores with the worker: one that fans out again would fight with it
-        give_way()
+        decode_only()
         while (decode := self._work.get()) is not None:
             try:
                 decode()

@@ -43,13 +43,15 @@ def compute_with(threads: int) -> None:
     torch.get_num_threads()
 
 
-def give_way() -> None:
-    """Have the calling thread wait, where cores are short, for threads that compute. They share the work of one layer
-    among them, so that what holds one up holds up all; decoding is ahead of them anyway.
+def decode_only() -> None:
+    """Make the calling thread one that decodes beside threads that compute: alone, and where cores are short, after
+    them. They share the work of one layer among them, so that what holds one up holds up all; decoding is ahead of them
+    anyway.
 
-    Lowered by 3 to 10, two cores answered 1.08 to 1.11 times as much of mobilenet_v3_small at 8 connections, and 1.02
-    to 1.04 times at 32. Only Linux has a priority for each thread.
+    With its priority lowered by 3 to 10, two cores answered 1.08 to 1.11 times as much of mobilenet_v3_small at 8
+    connections, and 1.02 to 1.04 times at 32. Only Linux has a priority for each thread.
     """
+    compute_with(1)
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, 0) + _LESS_URGENT
         with suppress(OSError):  # a sandbox may forbid it
