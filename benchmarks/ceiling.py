@@ -23,6 +23,7 @@ import torch
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
 from service.engine.groups import FEWEST, MOST
+from service.engine.memory import release
 from service.engine.staging import Staging
 from service.engine.threads import compute_with, decode_only
 from service.schemas import ExtractorSpec
@@ -130,6 +131,7 @@ def main() -> None:
     # The best of fifteen is a lucky one on a machine that others share, so what found it does not count.
     for _ in sys.stdin:
         print(json.dumps(measured(best)), flush=True)
+    release()
 
 
 if __name__ == "__main__":

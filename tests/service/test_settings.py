@@ -7,7 +7,14 @@ from service.settings import Settings
 
 @pytest.mark.parametrize(
     ("device", "cores", "workers", "rows"),
-    [("cpu", 1, 1, 8), ("cpu", 2, 1, 8), ("cpu", 6, 1, 24), ("cpu", 64, 1, 32), ("cpu", 16, 4, 16), ("cuda:1", 2, 1, 32)],
+    [
+        ("cpu", 1, 1, 8),
+        ("cpu", 2, 1, 8),
+        ("cpu", 6, 1, 24),
+        ("cpu", 64, 1, 32),
+        ("cpu", 16, 4, 16),
+        ("cuda:1", 2, 1, 32),
+    ],
 )
 def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch, device: str, cores: int, workers: int, rows: int) -> None:
     monkeypatch.setattr("service.settings.available_cores", lambda: cores)
