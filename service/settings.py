@@ -25,7 +25,8 @@ def usual_batch(settings: dict[str, Any]) -> int:
     """Most rows in a batch: 32 on a GPU; on a CPU four for each core, between 8 and 32.
 
     What the layers of more rows pass on does not stay in a CPU's caches: on two cores, 8 rows of mobilenet_v3_small
-    were computed at 1.1 times the rate of 16 and 1.2 times that of 32, and resnet50 is as fast with 2 rows as with 16.
+    were decoded and computed at 1.1 times the rate of 16 and 1.2 times that of 32; resnet50 is as fast with 2 rows as
+    with 16.
     """
     import torch  # not before somebody needs the settings
 
