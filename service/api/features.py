@@ -32,6 +32,7 @@ router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute
 Result = TypeVar("Result")
 
 _UNWATCHED_SECONDS = 0.1
+"""A client that leaves sooner is noticed then."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (

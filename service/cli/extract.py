@@ -42,7 +42,7 @@ def extract(
         Normalize | None, typer.Option(help="l2: unit length over the channels.", show_default=False)
     ] = None,
     preprocess: Annotated[
-        Preprocess, typer.Option(help="fast: about twice as quick, within a grey level or two.")
+        Preprocess, typer.Option(help="fast: twice as quick, within a grey level or two; on CUDA, colours less so.")
     ] = "default",
     precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
     backend: Annotated[Backend, typer.Option(help="What runs the model; auto tries for many images.")] = "auto",

@@ -190,8 +190,8 @@ class Extractor(Described):
             pool: one vector an image instead of a map.
             dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
             normalize: ``l2``: unit length over the channels.
-            preprocess: ``fast`` is quicker and within a grey level or two of the weights' own transform; ``none`` only
-                scales pixels to [0, 1].
+            preprocess: ``fast`` is quicker and within a grey level or two of the weights' own transform, colours less
+                so where the server runs on CUDA; ``none`` only scales pixels to [0, 1].
             as_torch: torch tensors instead of arrays.
 
         Raises:

@@ -15,6 +15,7 @@ import torch
 
 from service.engine import Engine, ExtractorRecord
 from service.schemas import ExtractorSpec
+from service.settings import Settings
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
@@ -40,6 +41,20 @@ async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     record, _ = await engine.extractor(spec(*args, **rest), 60)
     assert record.state == "ready", record.problem
     return record
+
+
+def record_alone() -> ExtractorRecord:
+    """A ready extractor whose engine has ended, for what only looks at it."""
+
+    async def make() -> ExtractorRecord:
+        engine = Engine(Settings(device="cpu"))
+        await engine.start()
+        try:
+            return await built(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(make())
 
 
 class Watched:

@@ -16,8 +16,7 @@ from service.engine import Engine, FeatureOptions
 from service.engine.groups import FEWEST, MOST, MOST_PIXELS, groups
 from service.engine.inputs import plan
 from service.engine.records import ExtractorRecord
-from service.settings import Settings
-from tests.service.engine.running import MakeEngine, built, encoded
+from tests.service.engine.running import MakeEngine, built, encoded, record_alone
 
 CPU = torch.device("cpu")
 LIMIT = 1_000_000
@@ -27,15 +26,7 @@ ROW = (224, 224)
 
 @pytest.fixture(scope="module")
 def built_record() -> ExtractorRecord:
-    async def make() -> ExtractorRecord:
-        engine = Engine(Settings(device="cpu"))
-        await engine.start()
-        try:
-            return await built(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(make())
+    return record_alone()
 
 
 @pytest.fixture

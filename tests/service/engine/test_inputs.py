@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,26 +9,16 @@ import pytest
 import torch
 
 from fxcore.errors import BadImage, ImageTooLarge
-from service.engine import Engine
 from service.engine.inputs import plan
 from service.engine.records import ExtractorRecord
-from service.settings import Settings
-from tests.service.engine.running import built, encoded
+from tests.service.engine.running import encoded, record_alone
 
 LIMIT = 1_000_000
 
 
 @pytest.fixture(scope="module")
 def record() -> ExtractorRecord:
-    async def make() -> ExtractorRecord:
-        engine = Engine(Settings(device="cpu"))
-        await engine.start()
-        try:
-            return await built(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(make())
+    return record_alone()
 
 
 def decoded(record: ExtractorRecord, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:
