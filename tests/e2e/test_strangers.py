@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import signal
 import socket
+import statistics
 import threading
 import time
 
@@ -150,28 +151,33 @@ def test_a_head_that_is_too_long_is_answered(guarded):
     assert received.endswith(b"Request Header Fields Too Large")
 
 
-def test_a_client_that_asks_for_everything_at_once_leaves_room(guarded, photos):
-    """Forty requests of one key at a time and no end of them; another key's few are all served, in a few rounds."""
+def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, photos):
+    """Eighty requests of one key at a time and no end of them; another key's few are all served, in a few rounds."""
+    server = start(api_keys_file=keys, max_inflight=64, max_batch=2)
     headers = JPEG | bearer("one")
-    assert guarded.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200
+    assert server.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200
     done = threading.Event()
     served, refused = [], []
 
     def flood():
         while not done.is_set():
-            answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=headers)
-            (served if answer.status_code == 200 else refused).append(answer)
+            answer = server.http.post(FEATURES, content=photos["chelsea"], headers=headers)
+            if answer.status_code == 200:
+                served.append(answer)
+            else:
+                refused.append(answer)
+                done.wait(0.05)  # or nobody in this process gets to see its answers
 
-    threads = [threading.Thread(target=flood) for _ in range(40)]
+    threads = [threading.Thread(target=flood) for _ in range(80)]
     for thread in threads:
         thread.start()
     try:
         while not refused:
             time.sleep(0.01)
         between = []
-        for _ in range(4):
+        for _ in range(7):
             before = len(served)
-            answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+            answer = server.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
             assert answer.status_code == 200, answer.text
             between.append(len(served) - before)
     finally:
@@ -180,9 +186,10 @@ def test_a_client_that_asks_for_everything_at_once_leaves_room(guarded, photos):
             thread.join()
     assert {answer.status_code for answer in refused} == {429}
     assert int(refused[0].headers["retry-after"]) >= 1
-    # Four turns are on their way when a request comes, and one more is the greedy client's in the round.
-    assert max(between) <= 12, between
-    assert len(guarded.http.get("/healthz").content) > 0
+    # The greedy client has 56 places or a few less. Of those, eight have their turn when a request comes, and one more
+    # gets it in the round; what else is counted are answers that its threads had yet to see.
+    assert statistics.median(between) <= 28, between
+    assert len(server.http.get("/healthz").content) > 0
 
 
 def test_two_hundred_clients_that_vanish(server, photos):
