@@ -1,6 +1,6 @@
 """fxserve, its peers and what the cores could do at most, side by side: one table with ratios.
 
-    python benchmarks/serve.py                                     # every case but memory, some ten minutes
+    python benchmarks/serve.py                                     # every case but memory, some twenty minutes
     python benchmarks/serve.py --cases mobilenet-32 --seconds 3    # one case, a minute or two
     python benchmarks/serve.py --cases memory                      # 6,000 requests
 
@@ -75,7 +75,7 @@ CASES = (
     Case("resnet50-int8-8", "resnet50", 8, precision="int8", of_peer=4.5),
     Case("resnet50-multipart-32", "resnet50", 1, images=32, query="?pool=avg", of_ceiling=0.9),
 )
-_TURNS = 3
+_TURNS = 5
 NODE_LIST_BAR = 1500
 MEMORY_BAR = 1.6e9
 

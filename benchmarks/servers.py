@@ -89,8 +89,8 @@ def fxserve(**settings: object) -> Iterator[Server]:
     port = free_port()
     settings = {"fast_images": True, **settings}
     environment = {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
-    command = [sys.executable, "-m", "uvicorn", "service.app:create_app", "--factory", "--port", str(port)]
-    server = Server([*command, "--no-access-log"], port, environment)
+    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(port)]
+    server = Server(command, port, environment)
     try:
         server.wait("GET", "/readyz")
         yield server

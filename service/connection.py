@@ -13,6 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.middleware import LINGER_BYTES, LINGER_SECONDS
+from service.transport import HeadWithBody
 
 HEAD_SECONDS = 10.0
 """From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
@@ -74,6 +75,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._ended()
         super().on_headers_complete()
+        # An answer only writes and closes.
+        self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self._leaving:
             self.cycle.keep_alive = False
 

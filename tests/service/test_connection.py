@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,11 +18,12 @@ from service.connection import MAX_HEAD_BYTES, Connection
 
 
 class Slow:
-    """An application that answers once it is told to."""
+    """An application that answers once it is told to; ``late`` if it waits between head and body, too."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.open = threading.Event()
+        self.late: threading.Event | None = None
         self.errors: list[BaseException] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,6 +32,8 @@ class Slow:
         await asyncio.to_thread(self.open.wait, 30)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            if self.late is not None:
+                await asyncio.to_thread(self.late.wait, 30)
             await send({"type": "http.response.body", "body": b"ok"})
         except BaseException as error:
             self.errors.append(error)
@@ -61,3 +66,45 @@ def test_a_head_that_is_too_long_is_no_answer_to_the_request_before(slow: tuple[
     assert received == b""
     connection.close()
     assert not app.errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the packets that came, as Linux does")
+def test_an_answer_is_one_packet(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    for answers in (1, 2):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(connection, b"\r\n\r\nok").count(b"HTTP/1.1 200") == 1
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+        assert struct.unpack_from("I", information, 152) == (answers,)  # tcpi_data_segs_in
+
+
+def test_a_head_does_not_wait_for_its_body(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.late = threading.Event()
+    app.open.set()
+    connection.settimeout(30)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+    app.late.set()
+    assert read_until(connection, b"ok") == b"ok"
+
+
+def test_a_head_alone_is_an_answer(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    connection.sendall(b"HEAD / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    received = read_until(connection, b"\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 200")
+    assert connection.recv(100) == b""
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        piece = connection.recv(100_000)
+        assert piece, received
+        received += piece
+    return received
