@@ -18,6 +18,7 @@ from service.api import exports, extractors, features, inference_v2, models, ope
 from service.api.state import State
 from service.draining import drained_on_signals
 from service.engine import Engine
+from service.engine.threads import ANSWERING, give_way
 from service.keys import Keys
 from service.metrics import Metrics
 from service.middleware import BodyLimit, RequestContext
@@ -51,6 +52,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.engine.start()
+        give_way(ANSWERING)
         # Elsewhere than in a server's main thread there are no signals.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)

@@ -19,8 +19,10 @@ T = TypeVar("T")
 
 _SWITCH_SECONDS = 0.001
 
-_LESS_URGENT = 5
-"""In steps of nice, each of which is worth a fifth of a core's time."""
+ANSWERING, DECODING = 5, 10
+"""How much less urgent than computing they are, in steps of nice, each of which is worth a fifth of a core's time."""
+
+_OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 
 def switch_often() -> None:
@@ -43,19 +45,27 @@ def compute_with(threads: int) -> None:
     torch.get_num_threads()
 
 
-def decode_only() -> None:
-    """Make the calling thread one that decodes beside threads that compute: alone, and where cores are short, after
-    them. They share the work of one layer among them, so that what holds one up holds up all; decoding is ahead of them
-    anyway.
+def give_way(steps: int) -> None:
+    """Where cores are short, let the calling thread, and those it starts from now on, go after the device worker.
 
-    With its priority lowered by 3 to 10, two cores answered 1.08 to 1.11 times as much of mobilenet_v3_small at 8
-    connections, and 1.02 to 1.04 times at 32. Only Linux has a priority for each thread.
+    Nothing goes on without that one, and its layers' work is shared among threads, so that what holds one up holds up
+    all. Decoding comes last because it is ahead anyway. With decoders at 3 to 10 two cores answered 1.08 to 1.11 times
+    as much of mobilenet_v3_small at 8 connections, and 1.02 to 1.04 times at 32; with the event loop at 5, too, and
+    decoders at 10, 1.04 times that at both, resnet50 and a single connection as before (medians of 15 to 40 turns).
+    Only Linux has a priority for each thread.
+
+    Args:
+        steps: :data:`ANSWERING` or :data:`DECODING`.
     """
-    compute_with(1)
     if sys.platform == "linux":
-        nice = os.getpriority(os.PRIO_PROCESS, 0) + _LESS_URGENT
         with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _OWN + steps)
+
+
+def decode_only() -> None:
+    """Make the calling thread one that decodes beside threads that compute: alone, and after them."""
+    compute_with(1)
+    give_way(DECODING)
 
 
 def alone(function: Callable[[], T]) -> T:
