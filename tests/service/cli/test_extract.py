@@ -1,0 +1,115 @@
+"""``fxserve extract``: the values and the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.catalog import register
+from fxcore.images import open_image
+from tests.service.cli.running import fxserve, rows
+
+
+def expected(files: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What resnet18 with random weights gives, straight from fxcore."""
+    entry, graph = get_model("resnet18"), model_graph("resnet18")
+    extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(nodes))
+    preprocessing = entry.preprocessing()
+    with torch.inference_mode():
+        batch = torch.stack([preprocessing.image(open_image(file.read_bytes())) for file in files])
+        answer: dict[str, torch.Tensor] = extractor.module(batch)
+    return answer
+
+
+def test_extract_writes_a_folder_of_shards(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "features"
+    arguments = ["--model", "resnet18", "--nodes", "C4,layer4:last", "--weights", "random", "--device", "cpu"]
+    result = fxserve("extract", tmp_path, *arguments, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    right = expected(files, {"C4": "C4", "layer4": "last"})
+    with safe_open(out / "shard-000000.safetensors", "pt") as file:
+        metadata = file.metadata()
+        assert set(file.keys()) == {"C4", "last"}
+        for key, value in right.items():
+            torch.testing.assert_close(file.get_tensor(key), value, rtol=1e-4, atol=1e-4)
+    assert metadata["model"] == "resnet18"
+    assert metadata["weights"] == "random"
+    assert json.loads(metadata["nodes"]) == {"C4": "layer3.1.relu_1", "last": "layer4.1.relu_1"}
+    assert metadata["fingerprint"] == model_graph("resnet18").fingerprint
+    assert json.loads(metadata["path"]) == [str(photo) for photo in files]
+    assert rows(result.stdout, "output") == [
+        ["C4", "layer3.1.relu_1", "256x14x14", "float32"],
+        ["last", "layer4.1.relu_1", "512x7x7", "float32"],
+    ]
+    assert result.stdout.splitlines()[-1] == f"{out}: 2 of 2 images in 1 shard"
+    assert result.stderr == ""  # the bar is for terminals
+    names = ["errors.jsonl", "index.sqlite", "shard-000000.safetensors", "spec.json"]
+    assert sorted(path.name for path in out.iterdir()) == names
+
+
+def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f"
+    base = ["extract", *files, "--model", "resnet18", "--weights", "random", "--device", "cpu", "--format", "npz"]
+    options = ["--pool", "avg", "--dtype", "float16", "--normalize", "l2", "--image-size", 96]
+    assert fxserve(*base, "--nodes", "layer3,layer4", *options, "--out", out).exit_code == 0
+    with np.load(out / "shard-000000.npz") as archive:
+        assert archive.files == ["path", "layer3", "layer4"]
+        assert (archive["layer4"].shape, archive["layer4"].dtype) == ((2, 512), np.float16)
+        np.testing.assert_allclose(np.linalg.norm(archive["layer3"].astype(np.float32), axis=1), 1, rtol=1e-3)
+    asked = {"pool": "avg", "dtype": "float16", "normalize": "l2", "preprocess": "default"}
+    assert json.loads((out / "spec.json").read_text())["options"] == asked
+
+
+def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f"
+    common = ["--model", "resnet18", "--nodes", "C5", "--weights", "random", "--device", "cpu", "--out", out]
+    assert fxserve("extract", files[0], *common, "--precision", "bfloat16", "--image-size", 96).exit_code == 0
+    with safe_open(out / "shard-000000.safetensors", "pt") as file:
+        assert file.get_tensor("C5").dtype is torch.bfloat16
+        assert file.get_tensor("C5").shape == (1, 512, 3, 3)
+
+
+def test_models_of_ones_own(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/models.toml").write_text(
+        """
+        [models.mine]
+        builder = "timm:create_model"
+        arguments = { model_name = "mobilenetv3_small_050", num_classes = 7 }
+        preprocessing = { resize_size = 72, crop_size = 64 }
+
+        [models.broken]
+        weights = "gone.safetensors"
+        """
+    )
+    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path / "mine"))
+    try:
+        (listed,) = rows(fxserve("models", "--query", "mine").stdout, "model")
+        assert listed[:3] == ["mine", "classification", "builder"]
+        assert ["C5", "blocks.5.0.aa", "288", "32"] in rows(fxserve("nodes", "mine").stdout, "level")
+        assert "'broken' was described wrongly" in fxserve("nodes", "broken").stderr
+        out = tmp_path / "features"
+        result = fxserve("extract", *files, "--model", "mine", "--nodes", "C5", "--device", "cpu", "--out", out)
+        assert result.exit_code == 0, result.stderr
+        assert load_file(out / "shard-000000.safetensors")["C5"].shape == (2, 288, 2, 2)
+        assert json.loads((out / "spec.json").read_text())["spec"]["weights"] == "builder"
+    finally:
+        register({})
+
+
+def test_a_detectors_values_do_not_depend_on_the_other_images(files: list[Path], tmp_path: Path) -> None:
+    # Alone the second photo is padded to 480 pixels, in a batch with the first to 512.
+    common = ["--model", "fasterrcnn_mobilenet_v3_large_320_fpn", "--weights", "random", "--nodes", "C4"]
+    common += ["--device", "cpu", "--pool", "avg", "--format", "npz"]
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    assert fxserve("extract", files[1], *common, "--out", alone).exit_code == 0
+    assert fxserve("extract", *files, *common, "--out", both).exit_code == 0
+    with np.load(alone / "shard-000000.npz") as one, np.load(both / "shard-000000.npz") as two:
+        np.testing.assert_array_equal(one["C4"][0], two["C4"][1])
