@@ -77,6 +77,7 @@ CASES = (
 )
 _TURNS = 5
 _LATENCY_PARTS = 4
+"""Of each turn that compares latencies."""
 NODE_LIST_BAR = 1500
 MEMORY_BAR = 1.6e9
 
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
     parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
     parser.add_argument("--backend", default="auto", help="fxserve's, for float32")
-    parser.add_argument("--seconds", type=float, default=8.0, help="that each load lasts")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that a load lasts; a quarter for latency's turns")
     parser.add_argument("--warm", type=float, default=3.0, help="seconds of load before that")
     parser.add_argument("--settle", type=float, default=90.0, help="seconds that backend=auto gets to lower")
     parser.add_argument("--no-wrk", dest="wrk", action="store_false", help="use the own load generator")

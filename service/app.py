@@ -41,7 +41,7 @@ DOCS_POLICY = (
 def create_app(settings: Settings | None = None) -> FastAPI:
     """The service as an ASGI application; ``settings`` from the environment where not given.
 
-    Its lifespan starts the engine and drains it at the end.
+    Its lifespan starts the engine, lowers the priority of the event loop's thread, and drains the engine at the end.
     """
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)

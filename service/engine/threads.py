@@ -22,6 +22,7 @@ _SWITCH_SECONDS = 0.001
 ANSWERING, DECODING = 5, 10
 """How much less urgent than computing they are, in steps of nice, each of which is worth a fifth of a core's time."""
 
+# Read once: a thread that serves a second time must not go lower still, and cannot come back up.
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 
