@@ -82,30 +82,31 @@ class OpenVINOModule:
         )
         self._request = self._compiled.create_infer_request()
         self._bytes = path.with_suffix(".bin").stat().st_size
-        self._shapes: dict[tuple[torch.Size, ...], list[tuple[list[int], torch.dtype]]] = {}
+        self._shapes: dict[tuple[torch.Size, ...], list[tuple[tuple[int, ...], np.dtype[Any]]]] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         shapes = tuple(x.shape for x in inputs)
         known = self._shapes.get(shapes)
         # Which shapes come out is known only afterwards; from then on their memory is given beforehand.
         request = self._request if known is not None else self._compiled.create_infer_request()
+        given = []  # OpenVINO does not keep the memory that it is given
         for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
             # By NumPy, as every call of torch gives the interpreter's lock away and waits to get it back.
             array = (x.detach() if x.requires_grad else x).numpy()
-            array = np.ascontiguousarray(array.transpose(0, 2, 3, 1) if channels_last else array)
-            request.set_input_tensor(place, self._tensor(array, shared_memory=True))
+            given.append(np.ascontiguousarray(array.transpose(0, 2, 3, 1) if channels_last else array))
+            request.set_input_tensor(place, self._tensor(given[place], shared_memory=True))
         if known is not None:
-            values = [torch.empty(shape, dtype=dtype) for shape, dtype in known]
-            for place, value in enumerate(values):
-                request.set_output_tensor(place, self._tensor(value.numpy(), shared_memory=True))
-            request.infer()
+            arrays = [np.empty(shape, dtype) for shape, dtype in known]
+            for place, array in enumerate(arrays):
+                request.set_output_tensor(place, self._tensor(array, shared_memory=True))
+            request.infer(share_outputs=True)  # else it returns a copy of them all, which nobody looks at
         else:
-            request.infer()
-            values = [torch.from_numpy(tensor.data.copy()) for tensor in request.output_tensors]
+            request.infer(share_outputs=True)
+            arrays = [tensor.data.copy() for tensor in request.output_tensors]
             if len(self._shapes) >= _REMEMBERED_SHAPES:
                 self._shapes.clear()
-            self._shapes[shapes] = [(list(v.shape), v.dtype) for v in values]
-        return by_key(self._places, values, inputs)
+            self._shapes[shapes] = [(array.shape, array.dtype) for array in arrays]
+        return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
 
     def storages(self) -> dict[int, int]:
         return {id(self): self._bytes}

@@ -48,6 +48,23 @@ def test_inputs_of_any_memory_format(batch: torch.Tensor, small: Lowered) -> Non
     assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), small(strided).values(), strict=True))
 
 
+def test_inputs_that_are_copied_live_as_long_as_they_are_read(artifacts: Path) -> None:
+    """Channels go last, so what comes with channels first is copied, and OpenVINO keeps none of its memory."""
+
+    class Difference(torch.nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": first - 2 * second}
+
+    lowered = OPENVINO.lower(
+        torch.fx.symbolic_trace(Difference()),
+        (torch.zeros(2, 3, 64, 64), torch.zeros(2, 3, 64, 64)),
+        Options(threads=2, cache=artifacts),
+    )
+    first, second = torch.rand(2, 3, 64, 64), torch.rand(2, 3, 64, 64)
+    for _ in range(5):
+        torch.testing.assert_close(lowered(first, second)["y"], first - 2 * second)
+
+
 def test_it_is_compiled_once(extractor: Build, batch: torch.Tensor, artifacts: Path, small: Lowered) -> None:
     kept = sorted(artifacts.glob("openvino-*"))
     module = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
