@@ -178,6 +178,18 @@ class Item:
         )
 
 
+@dataclass(eq=False)
+class Undecoded:
+    """A part of a job that the device worker decodes itself.
+
+    Attributes:
+        decode: called with what the decoded rows go to.
+    """
+
+    job: Job
+    decode: Callable[[Callable[[Sequence[Item]], object]], None]
+
+
 class Errand:
     """Something else that the device worker does: when nothing waits, or once it has waited long enough itself.
 
@@ -216,6 +228,7 @@ class Queue:
         self.max_bytes = max_bytes
         self._lines: dict[Hashable, deque[Item]] = {}
         self._errands: deque[Errand] = deque()
+        self._offered: Undecoded | None = None
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
         self._idle = False
@@ -242,19 +255,20 @@ class Queue:
                 errand.answer.set_exception(self._closed)
         return errand.answer
 
-    def offer(self, function: Callable[[], object]) -> bool:
-        """Have the worker call ``function`` at once if it has nothing to do; whether it will."""
+    def offer(self, part: Undecoded) -> bool:
+        """Have the worker decode ``part`` at once if it has nothing to do; whether it will."""
         with self._changed:
             if self._closed is not None or not self._idle or self._errands or self._lines:
                 return False
-            self._errands.append(Errand(function, 0.0))
+            self._idle = False
+            self._offered = part
             self._changed.notify()
             return True
 
-    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Errand | None:
-        """The next batch or errand, waiting until there is one; None once the queue is closed.
+    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | Errand | None:
+        """What to do next, waiting until there is something; None once the queue is closed.
 
-        It is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
+        A batch is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
         whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a deadline that
         passed.
 
@@ -263,19 +277,24 @@ class Queue:
         """
         with self._changed:
             while self._closed is None:
-                if self._errands and self._errands[0].latest < time.monotonic():
-                    return self._errands.popleft()
-                while self._lines:
-                    batch = self._form()
-                    if batch:
-                        return batch
-                if self._errands:
-                    return self._errands.popleft()
+                work = self._next()
+                if work is not None:
+                    self._idle = False
+                    return work
                 before_waiting()
                 self._idle = True
                 self._changed.wait()
-                self._idle = False
             return None
+
+    def drained(self) -> bool:
+        """Whether no rows wait, asked by the worker when it is done with a batch.
+
+        If so it counts as idle from now on, though it has yet to come for more: whoever gets its answer may send the
+        next image before that, as one of eight did over a single connection.
+        """
+        with self._changed:
+            self._idle = not self._lines
+            return self._idle
 
     def close(self, reason: NotReady) -> None:
         """Fail what waits and what is put from now on with ``reason``."""
@@ -283,8 +302,11 @@ class Queue:
             self._closed = reason
             waiting = [item for line in self._lines.values() for item in line]
             self._lines.clear()
+            offered, self._offered = self._offered, None
             errands, self._errands = self._errands, deque()
             self._changed.notify_all()
+        if offered is not None:
+            offered.job.fail(reason)
         for errand in errands:
             with suppress(InvalidStateError):
                 errand.answer.set_exception(reason)
@@ -295,6 +317,18 @@ class Queue:
         """How many items wait."""
         with self._changed:
             return sum(map(len, self._lines.values()))
+
+    def _next(self) -> list[Item] | Undecoded | Errand | None:
+        if self._offered is not None:
+            offered, self._offered = self._offered, None
+            return offered
+        if self._errands and self._errands[0].latest < time.monotonic():
+            return self._errands.popleft()
+        while self._lines:
+            batch = self._form()
+            if batch:
+                return batch
+        return self._errands.popleft() if self._errands else None
 
     def _form(self) -> list[Item]:
         key = min(self._lines, key=lambda key: self._lines[key][0].since)

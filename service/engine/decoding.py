@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from torch import Tensor
 
-from service.engine.batching import Item, Job, Queue
+from service.engine.batching import Item, Job, Queue, Undecoded
 from service.engine.inputs import Plan, RowShape
-from service.engine.threads import alone, decode_only
+from service.engine.threads import decode_only
 
 log = logging.getLogger("fxserve.decoding")
 
@@ -86,10 +86,10 @@ class Decoding:
         """
         for index in range(len(self._ended)):
             part = partial(self._decode, index)
-            if index or self._plan.bytes > _SOON_DECODED or not self._queue.offer(partial(alone, part)):
-                decoders.put(part)
+            if index or self._plan.bytes > _SOON_DECODED or not self._queue.offer(Undecoded(self._job, part)):
+                decoders.put(partial(part, self._queue.put))
 
-    def _decode(self, index: int) -> None:
+    def _decode(self, index: int, hand_on: Callable[[Sequence[Item]], object]) -> None:
         if not self._job.wanted():
             return
         error: BaseException | None = None
@@ -97,9 +97,11 @@ class Decoding:
             rows, decode = self._plan.parts[index]
             tensors = decode()
             if self._plan.pad is not None:
-                self._keep(index, tensors[0])
+                padded = self._padded(index, tensors[0])
+                if padded is not None:
+                    hand_on([padded])
             else:
-                self._put(rows, tensors)
+                hand_on([self._item(rows, tensors)])
         except BaseException as raised:  # of another thread's business; whoever waits for the job is told
             error = raised
         self._end(index, error)
@@ -116,17 +118,17 @@ class Decoding:
         if known:
             self._job.fail(self._failed[first])
 
-    def _keep(self, index: int, rows: Tensor) -> None:
-        """Wait for the others; the last makes one batch of all."""
+    def _padded(self, index: int, rows: Tensor) -> Item | None:
+        """One batch of all parts, made of the last of them; the others are kept for it."""
         with self._guard:
             self._kept[index] = rows
             kept = [rows for rows in self._kept if rows is not None]
             if len(kept) < len(self._kept):
-                return
+                return None
             self._kept = []
         assert self._plan.pad is not None
-        self._put(range(len(self._plan.shapes)), (self._plan.pad([rows[0] for rows in kept]),))
+        return self._item(range(len(self._plan.shapes)), (self._plan.pad([rows[0] for rows in kept]),))
 
-    def _put(self, rows: range, tensors: tuple[Tensor, ...]) -> None:
+    def _item(self, rows: range, tensors: tuple[Tensor, ...]) -> Item:
         self._job.queued = time.monotonic()
-        self._queue.put([Item(self._job, rows, tensors, self._row_bytes[self._plan.shapes[rows.start]])])
+        return Item(self._job, rows, tensors, self._row_bytes[self._plan.shapes[rows.start]])

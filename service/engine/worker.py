@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.engine.batching import Errand, Item, Job, Queue, announce
+from service.engine.batching import Errand, Item, Job, Queue, Undecoded, announce
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
 from service.engine.staging import Staging
-from service.engine.threads import compute_with
+from service.engine.threads import alone, compute_with
 from service.metrics import Metrics
 
 log = logging.getLogger("fxserve.worker")
@@ -95,12 +95,14 @@ class DeviceWorker:
             self._die(error)
 
     def _work(self) -> None:
-        work: Sequence[Item] | Errand | None
+        work: Sequence[Item] | Undecoded | Errand | None
         while (work := self._queue.take(self._announce)) is not None:
             self._busy_since = time.monotonic()
             if isinstance(work, Errand):
                 self._announce()
                 work.run()
+            elif isinstance(work, Undecoded):
+                self._decode(work)
             else:
                 self._batch = work
                 self._serve(work)
@@ -135,6 +137,16 @@ class DeviceWorker:
                 why = f"{why}, and {none}"
         self._lost = why
         self._queue.close(NotReady(why))
+
+    def _decode(self, part: Undecoded) -> None:
+        """Decode, and compute what comes of it: one row at once, or what the queue makes of it and of what has come."""
+        items: list[Item] = []
+        alone(lambda: part.decode(items.extend))
+        if _rows(items) > 1 or len(self._queue):
+            self._queue.put(items)
+        else:
+            self._batch = items
+            self._serve(items)
 
     def _serve(self, items: Sequence[Item]) -> None:
         """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
@@ -206,7 +218,6 @@ class DeviceWorker:
                 for options, group, taken in _by_options(items)
             ]
         spent = time.monotonic() - started
-        self._metrics.batch_size.observe(rows)
         jobs = list({item.job: None for item in items})
         for job in jobs:
             job.computed += spent
@@ -220,8 +231,9 @@ class DeviceWorker:
                 except Exception as error:  # computed again, the batch would be delivered twice
                     job.fail(_verdict(error, _is_out_of_memory(error)))
         self._done = jobs
-        if not len(self._queue):
+        if self._queue.drained():
             self._announce()
+        self._metrics.batch_size.observe(rows)  # which nobody waits for
 
 
 def _by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
