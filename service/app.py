@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from service import openapi, problems
 from service.access import Access
 from service.api import exports, extractors, features, inference_v2, models, operations, page, repository_v2, transforms
+from service.api.remembering import Remembering
 from service.api.state import State
 from service.draining import drained_on_signals
 from service.engine import Engine
@@ -67,13 +68,21 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
-    app = FastAPI(title="fxserve", version="1", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(
+        title="fxserve",
+        version="1",
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours say more, and looking for it takes time
+    )
     app.state.fxserve = state
     problems.install(app)
     # Routes are tried in this order: what is asked most often comes first.
     for noun in (features, inference_v2, models, extractors, operations, transforms, exports, repository_v2):
         app.include_router(noun.router)
     # The last one added is the outermost.
+    app.add_middleware(Remembering)
     app.add_middleware(
         BodyLimit,
         limit=settings.max_body_bytes,

@@ -1,4 +1,4 @@
-"""Routes that remember what their parameters were found to be."""
+"""Routes that remember what their parameters were found to be, and what calls them again without looking for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, get_type_hints
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fxcore.errors import FxError
 from service.middleware import header
+from service.problems import Refusal, error_response
 
 _REMEMBERED = 1024
 _LONGEST = 1024
@@ -20,47 +22,71 @@ _LONGEST = 1024
 _PARAMETERS = b"x-request-timeout"
 """The header that such a route may take a parameter from, beside its path and query."""
 
+_CALLS = "fxserve.calls"
+
+Asked = tuple[str, str, bytes, str | None]
+Call = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class Remembering:
+    """Innermost middleware, for :class:`RememberingRoute`: what a request asks that was asked before goes straight to
+    the endpoint.
+
+    Clients ask the same of image after image. Finding the route, validating its parameters and what FastAPI keeps for
+    dependencies are half of what the event loop has to do before a small image can be decoded.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._calls: dict[Asked, tuple[APIRoute, Call]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        known = self._calls.get(_asked(scope))
+        if known is None:
+            scope[_CALLS] = self._calls
+            await self.app(scope, receive, send)
+            return
+        scope["route"], call = known  # by which metrics and traces name it
+        try:
+            response = await call(Request(scope, receive, send))
+        except (FxError, Refusal) as error:
+            response = error_response(scope["path"], error)
+        await response(scope, receive, send)
+
 
 class RememberingRoute(APIRoute):
-    """Validates the parameters of each distinct path, query and timeout once, and then calls the endpoint with them.
+    """Validates the parameters of each distinct path, query and timeout once; from then on :class:`Remembering` calls
+    the endpoint with them.
 
-    Clients ask the same of image after image, and for a request of a few milliseconds validation, and what FastAPI
-    keeps for dependencies, are a quarter of what the event loop has to do. An endpoint's parameters must be of the
-    path, the query or ``X-Request-Timeout``, must not be changed by it, and beside them it takes only ``request``; it
-    returns a response.
+    An endpoint's parameters must be of the path, the query or ``X-Request-Timeout``, must not be changed by it, and
+    beside them it takes only ``request``; it returns a response.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Response]], **options: Any) -> None:
-        self._remembered: dict[tuple[str, bytes, str | None], dict[str, Any]] = {}
-        self._answer = endpoint
-        super().__init__(path, self._remembering(), **options)
+        super().__init__(path, self._remembering(endpoint), **options)
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parameters = self._remembered.get(_asked(scope)) if scope["method"] in (self.methods or ()) else None
-        if parameters is None:
-            await super().handle(scope, receive, send)
-            return
-        response = await self._answer(request=Request(scope, receive, send), **parameters)
-        await response(scope, receive, send)
-
-    def _remembering(self) -> Callable[..., Coroutine[Any, Any, Response]]:
+    def _remembering(self, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Callable[..., Any]:
         """The endpoint, with the same signature; what it is called with is remembered."""
 
-        @functools.wraps(self._answer)
+        @functools.wraps(endpoint)
         async def answer(request: Request, **parameters: Any) -> Response:
             asked = _asked(request.scope)
-            if len(asked[1]) + len(asked[2] or "") <= _LONGEST:
-                if len(self._remembered) >= _REMEMBERED:
-                    self._remembered.clear()
-                self._remembered[asked] = parameters
-            return await self._answer(request=request, **parameters)
+            if len(asked[2]) + len(asked[3] or "") <= _LONGEST:
+                calls = request.scope[_CALLS]
+                if len(calls) >= _REMEMBERED:
+                    calls.clear()
+                calls[asked] = self, functools.partial(endpoint, **parameters)
+            return await endpoint(request=request, **parameters)
 
         # FastAPI would look up annotations that are text in this module, where they mean nothing.
-        signature, hints = inspect.signature(self._answer), get_type_hints(self._answer, include_extras=True)
+        signature, hints = inspect.signature(endpoint), get_type_hints(endpoint, include_extras=True)
         known = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
         answer.__signature__ = signature.replace(parameters=known, return_annotation=Response)  # type: ignore[attr-defined]
         return answer
 
 
-def _asked(scope: Scope) -> tuple[str, bytes, str | None]:
-    return scope["path"], scope["query_string"], header(scope, _PARAMETERS)
+def _asked(scope: Scope) -> Asked:
+    return scope["method"], scope["path"], scope["query_string"], header(scope, _PARAMETERS)

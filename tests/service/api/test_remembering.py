@@ -8,12 +8,28 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
 from pydantic import BaseModel, field_validator
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.remembering import RememberingRoute
+from service import problems
+from service.api.remembering import Remembering, RememberingRoute
+from service.metrics import route_template
+from service.problems import Refusal
 
 pytestmark = pytest.mark.anyio
 
 validated: list[str] = []
+routes: list[str] = []
+
+
+class Routes:
+    """Notes the route of each request, as metrics do."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+        routes.append(route_template(scope))
 
 
 class Asked(BaseModel):
@@ -29,6 +45,7 @@ class Asked(BaseModel):
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     validated.clear()
+    routes.clear()
     router = APIRouter(prefix="/v1", route_class=RememberingRoute)
 
     @router.post("/{place}")
@@ -39,10 +56,15 @@ def client() -> httpx.AsyncClient:
         timeout: Annotated[float | None, Header(alias="X-Request-Timeout", gt=0)] = None,
     ) -> Response:
         body = (await request.body()).decode()
+        if body == "refused":
+            raise Refusal("not-acceptable", "this is refused")
         return Response(f"{place} {asked.word} {timeout} {body}")
 
     app = FastAPI()
     app.include_router(router)
+    problems.install(app)
+    app.add_middleware(Remembering)
+    app.add_middleware(Routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
 
@@ -87,3 +109,14 @@ async def test_what_is_remembered_is_of_one_method(client: httpx.AsyncClient) ->
     other = await client.get("/v1/here")
     assert other.status_code == 405
     assert other.headers["allow"] == "POST"
+
+
+async def test_what_is_remembered_can_still_be_refused(client: httpx.AsyncClient) -> None:
+    for body, status in (("first", 200), ("refused", 406), ("last", 200)):
+        answer = await client.post("/v1/here", content=body)
+        assert answer.status_code == status
+    refused = await client.post("/v1/here", content="refused")
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert refused.json()["detail"] == "this is refused"
+    assert len(validated) <= 1
+    assert routes == ["/v1/{place}"] * 4
