@@ -22,6 +22,9 @@ _JPEG_PASSED_OVER = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0))
 _JPEG_PROGRESSIVE = 0xC2
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
+_JPEG_BLOCK = struct.Struct(">BBHBHHB")
+"""A marker, a length, and what a frame says: bits of a value, height, width, components. A scan says its components
+first."""
 _JPEG_BLOCKS = 64
 """More blocks than cameras and programs write before the first scan."""
 
@@ -79,23 +82,23 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
     components = frame = 0
     place = 2
     for _ in range(_JPEG_BLOCKS):
-        block = data[place : place + 10]
-        if len(block) < 10 or block[0] != 0xFF:
+        if place + _JPEG_BLOCK.size > len(data):
             return None
-        kind = block[1]
+        start, kind, length, first, height, width, last = _JPEG_BLOCK.unpack_from(data, place)
+        if start != 0xFF:
+            return None
         if kind == _JPEG_SCAN:  # PIL heeds every block before this one
-            if frame == _JPEG_PROGRESSIVE or block[4] != components:  # else this scan is the only one
+            if frame == _JPEG_PROGRESSIVE or first != components:  # else this scan is the only one
                 _check_scans(data)
             return size
         if kind in _JPEG_FRAMES:
-            frame, bits, components = kind, block[4], block[9]
-            size = int.from_bytes(block[5:7], "big"), int.from_bytes(block[7:9], "big")
-            if bits != 8 or components not in (1, 3) or 0 in size:
+            frame, size, components = kind, (height, width), last
+            if first != 8 or components not in (1, 3) or 0 in size:
                 return None
-            _check_pixels(*size, max_pixels)
+            _check_pixels(height, width, max_pixels)
         elif kind not in _JPEG_PASSED_OVER:
             return None
-        place += 2 + int.from_bytes(block[2:4], "big")
+        place += 2 + length
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class State:
             self.traces.stages(milliseconds)
         return {
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
-            "X-Fxserve-Weights": quote(record.weights, safe=":"),
+            "X-Fxserve-Weights": _percent_encoded(record.weights),
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
@@ -110,6 +111,11 @@ class State:
     async def in_exporter(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which writes an extractor down, off the event loop. It is left alone when this is cancelled."""
         return await anyio.to_thread.run_sync(work, limiter=self.exporting, abandon_on_cancel=True)
+
+
+@functools.cache  # of what is loaded here
+def _percent_encoded(name: str) -> str:
+    return quote(name, safe=":")
 
 
 def state_of(request: Request) -> State:

@@ -109,15 +109,15 @@ class PartsResponse(Response):
     _STEP = 256 * 1024
 
     def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
-        self._parts = [memoryview(part).cast("B") for part in parts if len(part)]
-        length = sum(map(len, self._parts))
-        if length <= self._STEP and len(self._parts) > 1:
-            self._parts = [memoryview(b"".join(self._parts))]
+        length = sum(map(len, parts))
+        whole = [b"".join(parts)] if length <= self._STEP else parts
+        self._parts = [memoryview(part) for part in whole if len(part)]
         self.status_code = 200
         self.media_type = media_type
         self.background = None
         self.body = b""
-        self.init_headers({**headers, "Content-Length": str(length)})
+        self.raw_headers = [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
+        self.raw_headers += (b"content-type", media_type.encode("ascii")), (b"content-length", b"%d" % length)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

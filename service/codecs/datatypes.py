@@ -38,4 +38,4 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     """The row-major little-endian bytes of a CPU tensor: its own memory where it is contiguous, as the engine's are."""
     # By numpy, as every call of torch gives the interpreter's lock away and waits to get it back.
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+    return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -36,6 +35,7 @@ from service.engine.profiling import Measured, profiled
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_with, in_pool, switch_often
 from service.engine.tiers import Tiers
+from service.engine.unfinished import Unfinished
 from service.engine.worker import DeviceWorker
 from service.metrics import Metrics
 from service.settings import Settings
@@ -88,9 +88,7 @@ class Engine:
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
         self.draining = False
-        self._inflight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._unfinished = Unfinished()
 
     async def start(self) -> None:
         """Start the device worker and begin to preload; :meth:`readiness` says when that is done.
@@ -115,9 +113,9 @@ class Engine:
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.grace_period if grace is None else grace):
-                await self._idle.wait()
+                await self._unfinished.none()
         except TimeoutError:
-            log.warning("closing with %d requests unfinished", self._inflight)
+            log.warning("closing with %d requests unfinished", self._unfinished.count)
             self._queue.close(Draining())
             self._worker.abandon(Draining())
 
@@ -276,7 +274,7 @@ class Engine:
             raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
-        with self.admission.enter() as ticket, record.in_use(), self._unfinished():
+        with self.admission.enter() as ticket, record.in_use(), self._unfinished:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
                     return await self._features(record, images, options or FeatureOptions(), deadline, ticket)
@@ -287,7 +285,7 @@ class Engine:
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes answers."""
-        with self._unfinished():
+        with self._unfinished:
             return await in_pool(self._encoders, function, *args)
 
     async def _features(
@@ -332,18 +330,6 @@ class Engine:
     def _refuse_new_work(self) -> None:
         if self.draining:
             raise Draining()
-
-    @contextmanager
-    def _unfinished(self) -> Iterator[None]:
-        """Something that :meth:`close` waits for."""
-        self._inflight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._inflight -= 1
-            if not self._inflight:
-                self._idle.set()
 
     async def _preload(self) -> None:
         """Build what the settings name, pin it, and send one request of zeros through it."""
