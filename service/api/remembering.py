@@ -32,8 +32,8 @@ class Remembering:
     """Innermost middleware, for :class:`RememberingRoute`: what a request asks that was asked before goes straight to
     the endpoint.
 
-    Clients ask the same of image after image. Finding the route, validating its parameters and what FastAPI keeps for
-    dependencies are half of what the event loop has to do before a small image can be decoded.
+    Clients ask the same of image after image. For a request of a few milliseconds, validation and what FastAPI keeps
+    for dependencies are a quarter of what the event loop has to do, and finding the route is a sixth of the rest.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -110,8 +110,9 @@ class PartsResponse(Response):
 
     def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
         length = sum(map(len, parts))
-        whole = [b"".join(parts)] if length <= self._STEP else parts
-        self._parts = [memoryview(part) for part in whole if len(part)]
+        if length <= self._STEP and len(parts) > 1:
+            parts = [b"".join(parts)]
+        self._parts = [memoryview(part) for part in parts if len(part)]
         self.status_code = 200
         self.media_type = media_type
         self.background = None

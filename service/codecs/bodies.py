@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import orjson
 from fastapi import Request
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive
 from torch import Tensor
 
 from service.codecs import multipart, npy, safetensors
@@ -67,24 +65,11 @@ async def read(
     """
     if kind == "multipart/form-data":
         return await multipart.read(request.stream(), parameters)
-    chunks = await _chunks(request.receive)
+    chunks = [chunk async for chunk in request.stream()]
     parse = _PARSERS.get(kind, _image)
     if parse is _image or sum(map(len, chunks)) < _SMALL:
         return parse(chunks, first_input)
     return await run_in_pool(parse, chunks, first_input)
-
-
-async def _chunks(receive: Receive) -> list[bytes]:
-    """A body as it came. ``Request.stream`` gives the same for more work, and most bodies are one chunk."""
-    chunks: list[bytes] = []
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return chunks
 
 
 def _image(chunks: list[bytes], first_input: str) -> list[bytes]:

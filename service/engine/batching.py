@@ -183,6 +183,7 @@ class Undecoded:
     """A part of a job that the device worker decodes itself.
 
     Attributes:
+        job: whose part it is.
         decode: called with what the decoded rows go to.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -75,8 +76,7 @@ def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: F
     """
     total = 0
     first = _answered(record, shapes[0], options)
-    for shape in set(shapes):
-        rows = shapes.count(shape)
+    for shape, rows in Counter(shapes).items():
         for key, (dims, size) in _answered(record, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
