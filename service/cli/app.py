@@ -9,6 +9,7 @@ import typer
 
 from service.cli import extract, models, serving
 from service.cli.errors import Commands
+from service.garbage import collect_rarely
 
 app = typer.Typer(
     name="fxserve", cls=Commands, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
@@ -17,6 +18,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The console script."""
+    collect_rarely()
     app()
 
 

@@ -44,6 +44,26 @@ finally:
         assert command in run.stdout
 
 
+def test_torch_is_imported_with_few_full_collections() -> None:
+    """Each looks at the million objects that are torch and torchvision; as Python does it by default there are six."""
+    script = """
+import gc, sys
+sys.argv = ["fxserve", "nodes", "alexnet"]
+full = []
+gc.callbacks.append(lambda phase, info: full.append(info) if phase == "start" and info["generation"] == 2 else None)
+from service.cli import main
+try:
+    main()
+finally:
+    print("FULL", len(full), "torchvision" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0
+    count, imported = run.stdout.splitlines()[-1].removeprefix("FULL ").split()
+    assert imported == "True"
+    assert int(count) <= 1
+
+
 def test_the_command_alone_prints_its_help() -> None:
     alone = fxserve()
     assert alone.exit_code == 0
