@@ -230,7 +230,7 @@ def say(text: str) -> None:
 
 
 def machine() -> str:
-    return f"{available_cores()} cores, {processor() or platform.machine()}"
+    return f"{available_cores()} cores, {processor() or platform.machine()}, Python {platform.python_version()}"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

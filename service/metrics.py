@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,8 +113,28 @@ class Metrics:
             return generate_latest(self.registry)
         _forget_the_dead(Path(self.shared_dir))
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, self.shared_dir)  # type: ignore[no-untyped-call]
+        registry.register(_AllProcesses(Path(self.shared_dir)))
         return generate_latest(registry)
+
+
+class _AllProcesses(Collector):
+    """What all processes that share ``folder`` counted.
+
+    A file is empty between its creation and its first value, and stays so if its process is killed there;
+    prometheus_client would fail on it, and with it every answer to ``/metrics``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        files = []
+        for file in self._folder.glob("*.db"):
+            with contextlib.suppress(FileNotFoundError):  # another process forgets the dead at the same time
+                if file.stat().st_size:
+                    files.append(str(file))
+        merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        return merged
 
 
 def route_template(scope: Scope) -> str:
@@ -124,7 +146,8 @@ def _forget_the_dead(folder: Path) -> None:
     """Take the gauges of processes that ended, however that was, out of the sums."""
     for file in folder.glob("gauge_live*_*.db"):
         process = int(file.stem.rpartition("_")[2])
-        with contextlib.suppress(PermissionError):  # it lives, as somebody else
+        # It lives, as somebody else; or another process is first.
+        with contextlib.suppress(PermissionError, FileNotFoundError):
             try:
                 os.kill(process, 0)
             except ProcessLookupError:

@@ -41,7 +41,9 @@ class Serve(Server):
 
     def total(self, line: str) -> float:
         """The value of the metric that begins with ``line``."""
-        values = [text for text in self.ask("/metrics").text.splitlines() if text.startswith(line)]
+        answer = self.ask("/metrics")
+        assert answer.status_code == 200, answer.text
+        values = [text for text in answer.text.splitlines() if text.startswith(line)]
         assert len(values) == 1, values
         return float(values[0].rpartition(" ")[2])
 

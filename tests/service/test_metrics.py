@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from service.metrics import SHARED_DIR
 
 DASHBOARD = Path(__file__).parent.parent.parent / ".deploy/grafana/dashboards/fxserve.json"
 FEATURES = "/v1/models/{}/features?weights=random&nodes=features.3&pool=avg"
@@ -74,3 +79,19 @@ def test_the_dashboard_asks_for_what_there_is(client):
     asked = {name for query in queries for name in re.findall(r"\b(?:fxserve|process)_\w+", query)}
     assert len(asked) > 20
     assert asked <= there
+
+
+def test_a_file_that_another_process_has_only_created_is_passed_over(tmp_path):
+    """The folder is read from the environment when prometheus_client is imported, hence a process of its own."""
+    script = """
+import os
+from service.metrics import Metrics
+metrics = Metrics()
+metrics.ready.set(1)
+os.close(os.open(os.path.join(metrics.shared_dir, f"gauge_livesum_{os.getppid()}.db"), os.O_CREAT))
+os.close(os.open(os.path.join(metrics.shared_dir, f"counter_{os.getppid()}.db"), os.O_CREAT))
+print(metrics.text().decode())
+"""
+    environment = {**os.environ, SHARED_DIR: str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
