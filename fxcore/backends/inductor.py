@@ -30,29 +30,41 @@ class Inductor:
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> InductorModule:
         unique, places = distinct_outputs(module)
+        inputs = tuple(map(_laid_out, example))
+        on_cuda = options.device.type == "cuda"
         return compiled(
             self.name,
             unique,
-            example,
+            inputs,
             options,
             (),
-            lambda folder: InductorModule(str(folder / "model.pt2"), places),
-            cuda=torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else None,
+            lambda folder: InductorModule(str(folder / "model.pt2"), places, options.device),
+            strides=[x.stride() for x in inputs],
+            cuda=torch.cuda.get_device_name(options.device) if on_cuda else None,
+            tf32=on_cuda and torch.backends.cudnn.allow_tf32,
         )
 
 
 class InductorModule:
     """A :class:`~fxcore.backends.base.Lowered` over a compiled package."""
 
-    def __init__(self, path: str, places: dict[str, int]) -> None:
-        self._run = torch._inductor.aoti_load_package(path)
+    def __init__(self, path: str, places: dict[str, int], device: torch.device) -> None:
+        self._run = torch._inductor.aoti_load_package(path, device_index=-1 if device.index is None else device.index)
         self._places = places
         self._bytes = os.path.getsize(path)
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         with torch.inference_mode():
-            values = self._run(*inputs)
+            values = self._run(*map(_laid_out, inputs))
             return by_key(self._places, values, inputs)
 
     def storages(self) -> dict[int, int]:
         return {id(self): self._bytes}
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """``x`` in the one memory format that is compiled for: channels last for images, as they come from decoding.
+
+    The strides of the example are written into the compiled code, which reads whatever it is given as if it had them.
+    """
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_values(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     module = extractor("resnet18", "relu").module
     lowered = BACKENDS["inductor"].lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
-    for inputs in (batch, batch[:1], batch[:3]):
+    for inputs in (batch, batch[:1], batch[:3], batch[:2].contiguous(memory_format=torch.channels_last)):
         assert verify(module, lowered, inputs).relative < 1e-4
 
 
