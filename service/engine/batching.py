@@ -294,8 +294,9 @@ class Queue:
         next image before that, as one of eight did over a single connection.
         """
         with self._changed:
-            self._idle = not self._lines
-            return self._idle
+            # A part that was offered is there to be fetched; another one would take its place.
+            self._idle = not self._lines and self._offered is None
+            return not self._lines
 
     def close(self, reason: NotReady) -> None:
         """Fail what waits and what is put from now on with ``reason``."""

@@ -183,6 +183,8 @@ async def test_a_worker_with_nothing_left_takes_one_part() -> None:
     assert queue.drained()
     part = undecoded()
     assert queue.offer(part)
+    assert queue.drained()  # of a second half, where a batch is computed in halves
+    assert not queue.offer(undecoded())
     assert not queue.offer(undecoded())  # one is as much as it can decode
     assert queue.take(lambda: None) is part
     assert not queue.offer(undecoded())  # it decodes
