@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,21 +126,14 @@ class Reference:
     def row_shapes(self) -> tuple[torch.Size, ...]:
         return tuple(x.shape[1:] for x in self._rows[0])
 
-    def batches(self) -> Iterator[Inputs]:
-        """What to compare on: each photograph alone, and two together twice, since a backend may do the first batch of
-        a size in another way than later ones."""
-        yield from self._rows
-        yield self.repeated(2)
-        yield self.repeated(2)
+    def batches(self) -> list[range]:
+        """The photographs of each batch to compare on: each alone, and two together twice, since a backend may do the
+        first batch of a size in another way than later ones."""
+        return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
 
-    def repeated(self, rows: int) -> Inputs:
-        """A batch of ``rows`` rows."""
-        chosen = [self._rows[i % len(self._rows)] for i in range(rows)]
-        return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
-
-    def compare(self, lowered: Lowered, inputs: Inputs) -> Verification:
-        """How far ``lowered`` is from the module."""
-        return verify(self._module, lowered, inputs)
+    def compare(self, lowered: Lowered, photographs: range) -> Verification:
+        """How far ``lowered`` is from the module on a batch of these photographs."""
+        return verify(self._module, lowered, self._batch(photographs))
 
     def takes_another_size(self, lowered: Lowered) -> bool:
         """Whether ``lowered`` agrees with the module for inputs a quarter larger; False where either takes none."""
@@ -158,15 +150,27 @@ class Reference:
             return found.cosine >= MIN_COSINE
         return found.relative <= TOLERANCE[self.precision]
 
-    @staticmethod
-    def timed(run: Lowered, inputs: Inputs) -> float:
-        """Seconds of one forward pass."""
-        with torch.inference_mode():
-            started = time.perf_counter()
-            run(*inputs)
-            if inputs[0].is_cuda:
-                torch.cuda.synchronize()
-            return time.perf_counter() - started
+    def timed(self, run: Lowered, rows: int) -> float:
+        """Seconds of one forward pass of ``rows`` rows."""
+        return timed(run, self._batch(range(rows)))
+
+    def _batch(self, photographs: range) -> Inputs:
+        """A batch with a row for each of ``photographs``, of which there are as many as one asks for."""
+        chosen = [self._rows[i % len(self._rows)] for i in photographs]
+        return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
+
+
+def timed(run: Lowered, inputs: Inputs) -> float:
+    """Seconds of one forward pass."""
+    device = inputs[0].device
+    with torch.inference_mode():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run(*inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
 
 
 def example_rows(

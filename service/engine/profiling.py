@@ -12,7 +12,7 @@ import torch
 from fxcore.extractor import Extractor
 from fxcore.photos import check_rows, photos
 from fxcore.profile import Profile, Profiler
-from service.engine.checks import Inputs, Reference
+from service.engine.checks import Inputs, timed
 from service.engine.tiers import int8_graph
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) 
     taken = []
     for run in range(1 + PROFILE_RUNS):
         await asyncio.wrap_future(queue.errand(lambda counts=run > 0: profiler.run(counts=counts)))  # type: ignore[misc]
-        seconds = await asyncio.wrap_future(queue.errand(lambda: Reference.timed(serving, inputs)))
+        seconds = await asyncio.wrap_future(queue.errand(lambda: timed(serving, inputs)))
         taken += [1000 * seconds] if run else []
     precision = "int8" if int8 is not None else str(extractor.dtype).removeprefix("torch.")
     return Measured(profiler.result(), precision, backend, statistics.median(taken))

@@ -209,7 +209,7 @@ class Tiers:
         known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
-            now.take(await self._on_worker(reference.compare, lowered, reference.repeated(1)), reference.precision)
+            now.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
             if now.agrees:
                 for one, before in zip((own, candidate), known, strict=True):
                     one.recall(before)
@@ -224,17 +224,17 @@ class Tiers:
         return faster
 
     async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
-        for inputs in reference.batches():
-            found = await self._on_worker(reference.compare, lowered, inputs)
+        for photographs in reference.batches():
+            found = await self._on_worker(reference.compare, lowered, photographs)
             candidate.take(found, reference.precision)
         candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
 
     async def _warmed(self, reference: Reference, lowered: Lowered) -> None:
         """Run each size of batch once that does not take long, so that few requests wait for a first time."""
-        single = await self._on_worker(reference.timed, lowered, reference.repeated(1))
+        single = await self._on_worker(reference.timed, lowered, 1)
         for rows in range(2, self._settings.max_batch + 1):
             if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
-                await self._on_worker(reference.timed, lowered, reference.repeated(rows))
+                await self._on_worker(reference.timed, lowered, rows)
 
     async def _tried(
         self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
@@ -247,10 +247,9 @@ class Tiers:
                 rows = self._settings.max_batch
                 while rows > 2 and rows * single > _TRIAL_SECONDS:
                     rows //= 2
-            inputs = reference.repeated(rows)
             for _ in range(_ROUNDS):
                 for run, one in ((eager, own), (lowered, candidate)):
-                    one.time(rows, await self._on_worker(reference.timed, run, inputs))
+                    one.time(rows, await self._on_worker(reference.timed, run, rows))
                 if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
                     break
         return candidate.judge(own)

@@ -63,7 +63,7 @@ def start(
         with monkeypatch.context() as patch:
             patch.setitem(BACKENDS, "openvino", Twin(error))
             patch.setattr(Reference, "compare", counted)
-            patch.setattr(Reference, "timed", staticmethod(lambda run, x: 1.0 if isinstance(run, EagerModule) else 0.5))
+            patch.setattr(Reference, "timed", lambda self, run, rows: 1.0 if isinstance(run, EagerModule) else 0.5)
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
                 record = await built(running, backend="auto")
                 await running.features(record, jpegs)
