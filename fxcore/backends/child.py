@@ -52,6 +52,8 @@ def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder
     torch.set_num_threads(job["threads"])  # is written into the generated code
     options = {"freezing": True}
     if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = job["tf32"]
         options |= {"max_autotune": True}
     program = exported(module.to(device), tuple(x.to(device) for x in example))
     with torch.no_grad():

@@ -1,7 +1,10 @@
 """CUDA graphs: a forward pass recorded once per batch size and replayed as one launch.
 
-A graph is recorded for the powers of two up to ``LARGEST`` rows; other batches are padded to the next. What is larger,
-or has another image size than the example, runs eagerly.
+A graph is recorded for some sizes up to ``LARGEST`` rows (:func:`recorded_size`), each at its first use; other batches
+are padded to the next. What is larger, or has another image size than the example, runs eagerly.
+
+Recording disturbs, and is disturbed by, whoever else synchronises the device or records meanwhile: one thread calls
+all graphs of a process.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.base import Inputs, Options, lowering
+from fxcore.backends.base import Inputs, Options, lowering, storages_of
 from fxcore.backends.eager import EagerModule
 
 LARGEST = 64
@@ -30,25 +33,24 @@ class CudaGraphs:
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> GraphedModule:
         with lowering(self.name):
-            lowered = GraphedModule(EagerModule(module), example)
-            lowered(*(x[:1] for x in example))
-            return lowered
+            return GraphedModule(EagerModule(module), example)
 
 
 class GraphedModule:
-    """A :class:`~fxcore.backends.base.Lowered` that replays recorded passes; each size is recorded at its first use."""
+    """A :class:`~fxcore.backends.base.Lowered` that replays recorded passes."""
 
     def __init__(self, eager: EagerModule, example: Inputs) -> None:
         self._eager = eager
         self._row = [(tuple(x.shape[1:]), x.dtype) for x in example]
         self._graphs: dict[int, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         rows = inputs[0].shape[0]
         if rows > LARGEST or [(tuple(x.shape[1:]), x.dtype) for x in inputs] != self._row:
             return self._eager(*inputs)
-        size = 1 << (rows - 1).bit_length()
+        size = recorded_size(rows)
         if size not in self._graphs:
             self._graphs[size] = self._recorded(size, inputs[0].device)
         graph, static, outputs = self._graphs[size]
@@ -59,7 +61,8 @@ class GraphedModule:
         return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
-        return self._eager.storages()
+        inputs = [place for _, static, _ in self._graphs.values() for place in static]
+        return self._eager.storages() | storages_of(inputs) | {id(self): self._pool_bytes}
 
     def _recorded(self, size: int, device: torch.device) -> Recorded:
         static = [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self._row]
@@ -73,4 +76,12 @@ class GraphedModule:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = self._eager(*static)
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        self._pool_bytes = sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._pool)
         return graph, static, outputs
+
+
+def recorded_size(rows: int) -> int:
+    """The smallest power of two, or three times one, that holds ``rows`` rows; at most a third of it is padding."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if rows <= power * 3 // 4 else power

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from service.engine.own_models import register_models
 from service.engine.preload import preload_spec
 from service.engine.profiling import Measured, profiled
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with, in_pool, switch_often
+from service.engine.threads import compute_on, compute_with, in_pool, switch_often
 from service.engine.tiers import Tiers
 from service.engine.unfinished import Unfinished
 from service.engine.worker import DeviceWorker
@@ -72,7 +73,7 @@ class Engine:
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self._decoders = Decoders(settings.decode_threads)
         self._encoders = ThreadPoolExecutor(settings.encode_threads, "fxserve-encode", compute_with, (1,))
-        self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_with, (1,))
+        self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_on, (self.device, 1))
         # Reading headers decides over admission and must not wait behind what was admitted.
         self._intake = ThreadPoolExecutor(1, "fxserve-intake", compute_with, (1,))
         self._models = ModelStore(self.device, settings.weights_dir, self._builders)
@@ -99,6 +100,8 @@ class Engine:
         keep_together()
         switch_often()
         collect_rarely()
+        if self.device.type == "cuda":
+            torch.backends.cudnn.allow_tf32 = False  # float32 means it, in convolutions as torch has it elsewhere
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, tidy)
         self._worker.start()
@@ -154,12 +157,16 @@ class Engine:
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":
-            name = str(self.device)
-            free, total = torch.cuda.mem_get_info(self.device)
-            metrics.gpu_memory_allocated_bytes.labels(name).set(torch.cuda.memory_allocated(self.device))
-            metrics.gpu_memory_reserved_bytes.labels(name).set(torch.cuda.memory_reserved(self.device))
-            metrics.gpu_memory_used_bytes.labels(name).set(total - free)
-            metrics.gpu_memory_total_bytes.labels(name).set(total)
+            with suppress(RuntimeError):  # a lost device does not say, and that it is lost must still be told
+                self._sample_gpu()
+
+    def _sample_gpu(self) -> None:
+        metrics, name = self.metrics, str(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        metrics.gpu_memory_allocated_bytes.labels(name).set(torch.cuda.memory_allocated(self.device))
+        metrics.gpu_memory_reserved_bytes.labels(name).set(torch.cuda.memory_reserved(self.device))
+        metrics.gpu_memory_used_bytes.labels(name).set(total - free)
+        metrics.gpu_memory_total_bytes.labels(name).set(total)
 
     async def extractor(
         self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True
@@ -361,8 +368,11 @@ def pick_device(asked: str) -> torch.device:
         ValueError: it is not on this machine.
     """
     if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise ValueError(f"device {asked!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", index)

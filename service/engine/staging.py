@@ -63,7 +63,8 @@ class Staging:
         wanted = dtype if rows.is_floating_point() else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
-        return rows.to(self._device, wanted, non_blocking=True)
+        # Both at once, a copy to CUDA first makes one in pageable memory, in another order.
+        return rows.to(self._device, non_blocking=True).to(wanted)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """One tensor of several; a single one is handed on as it is."""

@@ -33,7 +33,7 @@ from service.engine.errors import BackendRefused, EngineError
 from service.engine.guarded import OneSize, Plain, Swapped
 from service.engine.memory import tidy
 from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_with, in_pool
+from service.engine.threads import compute_on, in_pool
 from service.engine.verdicts import Verdicts
 from service.settings import Settings
 
@@ -80,8 +80,8 @@ class Tiers:
         self._verdicts = Verdicts(settings)
         self._cancelled = threading.Event()
         # What somebody waits for does not queue behind what nobody does.
-        self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_with, (1,))
-        self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_with, (1,))
+        self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_on, (device, 1))
+        self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_on, (device, 1))
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
 
     def close(self) -> None:

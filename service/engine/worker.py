@@ -21,7 +21,7 @@ from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
 from service.engine.staging import Staging
-from service.engine.threads import alone, compute_with
+from service.engine.threads import alone, compute_on
 from service.metrics import Metrics
 
 log = logging.getLogger("fxserve.worker")
@@ -31,7 +31,8 @@ _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Ne
 
 _FULL_COLLECTION_EVERY = 10.0
 
-_CPU_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+# What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
 class DeviceWorker:
@@ -88,7 +89,7 @@ class DeviceWorker:
 
     def _main(self) -> None:
         try:
-            compute_with(self._threads)
+            compute_on(self.device, self._threads)
             self._work()
         except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
             log.exception("the device worker died")
@@ -157,7 +158,7 @@ class DeviceWorker:
         try:
             self._compute(items)
         except _DEVICE_LOST as lost:
-            if not _is_out_of_memory(lost):
+            if not _is_out_of_memory(lost) and not self._answers():
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
@@ -181,6 +182,15 @@ class DeviceWorker:
             return
         for half in halves:
             self._serve(half)
+
+    def _answers(self) -> bool:
+        """Whether the device can be used after an error of it, which some, as of a kernel that was not started, leave
+        as it was."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception:
+            return False
+        return True
 
     def _free(self) -> None:
         """Free what can be. A full collection takes a third of a second, so a batch full of rows that do not fit must
@@ -269,8 +279,11 @@ def _split(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 
 def _on_cpu(values: Tensor) -> Tensor:
-    """``values.cpu()``, which gives the interpreter's lock away even where there is nothing to do."""
-    return values.cpu() if values.device.type != "cpu" else values
+    """``values.cpu()``, which gives the interpreter's lock away even where there is nothing to do.
+
+    What comes from a device was put into the order of an answer there, many times faster than it would be here.
+    """
+    return values.contiguous().cpu() if values.device.type != "cpu" else values
 
 
 def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
@@ -298,7 +311,7 @@ def _rows(items: Sequence[Item]) -> int:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _CPU_OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:

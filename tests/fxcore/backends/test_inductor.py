@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fxcore.backends import BACKENDS, Options, faster_than_eager
+from fxcore.backends.cudagraphs import recorded_size
 from fxcore.verify import verify
 from tests.fxcore.backends.conftest import Build
 
@@ -45,3 +46,8 @@ def test_cuda_graphs(extractor: Build, batch: torch.Tensor) -> None:
     lowered = BACKENDS["cudagraphs"].lower(module, (x[:2],), Options(device=torch.device("cuda")))
     for inputs in (x[:1], x[:3], x, x[:1, :, :160, :160]):
         assert verify(module, lowered, inputs).relative < 1e-4
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16)])
+def test_sizes_that_cuda_graphs_are_recorded_for(rows: int, size: int) -> None:
+    assert recorded_size(rows) == size

@@ -121,7 +121,12 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+    ],
 )
 async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Exception) -> None:
     async with engine() as running:
@@ -204,6 +209,26 @@ async def test_a_lost_device_is_told_to_everyone(engine: MakeEngine, monkeypatch
         assert not ready
         assert "illegal memory access" in why
         assert running.admission.requests == 0
+
+
+async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA reports a kernel that it could not start in the same way as an illegal access."""
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)  # that it answers
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+
+        def fault(batch: torch.Tensor) -> None:
+            if POISON in marks(batch):
+                raise torch.AcceleratorError("CUDA error: invalid configuration argument")
+
+        watched.fault = fault
+        with pytest.raises(ComputeFailed, match="invalid configuration argument"):
+            await running.features(record, tensors(POISON))
+        assert (await running.features(record, tensors(0))).images == 1
+        assert running.readiness()[0]
 
 
 async def test_admission_counts_requests(engine: MakeEngine) -> None:
