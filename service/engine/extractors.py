@@ -172,7 +172,7 @@ class Extractors:
             UnknownExtractor: there is none of that id or name.
         """
         record = self.find(id_or_name)
-        empty = {"extractor": None, "transformed": None, "run": None, "tier": None, "build": None, "held": None}
+        empty = {"extractor": None, "run": None, "tier": None, "build": None, "held": None}
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         if not any(other.run is not None or other.build is not None for other in others):
@@ -280,8 +280,9 @@ class Extractors:
                 record.dtype,
             )
             if record.spec.transforms:
-                record.transformed = await in_pool(self._pool, transformed, record, extractor, steps(record.spec))
-                extractor = record.transformed.extractor
+                extractor, record.transformed = await in_pool(
+                    self._pool, transformed, record, extractor, steps(record.spec)
+                )
             record.outputs = extractor.outputs
             record.extractor = extractor
             await self._tiers.first(record, extractor, self._pool)
@@ -316,7 +317,6 @@ class Extractors:
         if record.run is not None:
             self._evictions.labels("extractor", "memory_budget").inc()
         record.extractor = record.held = None
-        record.transformed = None
         record.run = None
         record.tier = None
         record.images = 0

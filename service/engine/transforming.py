@@ -100,11 +100,11 @@ def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocess
 
 @dataclass(frozen=True)
 class Transformed:
-    """An extractor after its transforms, and how far it is from what it was on a photograph."""
+    """What transforms did to an extractor, and how far it is from what it was on a photograph."""
 
-    extractor: Extractor
     applied: Sequence[Applied]
     found: Verification
+    precision: str
 
     def checks(self, backend: Mapping[str, Any] | None) -> dict[str, Any]:
         """For ``checks`` of an extractor whose backend was found to be this far from the transformed module."""
@@ -114,14 +114,14 @@ class Transformed:
             **self.found.as_dict(),
         }
         errors = {
-            "reference": "eager float32",
+            "reference": f"eager {self.precision}",
             "max_abs_error": self.found.max_abs,
             "max_rel_error": self.found.relative,
         }
         return {**(errors if backend is None else backend), "transforms": own}
 
 
-def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[Step]) -> Transformed:
+def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[Step]) -> tuple[Extractor, Transformed]:
     """Apply ``wanted`` in order and compare with ``extractor``, which stays as it is. Not for the event loop.
 
     Raises:
@@ -166,4 +166,5 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
                 node=output.node,
                 max_rel_error=error if math.isfinite(error) else None,
             )
-    return Transformed(replace(extractor, module=module), applied(module), found)
+    precision = str(record.dtype).removeprefix("torch.")
+    return replace(extractor, module=module), Transformed(applied(module), found, precision)

@@ -132,6 +132,13 @@ def test_a_transform_that_changes_values_is_served_and_said(client):
     assert detail["state"] == "ready", detail
     assert detail["checks"]["max_rel_error"] > 1e-3
     assert detail["checks"]["transforms"]["allclose"] is False
+    assert client.post(f"/v2/repository/models/{detail['id']}/unload").status_code == 200
+    assert client.get(f"/v1/extractors/{detail['id']}").json()["checks"] == detail["checks"]  # nothing is exact now
+
+
+def test_what_half_precision_is_compared_with_is_named(client):
+    made = client.post("/v1/extractors", json=spec("fuse_conv_bn", precision="bfloat16"))
+    assert made.json()["checks"]["reference"] == "eager bfloat16", made.text
 
 
 @pytest.mark.parametrize(
