@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         assert checks["max_rel_error"] == (openvino if swapped else eager)["max_rel_error"]
         after = await running.features(record, jpegs)
         assert far(after.outputs, before.outputs) < 1e-4
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+async def test_inductor_serves_images_and_tensors_alike(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
+    """Images come with channels last, tensors with channels first, and a batch of either is compiled code's input."""
+    async with engine(cache_dir=cache) as running:
+        eager = await built(running, "resnet18", ("relu",), backend="eager")
+        record, _ = await running.extractor(spec("resnet18", ("relu",), backend="inductor"), 300)
+        assert record.state == "ready", record.problem
+        for batch in (jpegs, jpegs[:1], {"x": torch.randn(2, 3, 224, 224)}, {"x": torch.randn(1, 3, 96, 128)}):
+            expected = await running.features(eager, batch)
+            assert far((await running.features(record, batch)).outputs, expected.outputs) < 1e-4
 
 
 async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
