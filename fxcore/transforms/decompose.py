@@ -74,9 +74,9 @@ def decompose(
             if name is None:
                 continue
             built_in = RULES[name]
-            rewrite(module.graph, node, lambda call, args, kwargs, r=built_in: r(args[0] if args else kwargs["input"]))  # type: ignore[misc]
+            rewrite(module, node, lambda call, args, kwargs, r=built_in: r(args[0] if args else kwargs["input"]))  # type: ignore[misc]
         else:
-            rewrite(module.graph, node, lambda call, args, kwargs, r=rule: r(*args, **kwargs))  # type: ignore[misc]
+            rewrite(module, node, lambda call, args, kwargs, r=rule: r(*args, **kwargs))  # type: ignore[misc]
         count += 1
     return count
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.transforms.base import PATH, CannotTransform, add, erase_dead, find_node, public_name, transform
-from fxcore.transforms.replace import named_function
+from fxcore.transforms.replace import named_function, stop_writing
 
 
 @transform
@@ -64,7 +64,8 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
 
     ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never.
-    The node's name goes to what it returns, and so do the outputs that return it.
+    The node's name goes to what it returns, and so do the outputs that return it. An ``f`` that works in place gets a
+    copy of itself that does not: what it overwrote is read no more, but what ``wrapper`` returns.
 
     >>> import torch
     >>> from torch import fx
@@ -75,7 +76,7 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     found = find_node(module, node, "wrap")
     if found.op in ("placeholder", "get_attr"):
         raise CannotTransform(f"{node!r} calls nothing that could be wrapped", transform="wrap", node=node)
-    rewrite(module.graph, found, lambda call, args, kwargs: wrapper(call, *args, **kwargs))
+    rewrite(module, found, lambda call, args, kwargs: wrapper(call, *args, **kwargs))
     return 1
 
 
@@ -83,13 +84,15 @@ Call = Callable[..., fx.Proxy]
 
 
 def rewrite(
-    graph: fx.Graph, node: fx.Node, with_what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+    module: fx.GraphModule, node: fx.Node, with_what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 ) -> fx.Node:
     """Retrace ``node``: run ``with_what(call, args, kwargs)`` on proxies of its arguments and let the result stand in.
 
-    ``call`` makes the node's own call, with whatever arguments. The result has the node's name; what else comes into
-    being has names below it.
+    ``call`` makes the node's own call, with whatever arguments, and never in place: whoever read what the node
+    overwrote reads the result. The result has the node's name; what else comes into being has names below it.
     """
+    stop_writing(module, node)
+    graph = module.graph
     tracer = fx.proxy.GraphAppendingTracer(graph)
     before = set(graph.nodes)
 

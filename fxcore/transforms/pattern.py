@@ -16,6 +16,7 @@ from fxcore.errors import FxError
 from fxcore.tracing import trace_function
 from fxcore.transforms.base import transform
 from fxcore.transforms.insert import rewrite
+from fxcore.transforms.replace import overwritten, stop_writing
 
 
 class BadPattern(FxError):
@@ -103,7 +104,7 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
         if anchor._erased or anchor.op == "output":
             continue
         match = _Match()
-        if not _fits(module, last, anchor, match) or not _closed(match, anchor):
+        if not _fits(module, last, anchor, match) or not _closed(module, match, anchor):
             continue
         _replace(module, anchor, match, wildcards, replacement)
         count += 1
@@ -147,16 +148,23 @@ def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> boo
     )
 
 
-def _closed(match: _Match, anchor: fx.Node) -> bool:
-    """Whether nothing outside reads what is computed inside."""
+def _closed(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
+    """Whether nothing outside reads what is computed inside, or overwritten by what is."""
     inside = set(match.nodes.values())
-    return all(user in inside for n in inside if n is not anchor for user in n.users)
+    for node in inside - {anchor}:
+        written = overwritten(module, node)
+        after = [user for user in written.users if user > node] if written is not None else []
+        if not inside.issuperset((*node.users, *after)):
+            return False
+    return True
 
 
 def _replace(
     module: fx.GraphModule, anchor: fx.Node, match: _Match, wildcards: list[fx.Node], replacement: Callable[..., Any]
 ) -> None:
     named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
+    for node in match.nodes.values():
+        stop_writing(module, node)
     tracer = fx.proxy.GraphAppendingTracer(module.graph)
 
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:
@@ -173,4 +181,4 @@ def _replace(
         proxies = [fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for v in values]
         return replacement(*proxies, **{name: again(node) for name, node in named.items()})
 
-    rewrite(module.graph, anchor, make)
+    rewrite(module, anchor, make)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, transform
+from fxcore.transforms.out_of_place import _make_pure, _pure_module, _redirect_later_uses, mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
     for node in list(module.graph.nodes):
         if not is_activation(module, node, old):
             continue
+        stop_writing(module, node)
         with module.graph.inserting_before(node):
             made = module.graph.call_function(function, (source_of(node),))
         made.meta = dict(node.meta)
@@ -167,6 +169,26 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
         erase_dead(module.graph, node)
         count += 1
     return count
+
+
+def stop_writing(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let ``node``, if it works in place, leave its input as it is, so that it can be replaced: whoever read the
+    overwritten value reads the node's."""
+    base = overwritten(module, node)
+    if base is None:
+        return
+    _redirect_later_uses(module.graph, base, node)
+    if node.op == "call_module":
+        target = str(node.target)
+        node.target = add(module, target, _pure_module(module.get_submodule(target)))
+    else:
+        _make_pure(node)
+
+
+def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The node whose value ``node`` overwrites, or None."""
+    called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
+    return mutated_argument(node, called)
 
 
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:

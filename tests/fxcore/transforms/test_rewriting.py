@@ -222,6 +222,83 @@ def test_activations(new: str) -> None:
     assert torch.allclose(changed(x), 4 * ACTIVATIONS[new](x), atol=1e-6)
 
 
+# what works in place
+
+
+class Overwriting(nn.Module):
+    """Everything that it returns is read after it has been overwritten."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x - 0.5
+        z = self.activation(y)
+        return y, z + y
+
+
+IN_PLACE = {
+    "module": nn.ReLU(inplace=True),
+    "function": lambda x: F.relu(x, inplace=True),
+    "underscored function": torch.relu_,
+    "method": lambda x: x.relu_(),
+}
+
+
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_was_written_in_place_is_read_from_what_replaces_it(activation: Callable[[Tensor], Tensor]) -> None:
+    model = Overwriting(activation)
+    module = traced(model)
+    x = torch.randn(50)
+    relu = model(x)
+    assert torch.equal(relu[1], 2 * relu[0])  # overwritten indeed
+    assert verify(model, decompose(module), x).allclose
+    anything = op(nn.ReLU, F.relu, torch.relu_, "relu_", name="f")
+    wanted = Overwriting(lambda v: v.copy_(torch.tanh(v)))
+    for changed in (
+        replace_activation(module, old="relu", new="tanh"),
+        replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)),
+    ):
+        assert applied(changed)[-1].changes == 1
+        assert verify(wanted, changed, x).allclose
+
+
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_wrapped_call_overwrites_nothing_but_by_what_its_wrapper_returns(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    module = traced(Overwriting(activation))
+    node = paths(module)[-2]
+    x = torch.randn(50)
+    wanted = Overwriting(lambda v: v.copy_(v.relu() - (-v).relu() * 3))
+    assert verify(wanted, wrap(module, node, lambda call, v: call(v) - call(-v) * 3), x).allclose
+    # The original's module still works in place.
+    assert verify(Overwriting(activation), module, x).max_abs == 0
+
+
+def test_a_match_that_writes_what_others_read_stays() -> None:
+    class Written(nn.Module):
+        def __init__(self, both: bool) -> None:
+            super().__init__()
+            self.both = both
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = x - 0.5
+            z = y.relu_() * 2
+            return (z, y) if self.both else (z,)
+
+    def twice(a: Tensor) -> Tensor:
+        return op("relu_", name="relu")(a) * 2
+
+    x = torch.randn(50)
+    kept = replace_pattern(traced(Written(True)), twice, lambda a, relu: relu(a) + a)
+    assert applied(kept)[-1].changes == 0
+    assert verify(Written(True), kept, x).max_abs == 0
+    alone = replace_pattern(traced(Written(False)), twice, lambda a, relu: relu(a) + a)
+    assert verify(lambda v: ((v - 0.5).relu() + v - 0.5,), alone, x).allclose
+
+
 # insertion
 
 
