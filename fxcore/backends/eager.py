@@ -168,7 +168,9 @@ def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
     with _guard:
         known = _folds.setdefault(first, [])
         for other, made in known:
-            if (other() if other is not None else None) is norm and (fold := made()) is not None:
+            # A batch norm that has been collected is not the same as none.
+            same = other is None if norm is None else other is not None and other() is norm
+            if same and (fold := made()) is not None:
                 return fold
         fold = None
         if isinstance(first, nn.Sequential):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import fx, nn
@@ -51,6 +54,21 @@ def test_what_is_folded_is_shared(extractor: Build) -> None:
         together |= one.storages()
     largest = max(sum(one.storages().values()) for one in many)
     assert 40e6 < largest <= sum(together.values()) < 1.01 * largest
+
+
+def test_what_was_folded_with_a_batch_norm_that_is_gone_is_not_the_convolution_alone() -> None:
+    conv = nn.Conv2d(3, 4, 1).eval()
+    with_norm = fx.symbolic_trace(nn.Sequential(conv, nn.BatchNorm2d(4)).eval())
+    norm = with_norm.get_submodule("1")
+    norm.running_mean.fill_(3)
+    gone = weakref.ref(norm)
+    x = torch.randn(2, 3, 5, 5)
+    lowered = EagerModule(with_norm)
+    assert torch.allclose(lowered(x), conv(x) - 3, atol=1e-4)
+    del with_norm, norm
+    gc.collect()
+    assert gone() is None
+    assert torch.allclose(EagerModule(fx.symbolic_trace(nn.Sequential(conv)))(x), conv(x), atol=1e-5)
 
 
 def test_activations_work_in_place_where_nobody_sees_it(extractor: Build) -> None:
