@@ -22,9 +22,10 @@ NORMALIZED = "normalization"
 
 
 def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """``(images - mean) / std`` per channel, channels in dimension 1."""
+    """``(images - mean) / std`` per channel, channels in dimension 1; in half precision where the images are."""
     shape = (1, -1, *[1] * (images.ndim - 2))
-    return (images - mean.view(shape)) / std.view(shape)
+    made = (images - mean.view(shape)) / std.view(shape)
+    return made.to(images.dtype) if images.is_floating_point() else made
 
 
 def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:

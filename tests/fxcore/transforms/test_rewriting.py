@@ -152,6 +152,25 @@ def test_returned_images_stay_normalised() -> None:
     assert found.relative < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_normalised_images_stay_in_half_precision(dtype: torch.dtype) -> None:
+    """GoogLeNet's own transform of its input reads the images before any convolution does."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(torch.cat([x[:, 1:], x[:, :1] * 0.5], 1))
+
+    model = Sliced().to(dtype)
+    image = torch.rand(2, 3, 8, 8, dtype=dtype)
+    folded = fold_normalization(traced(model), mean=[0.5] * 3, std=[0.25] * 3)
+    # Both round once: dividing by a power of two rounds nothing.
+    assert torch.equal(folded(image), model((image - 0.5) / 0.25))
+
+
 def test_bad_normalisations_are_refused() -> None:
     module = traced(nn.Sequential(nn.Conv2d(3, 4, 3)))
     for mean, std in (([0.5], [0.0]), ([0.5, 0.5], [1.0]), ([], [])):
