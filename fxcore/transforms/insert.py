@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxcore.transforms.base import PATH, CannotTransform, add, erase_dead, find_node, public_name, transform
 from fxcore.transforms.replace import named_function, stop_writing
@@ -80,6 +81,21 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     return 1
 
 
+class Appending(fx.proxy.GraphAppendingTracer):
+    """Records what is done to proxies in a module's graph; other tensors become buffers of the module."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module.graph)
+        self.module = module
+
+    def create_arg(self, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return super().create_arg(a)
+        own = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        known = next((path for path, tensor in own if tensor is a), None)
+        return self.graph.get_attr(known or add(self.module, "constant", a))
+
+
 Call = Callable[..., fx.Proxy]
 
 
@@ -93,7 +109,7 @@ def rewrite(
     """
     stop_writing(module, node)
     graph = module.graph
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = Appending(module)
     before = set(graph.nodes)
 
     def proxies(arguments: Any) -> Any:
@@ -109,7 +125,7 @@ def rewrite(
         raise CannotTransform(
             f"the rewriting of {path!r} must return what it computes from its arguments", transform="rewrite", node=path
         )
-    fresh = [n for n in graph.nodes if n not in before]
+    fresh = [n for n in graph.nodes if n not in before and n.op != "get_attr"]
     for made in fresh:
         made.meta.setdefault(PATH, f"{path}.{made.name}")
     if result.node in fresh:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from fxcore.errors import FxError
 from fxcore.tracing import trace_function
 from fxcore.transforms.base import transform
-from fxcore.transforms.insert import rewrite
+from fxcore.transforms.insert import Appending, rewrite
 from fxcore.transforms.replace import overwritten, stop_writing
 
 
@@ -165,7 +165,7 @@ def _replace(
     named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
     for node in match.nodes.values():
         stop_writing(module, node)
-    tracer = fx.proxy.GraphAppendingTracer(module.graph)
+    tracer = Appending(module)
 
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:
         def call(*args: Any, **kwargs: Any) -> fx.Proxy:

@@ -345,6 +345,36 @@ def test_wrapping() -> None:
     assert paths(wrapped)[-2:] == ["0", "1"]
 
 
+def test_tensors_that_are_no_part_of_the_model_become_buffers() -> None:
+    """In a wrapper, a rule and a replacement; one tensor is one buffer, and a parameter of the model's stays that."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.exp(x * self.scale) + torch.exp(-x)
+
+    model = Net()
+    module = traced(model)
+    table = torch.tensor([5.0, 7.0])
+    x = torch.randn(4, 2)
+    a, b = torch.exp(x * model.scale), torch.exp(-x)
+    wrapped = wrap(module, "exp", lambda f, v: f(v) * table + model.scale)
+    assert torch.equal(wrapped(x), a * table + model.scale + b)
+    assert wrapped.state_dict().keys() == {"scale", "constant"}
+    assert paths(wrapped) == ["x", "scale", "mul", "exp.exp_2", "exp.mul_1", "exp", "neg", "exp_1", "add"]
+    ruled = decompose(module, [], rules={torch.exp: lambda v: torch.pow(table, v)})
+    assert torch.equal(ruled(x), torch.pow(table, x * model.scale) + torch.pow(table, -x))
+    assert ruled.state_dict().keys() == {"scale", "constant"}
+    replaced = replace_pattern(module, lambda v: op(torch.exp, name="f")(v), lambda v, f: f(v).where(v > table, table))
+    assert torch.equal(replaced(x), a.where(x * model.scale > table, table) + b.where(-x > table, table))
+    # One more beside those that are there already.
+    again = wrap(wrapped, "exp_1", lambda f, v: f(v) - torch.tensor(1.0))
+    assert torch.equal(again(x), a * table + model.scale + (b - 1))
+
+
 # decomposition
 
 
