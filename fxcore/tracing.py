@@ -204,14 +204,14 @@ def trace(
 
 
 def trace_function(function: Callable[..., Any]) -> fx.Graph:
-    """The graph of a plain function of tensors, as torch.fx itself records it.
+    """The graph of a plain function of tensors, recorded as :func:`trace` records models.
 
     Raises:
         NotTraceable: see :func:`trace`.
     """
     with _TRACE_LOCK:
         try:
-            return fx.Tracer().trace(function)
+            return cast(fx.Graph, Tracer(()).trace(function))
         except Exception as error:
             raise explain(error, function, "") from error
 

@@ -15,7 +15,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graphs import ModelGraph
-from fxcore.tracing import names
+from fxcore.tracing import names, trace_function
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -193,6 +193,28 @@ def test_other_threads_in_the_midst_of_a_trace() -> None:
         waiting.go_on.set()
         thread.join()
     assert names(graphs[0]) == ["x", "norm", "add"]
+
+
+def test_other_threads_in_the_midst_of_the_trace_of_a_function() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def function(x: Tensor) -> Tensor:
+        inside.set()
+        go_on.wait(60)
+        return x + 1
+
+    graphs: list[fx.Graph] = []
+    thread = threading.Thread(target=lambda: graphs.append(trace_function(function)))
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    expected = model(x)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        assert torch.equal(model(x), expected)
+    finally:
+        go_on.set()
+        thread.join()
+    assert [n.name for n in graphs[0].nodes] == ["x", "add", "output"]
 
 
 def test_one_trace_at_a_time() -> None:
