@@ -81,7 +81,7 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     many were replaced is said by ``applied(module)[-1].changes``.
 
     Raises:
-        BadPattern: the pattern does not return the result of one operation.
+        BadPattern: the pattern does not return the result of one operation, or holds a tensor.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -98,6 +98,8 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     last = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
     if not isinstance(last, fx.Node) or not last.op.startswith("call_"):
         raise BadPattern("a pattern must return the result of one operation")
+    if any(n.op == "get_attr" for n in graph.nodes):
+        raise BadPattern("a pattern cannot hold a tensor; write an argument in its place, which stands for any value")
     count = 0
     for anchor in list(module.graph.nodes):
         # Where it was part of an earlier match it may be gone.
@@ -133,7 +135,7 @@ def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> boo
         if not wanted.target.fits(module, found) or len(found.args) < len(wanted.args):
             return False
         unspelled = [*found.args[len(wanted.args) :], *(v for k, v in found.kwargs.items() if k not in wanted.kwargs)]
-        if any(isinstance(v, fx.Node) for v in unspelled) or not set(wanted.kwargs) <= set(found.kwargs):
+        if any(map(_has_node, unspelled)) or not set(wanted.kwargs) <= set(found.kwargs):
             return False
     elif (
         wanted.op != found.op
@@ -146,6 +148,13 @@ def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> boo
     return all(_fits(module, w, f, match) for w, f in zip(wanted.args, found.args, strict=False)) and all(
         _fits(module, w, found.kwargs[k], match) for k, w in wanted.kwargs.items()
     )
+
+
+def _has_node(value: Any) -> bool:
+    """Whether a value of the graph is computed, or a container of such."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return bool(found)
 
 
 def _closed(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
@@ -170,15 +179,15 @@ def _replace(
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:
         def call(*args: Any, **kwargs: Any) -> fx.Proxy:
             # Literals that the caller does not give are those of the matched call.
-            rest = [a for a in node.args[len(args) :] if not isinstance(a, fx.Node)]
-            kept = {k: v for k, v in node.kwargs.items() if not isinstance(v, fx.Node)}
+            rest = [a for a in node.args[len(args) :] if not _has_node(a)]
+            kept = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
             return tracer.create_proxy(node.op, node.target, (*args, *rest), {**kept, **kwargs})
 
         return call
 
     def make(call: Any, args: Any, kwargs: Any) -> Any:
         values = [match.bound.get(w) for w in wildcards]
-        proxies = [fx.Proxy(v, tracer) if isinstance(v, fx.Node) else v for v in values]
+        proxies: list[Any] = fx.node.map_arg(values, lambda n: fx.Proxy(n, tracer))  # type: ignore[arg-type,return-value]
         return replacement(*proxies, **{name: again(node) for name, node in named.items()})
 
     rewrite(module, anchor, make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -470,6 +471,34 @@ def test_tapped_inner_values_keep_a_match_away() -> None:
     assert torch.equal(kept(torch.zeros(2))[1], torch.ones(2))
     with pytest.raises(BadPattern):
         replace_pattern(traced(Tapped()), lambda a: a, lambda a: a)
+
+
+def test_a_pattern_holds_no_tensor() -> None:
+    """Whatever the model's own constant is, it would go by the same name."""
+    with pytest.raises(BadPattern, match="tensor"):
+        replace_pattern(traced(Constant()), lambda x: x + torch.arange(4), lambda x: x * 0)
+
+
+def test_arguments_that_hold_computed_values_are_no_literals() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, i: Tensor) -> Tensor:
+            return x[:, i + 1] + x[:, 1:]
+
+    x, i = torch.randn(2, 3), torch.tensor(1)
+    changed = replace_pattern(traced(Net()), lambda a: op(operator.getitem, name="take")(a), lambda a, take: -take(a))
+    assert applied(changed)[-1].changes == 1
+    assert torch.equal(changed(x, i), x[:, 2] - x[:, 1:])
+
+
+def test_a_wildcard_may_be_a_list_of_values() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat([x, y.exp()], 1)
+
+    x, y = torch.randn(2, 2), torch.randn(2, 2)
+    module = traced(Net())
+    changed = replace_pattern(module, lambda xs: op(torch.cat, name="cat")(xs), lambda xs, cat: cat([xs[0].neg(), *xs]))
+    assert torch.equal(changed(x, y), torch.cat([-x, x, y.exp()], 1))
 
 
 def test_a_pass_that_changes_the_outputs_is_stopped() -> None:
