@@ -10,6 +10,7 @@ convolutions along the wrong axis, and rounds in the model's own precision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import add, bare_copy, constant, erase_dead, transform
+from fxcore.transforms.base import PATH, add, bare_copy, constant, erase_dead, public_name, transform
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -50,7 +51,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
     modules (also frozen ones) or as ``F.batch_norm``; batch norms that follow through dropout, identity, or a view that
     keeps batch and channels apart; and pairs inside sequential leaf modules such as ``Conv2dNormActivation``. A
     convolution whose value something else reads, the output included, is left as it is. The fused node takes the batch
-    norm's name.
+    norm's names; the convolution's, whose value there is no more, name nothing.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval())
@@ -71,7 +72,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
         key = (*_identity(convolution), *_identity(node))
         if not _scale_convolution(module, convolution, affine, made, key):
             continue
-        _take_place(module, node, between)
+        take_place(module, node, between)
         count += 1
     return count
 
@@ -337,11 +338,17 @@ def _scale_convolution(
     return True
 
 
-def _take_place(module: fx.GraphModule, norm: fx.Node, way: list[fx.Node]) -> None:
-    """Take ``norm`` out; what it made is now the value of the node before it, which takes its name."""
+def take_place(module: fx.GraphModule, norm: fx.Node, way: Sequence[fx.Node]) -> None:
+    """Take ``norm`` out; what it made is now the value of the node before it, which takes its names.
+
+    The other nodes on the way have values that the original has not, so they go by names below the batch norm's.
+    """
     before, statistics = way[0], norm.all_input_nodes[1:]
     norm.replace_all_uses_with(before, propagate_meta=False)
-    if len(way) == 1:
-        before.meta = dict(norm.meta)
+    before.meta = dict(norm.meta)
     module.graph.erase_node(norm)
+    for node in way[1:]:
+        node.meta[PATH] = f"{public_name(before)}.{node.name}"
+        node._rename(f"{norm.name}_{node.name}")
+    before.name = norm.name
     erase_dead(module.graph, *statistics)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxcore.transforms.base import add, bare_copy, erase_dead, transform
-from fxcore.transforms.fuse_conv_bn import Affine, affine_of
+from fxcore.transforms.base import add, bare_copy, transform
+from fxcore.transforms.fuse_conv_bn import Affine, affine_of, take_place
 
 # Modules that make of [N, C] again [N, C].
 _KEEP_RANK = (
@@ -30,7 +30,8 @@ _KEEP_RANK = (
 def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
     """Fold every batch norm into the linear layer before it, where that layer's output is ``[N, C]``.
 
-    The number of dimensions is known where the graph is annotated, or flattened before; else a pair is left as it is.
+    The fused node takes the batch norm's names. The number of dimensions is known where the graph is annotated, or
+    flattened before; else a pair is left as it is.
 
     Args:
         assume_2d: fuse also where the number of dimensions cannot be seen.
@@ -56,11 +57,7 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
         if key not in made:
             made[key] = add(module, str(linear.target), _fused(called, affine))
         linear.target = made[key]
-        statistics = node.all_input_nodes[1:]
-        node.replace_all_uses_with(linear, propagate_meta=False)
-        linear.meta = dict(node.meta)
-        module.graph.erase_node(node)
-        erase_dead(module.graph, *statistics)
+        take_place(module, node, [linear])
         count += 1
     return count
 

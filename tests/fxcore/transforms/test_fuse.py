@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 
 from fxcore import trace
-from fxcore.transforms import CannotTransform, applied, fuse_conv_bn, fuse_linear_bn
+from fxcore.transforms import CannotTransform, applied, apply_transforms, fuse_conv_bn, fuse_linear_bn, split_at
 from fxcore.verify import verify
 
 
@@ -138,6 +138,22 @@ def test_functions(transposed: bool) -> None:
     assert sum(n.op == "get_attr" for n in fused.graph.nodes) == 2
 
 
+def values(module: fx.GraphModule, x: Tensor) -> dict[str, Tensor]:
+    """What every node of the graph makes, by both of its names."""
+    found: dict[str, Tensor] = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if isinstance(value, Tensor) and n.op != "output":
+                found.update({n.name: value, n.meta["path"]: value})
+            return value
+
+    with torch.no_grad():
+        Watch(module).run(x)
+    return found
+
+
 class Viewed(nn.Module):
     def __init__(self, view: Any, norm: nn.Module) -> None:
         super().__init__()
@@ -166,6 +182,38 @@ MIX = {
 @pytest.mark.parametrize("name", KEEP)
 def test_through_views_that_keep_channels(name: str) -> None:
     check(Viewed(*KEEP[name]), torch.randn(2, 3, 6, 6), changes=1)
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_on_the_way_no_name_has_another_value_than_it_had(name: str) -> None:
+    original = traced(Viewed(*KEEP[name]))
+    fused = fuse_conv_bn(original)
+    x = torch.randn(2, 3, 6, 6)
+    before, after = values(original, x), values(fused, x)
+    assert "norm" in after
+    for key in before.keys() & after.keys():
+        assert torch.allclose(after[key], before[key], atol=1e-5), key
+
+
+def test_names_of_what_is_gone_are_refused() -> None:
+    """Neither by its path nor by its name in the graph: what is there has the batch norm's value."""
+    convolution = traced(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    dense = linear(nn.Flatten())
+    for original, step, gone, norm, x in (
+        (convolution, "fuse_conv_bn", ("0", "_0"), ("1", "_1"), torch.randn(1, 3, 8, 8)),
+        (dense, "fuse_linear_bn", ("1", "_1"), ("2", "_2"), torch.randn(4, 2, 3)),
+    ):
+        seen: dict[str, Tensor] = {}
+        model = original.get_submodule(norm[0])
+        hook = model.register_forward_hook(lambda m, given, made, seen=seen: seen.update(norm=made))  # type: ignore[misc]
+        original(x)
+        hook.remove()
+        for name in gone:
+            with pytest.raises(CannotTransform, match="no node"):
+                apply_transforms(original, [step, {"name": "insert_after", "node": name, "function": "tanh"}])
+        fused = apply_transforms(original, [step])
+        for name in norm:
+            assert torch.allclose(split_at(fused, name).front(x)[-1], seen["norm"], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIX)

@@ -55,8 +55,8 @@ def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(cl
     for key, value in before.items():
         assert np.linalg.norm(after[key] - value) <= 1e-4 * np.linalg.norm(value)
     code = client.get(f"/v1/extractors/{detail['id']}/code").text
-    assert "layer1_0_bn2" not in code
-    assert "layer1_0_bn1" in code
+    assert ".bn2(" not in code
+    assert 'getattr(self.layer1, "0").bn1(' in code
 
 
 def test_int8_on_eager_says_what_each_layer_costs_and_keeps_the_named_ones_in_float(client):
