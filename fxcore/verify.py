@@ -16,12 +16,13 @@ from fxcore.errors import FxError
 
 
 class Incomparable(FxError):
-    """The two modules return different things: other keys, shapes or types; ``output`` names the first."""
+    """The two modules return different things: other keys or shapes, or a tensor on one side only; ``output`` names the
+    first. Types may differ, since it is numbers that are compared."""
 
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """How far one output is from the original.
+    """How far one output is from the original; a complex number counts as two.
 
     Attributes:
         max_abs: the largest difference of two elements.
@@ -94,7 +95,7 @@ def verify(
         runs: how often each is timed, the two in turns; 0 to measure no speed.
 
     Raises:
-        Incomparable: they do not return the same keys and shapes.
+        Incomparable: they do not return the same keys and shapes, or a tensor on one side only.
 
     >>> from torch import nn
     >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
@@ -144,9 +145,8 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
         )
     if expected.numel() == 0:
         return OutputErrors(0.0, 0.0, 1.0, True)
-    a = expected.dequantize() if expected.is_quantized else expected
-    b = value.dequantize() if value.is_quantized else value
-    x, y = a.detach().double().flatten(), b.detach().to(a.device).double().flatten()
+    complex_ = expected.is_complex() or value.is_complex()
+    x, y = _numbers(expected, complex_), _numbers(value, complex_).to(expected.device)
     # Where both are NaN, or both the same infinity, they agree; such elements take no part in the norms.
     agree = (x == y) | (x.isnan() & y.isnan())
     special = agree & ~x.isfinite()
@@ -166,6 +166,12 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
         cosine=cosine,
         allclose=bool((difference <= atol * scale + rtol * x.abs()).all()),
     )
+
+
+def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
+    """Every number of ``tensor`` in double precision; of complex ones, both parts."""
+    plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
+    return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
 
 
 def _speedup(

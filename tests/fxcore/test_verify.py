@@ -72,6 +72,19 @@ def test_zeros_and_nothing() -> None:
     assert json.loads(json.dumps(off.as_dict(), allow_nan=False))["outputs"]["0"]["relative"] is None
 
 
+def test_both_parts_of_complex_numbers_count() -> None:
+    a, b = torch.tensor([3 + 4j, 1 - 2j]), torch.tensor([3 + 3j, 1 - 2j])
+    errors = verify(lambda x: a, lambda x: b, torch.zeros(1)).outputs["0"]
+    assert errors.max_abs == 1
+    assert errors.relative == pytest.approx(abs(1j) / math.sqrt(25 + 5))
+    assert errors.cosine == pytest.approx((9 + 12 + 5) / math.sqrt((25 + 5) * (18 + 5)))
+    assert not errors.allclose
+    # Also where one side lost them, or has them yet to be conjugated.
+    assert verify(lambda x: a, lambda x: a.real, torch.zeros(1)).max_abs == 4
+    assert verify(lambda x: a, lambda x: a.conj().resolve_conj().conj(), torch.zeros(1)).allclose
+    assert verify(lambda x: a, lambda x: a.conj(), torch.zeros(1)).max_abs == 8
+
+
 def test_other_outputs_are_refused() -> None:
     x = torch.ones(3)
     with pytest.raises(Incomparable, match="shape"):
