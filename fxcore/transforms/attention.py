@@ -19,6 +19,8 @@ from torchvision.models.video.swin_transformer import shifted_window_attention_3
 from fxcore.transforms.base import PATH, transform
 
 _MODULE = "module"
+# What nn.MultiheadAttention takes by position after query, key, value and padding.
+_OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
 _MIXES = {"matmul", "einsum", "bmm"}
 
@@ -108,8 +110,9 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     graph = module.graph
     if node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.MultiheadAttention):
         with graph.inserting_after(node):
+            options = dict(zip(_OPTIONS, node.args[4:], strict=False)) | node.kwargs
             both = graph.call_module(
-                str(node.target), node.args, {**node.kwargs, "need_weights": True, "average_attn_weights": False}
+                str(node.target), node.args[:4], {**options, "need_weights": True, "average_attn_weights": False}
             )
         both.meta = {_MODULE: str(node.target)}
         with graph.inserting_after(both):

@@ -79,6 +79,26 @@ def test_multi_head_attention_made_of_its_weights() -> None:
     assert torch.allclose(mixed, seen["encoder.layers.encoder_layer_0.self_attention"][0], atol=1e-6)
 
 
+def test_options_given_by_position() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.attention(x, x, x, None, False, mask)[0]
+
+    _, module = opened(Net().eval())
+    x, mask = torch.randn(2, 5, 8), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    out, weights = attention(x, x, x, attn_mask=mask, average_attn_weights=False)
+    found = module(x, mask)
+    assert torch.allclose(found["out"], out, atol=1e-6)
+    assert torch.equal(found["attention.attention"], weights)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_window_attention_made_of_its_weights(batch: int) -> None:
     """Without a shift a window's weights times its values, projected, is what Swin's attention returns."""
