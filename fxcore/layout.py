@@ -30,6 +30,8 @@ _CHANNELS_FIRST = (
     ops.Conv3dNormActivation,
     ops.SqueezeExcitation,
 )
+# Of these, those that need not have positions.
+_ALSO_NC = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 _FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
 # The longest way from where windows are cut to where they are joined again: MaxViT's attention.
 _DETOUR = 40
@@ -56,7 +58,8 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(module, _CHANNELS_FIRST) or name in _FUNCTIONS_CHANNELS_FIRST:
-        return {3: "NCL", 4: "NCHW", 5: "NCTHW"}.get(value.ndim)
+        known = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
+        return {2: "NC", **known}.get(value.ndim) if isinstance(module, _ALSO_NC) else known.get(value.ndim)
     if value.ndim == 2:
         return "NC" if inputs else None
     source = inputs[0] if inputs else None
