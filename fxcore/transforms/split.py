@@ -64,7 +64,7 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
             f"{node!r} is a parameter; cut after a node that computes something", transform="split_at", node=node
         )
     # Inputs may be used on both sides, and all of them belong to the front.
-    last = max(order[cut], *(order[n] for n in inputs))
+    last = max(order[n] for n in (cut, *inputs))
     behind = [n for n in module.graph.nodes if order[n] > last]
     crossing = [
         n

@@ -51,6 +51,19 @@ def test_sizes_cross_too() -> None:
     assert verify(module, halves, (x, y)).max_abs == 0
 
 
+def test_a_graph_without_inputs() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3))
+
+        def forward(self) -> Tensor:
+            return self.table.exp() + 1
+
+    model = Fixed()
+    assert torch.equal(split_at(traced(model), "exp")(), model())
+
+
 # inversion
 
 
