@@ -177,8 +177,12 @@ def _opened(module: fx.GraphModule) -> fx.GraphModule:
             inner = trace(called, leaf_modules=[_Nothing])
         except NotTraceable:
             continue  # it stays as it is, in float32
-        given = iter(node.args)
-        copies: dict[fx.Node, fx.Node] = {n: next(given) for n in inner.nodes if n.op == "placeholder"}
+        inputs = [n for n in inner.nodes if n.op == "placeholder"]
+        if any(str(n.target).startswith("*") for n in inputs):
+            continue  # several arguments are one node
+        given = dict(zip((n.target for n in inputs), node.args, strict=False)) | node.kwargs
+        # What is not given has a default value.
+        copies: dict[fx.Node, Any] = {n: given.get(n.target, *n.args) for n in inputs}
         with graph.inserting_before(node):
             for n in inner.nodes:
                 if n.op in ("placeholder", "output"):

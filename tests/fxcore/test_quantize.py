@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
+from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import UnknownNode
 from fxcore.photos import calibration_rows
 from fxcore.quantize import CannotQuantize, Inputs, quantize
@@ -121,6 +121,31 @@ def test_the_original_and_other_threads_notice_nothing(small: tuple[Extractor, l
     assert not wrong
     assert all(torch.equal(value, state[key]) for key, value in extractor.module.state_dict().items())
     assert not any(hasattr(m, "qconfig") for m in extractor.module.modules())
+
+
+def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, other: torch.Tensor, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+            return self.conv(x) * scale + other
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = Branch()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.branch(x=x, other=x[:, :1, 1:-1, 1:-1])
+
+    torch.manual_seed(0)
+    model = Net().eval()
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model, leaf_modules=[Branch])).eval(), rows)
+    assert "branch.conv" in {layer.name for layer in found.layers}
+    assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
