@@ -41,8 +41,8 @@ class NodeHealth:
         name: torchvision's name of the node, or its fx name.
         nan, inf: how many elements are.
         largest: the largest finite magnitude.
-        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), of zeros after a ReLU, or
-            beyond what ``limit`` allows, whichever is largest.
+        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1
+            where even one element is beyond what ``limit`` allows.
     """
 
     name: str
@@ -83,8 +83,9 @@ def check_health(
         module: in eval mode, on the inputs' device.
         inputs: positional arguments, or the only one.
         saturation: from which share of saturated elements on a node counts as saturated.
-        limit: magnitudes beyond which an element counts as saturated, such as ``torch.finfo(torch.float16).max`` to
-            learn whether a model can run in half precision; the largest number of the value's own type where not given.
+        limit: magnitude from which on a single element saturates its node, such as ``torch.finfo(torch.float16).max``
+            to learn whether a model can run in half precision; the largest number of the value's own type where not
+            given.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
