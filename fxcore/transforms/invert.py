@@ -175,10 +175,12 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
         inverse, problem = torch.linalg.inv_ex(weight.double())
         if int(problem) != 0:
             raise NotInvertible(f"the weight of {node.target} is singular", transform="invert", node=node.name)
-        made = nn.Linear(module.in_features, module.out_features, device=weight.device, dtype=weight.dtype)
+        biased = module.bias is not None
+        made = nn.Linear(module.in_features, module.out_features, biased, device=weight.device, dtype=weight.dtype)
         made.weight = nn.Parameter(inverse.to(weight.dtype), requires_grad=False)
-        bias = torch.zeros(weight.shape[0]) if module.bias is None else module.bias.detach()
-        made.bias = nn.Parameter(-(inverse @ bias.double()).to(weight.dtype), requires_grad=False)
+        if biased:
+            shift = -(inverse @ module.bias.detach().double())
+            made.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
         target = add(root, f"{str(node.target).replace('.', '_')}_inverse", made)
         return tracer.create_proxy("call_module", target, (value,), {})
     raise NotInvertible(

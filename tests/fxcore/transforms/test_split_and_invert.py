@@ -91,6 +91,14 @@ def test_inverse_of_a_module() -> None:
     assert torch.allclose(invert(module)(module(x)), x, atol=1e-8)
 
 
+def test_a_linear_layer_without_bias_has_an_inverse_without() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+    inverse = invert(traced(model))
+    assert [name.split(".")[-1] for name in inverse.state_dict()] == ["weight"]
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.allclose(inverse(model(x)), x, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     "function", [lambda x: x + x, lambda x: x.relu(), lambda x: x**2, lambda x: x.exp() * x, lambda x: x - x]
 )
