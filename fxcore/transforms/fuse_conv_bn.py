@@ -196,7 +196,7 @@ def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
             continue
         children[name], inner = _fused_sequence(child)
         count += inner
-        if not isinstance(child, (nn.Identity, nn.Dropout)):
+        if type(child) not in (nn.Identity, nn.Dropout):
             last = name
     if not count:
         return module, 0
@@ -261,7 +261,7 @@ def _convolution_arguments(node: fx.Node) -> dict[str, Any]:
 
 def _is_view(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten))
+        return type(module.get_submodule(str(node.target))) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
 

@@ -166,7 +166,7 @@ def _undo_move(name: str, rest: list[Any], kwargs: dict[str, Any], value: Any, n
 
 
 def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: Any, tracer: Any) -> Any:
-    if isinstance(module, (nn.Identity, nn.Dropout)):
+    if type(module) in (nn.Identity, nn.Dropout):
         return value
     if isinstance(module, (nn.Tanh, nn.Sigmoid)):
         return _INVERSES[type(module).__name__.lower()](value)

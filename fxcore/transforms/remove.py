@@ -8,7 +8,17 @@ from torchvision import ops
 
 from fxcore.transforms.base import erase_dead, transform
 
-_DROPOUT_MODULES = (nn.modules.dropout._DropoutNd, ops.StochasticDepth, ops.DropBlock2d, ops.DropBlock3d)
+_DROPOUT_MODULES = {
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    ops.StochasticDepth,
+    ops.DropBlock2d,
+    ops.DropBlock3d,
+}
 _DROPOUT_FUNCTIONS = {
     F.dropout,
     F.dropout1d,
@@ -50,9 +60,9 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
 
 def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity: bool) -> bool:
     if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
-        # nn.Identity may have been subclassed by something that is none.
-        return (dropout and isinstance(called, _DROPOUT_MODULES)) or (identity and type(called) is nn.Identity)
+        kind = type(module.get_submodule(str(node.target)))
+        # Either may have been subclassed by something that does more.
+        return (dropout and kind in _DROPOUT_MODULES) or (identity and kind is nn.Identity)
     if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:
         at = _TRAINING_AT.get(node.target, 2)
         training = node.args[at] if len(node.args) > at else node.kwargs.get("training", True)

@@ -251,6 +251,21 @@ def test_not_across_a_tapped_node(node: str, changes: int) -> None:
     assert found.relative < 1e-5
 
 
+class Doubled(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("whole", [Doubled, nn.Sequential])
+def test_not_through_an_identity_that_is_none(whole: type[nn.Module]) -> None:
+    model = lived(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(), nn.BatchNorm2d(4))))
+    original = fx.GraphModule(model, trace(model, leaf_modules=[whole])).eval()
+    kept = fuse_conv_bn(original)
+    assert applied(kept)[-1].changes == 0
+    x = torch.randn(1, 3, 8, 8)
+    assert verify(model, kept, x).max_abs == 0
+
+
 def test_a_weight_that_is_made_anew_stays() -> None:
     conv = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     check(nn.Sequential(conv, nn.BatchNorm2d(4)), torch.randn(1, 3, 8, 8), changes=0, left=1)

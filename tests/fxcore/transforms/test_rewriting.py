@@ -199,6 +199,16 @@ def test_removal() -> None:
     assert applied(remove(traced(Net()), dropout=False))[-1].changes == 1
 
 
+def test_a_dropout_of_another_kind_stays() -> None:
+    class Always(nn.Dropout):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, self.p, training=True)
+
+    model = nn.Sequential(nn.Dropout(), Always(), nn.AlphaDropout())
+    module = fx.GraphModule(model.eval(), trace(model, leaf_modules=[Always]))
+    assert [n.target for n in remove(module).graph.nodes if n.op == "call_module"] == ["1"]
+
+
 def test_replacement_of_modules_by_class_and_pattern() -> None:
     module = traced(resnet18())
     swapped = replace_module(module, nn.ReLU, lambda old: nn.SiLU())

@@ -107,6 +107,16 @@ def test_what_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
         invert(function)
 
 
+def test_an_identity_that_is_none_has_no_inverse() -> None:
+    class Doubled(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = nn.Sequential(Doubled())
+    with pytest.raises(NotInvertible):
+        invert(fx.GraphModule(model, trace(model, leaf_modules=[Doubled])))
+
+
 def test_singular_layers_have_no_inverse() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight.data.fill_(1)
