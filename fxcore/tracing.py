@@ -203,15 +203,17 @@ def trace(
                 closed[path] = explained.detail.split("; ")[0]
 
 
-def trace_function(function: Callable[..., Any]) -> fx.Graph:
-    """The graph of a plain function of tensors, recorded as :func:`trace` records models.
+def trace_function(function: Callable[..., Any]) -> tuple[fx.Graph, nn.Module]:
+    """The graph of a plain function of tensors, recorded as :func:`trace` records models, and a module that holds the
+    tensors that the function brings.
 
     Raises:
         NotTraceable: see :func:`trace`.
     """
     with _TRACE_LOCK:
         try:
-            return cast(fx.Graph, Tracer(()).trace(function))
+            tracer = Tracer(())
+            return tracer.trace(function), tracer.root
         except Exception as error:
             raise explain(error, function, "") from error
 

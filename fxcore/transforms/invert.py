@@ -58,7 +58,11 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphMod
     >>> round(float(inverse(torch.exp(torch.tensor(7.0)))), 4)
     3.0
     """
-    module = function if isinstance(function, fx.GraphModule) else fx.GraphModule(nn.Module(), trace_function(function))
+    if isinstance(function, fx.GraphModule):
+        module = function
+    else:
+        graph, holder = trace_function(function)
+        module = fx.GraphModule(holder, graph)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     node = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
     if len(inputs) != 1 or not isinstance(node, fx.Node):

@@ -204,7 +204,7 @@ def test_other_threads_in_the_midst_of_the_trace_of_a_function() -> None:
         return x + 1
 
     graphs: list[fx.Graph] = []
-    thread = threading.Thread(target=lambda: graphs.append(trace_function(function)))
+    thread = threading.Thread(target=lambda: graphs.append(trace_function(function)[0]))
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     expected = model(x)
     thread.start()

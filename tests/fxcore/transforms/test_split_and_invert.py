@@ -76,6 +76,7 @@ def test_a_graph_without_inputs() -> None:
         lambda x: (x.permute(1, 0).flip(0) ** 3).roll(1, 0),
         lambda x: 2.0**x,
         lambda x: torch.sigmoid(x.neg()),
+        lambda x: x * torch.tensor([2.0, 3.0, 4.0]) - torch.arange(3),
     ],
 )
 def test_inverses(function: Callable[[Tensor], Tensor]) -> None:
