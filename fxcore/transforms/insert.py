@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxcore.transforms.base import PATH, CannotTransform, add, erase_dead, find_node, public_name, transform
-from fxcore.transforms.replace import named_function, stop_writing
+from fxcore.transforms.replace import hand_on, named_function, overwritten
 
 
 @transform
@@ -65,8 +65,8 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
 
     ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never.
-    The node's name goes to what it returns, and so do the outputs that return it. An ``f`` that works in place gets a
-    copy of itself that does not: what it overwrote is read no more, but what ``wrapper`` returns.
+    The node's name goes to what it returns, and so do the outputs that return it. An ``f`` that works in place is given
+    copies: whoever reads what it overwrote reads what ``wrapper`` returns.
 
     >>> import torch
     >>> from torch import fx
@@ -95,6 +95,15 @@ class Appending(fx.proxy.GraphAppendingTracer):
         known = next((path for path, tensor in own if tensor is a), None)
         return self.graph.get_attr(known or add(self.module, "constant", a))
 
+    def again(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+        """The call of ``node`` with other arguments; of a copy, where it works in place."""
+        if overwritten(self.module, node) is not None:
+            if args:
+                args = (args[0].clone(), *args[1:])
+            else:
+                kwargs = {**kwargs, "input": kwargs["input"].clone()}
+        return self.create_proxy(node.op, node.target, args, kwargs)
+
 
 Call = Callable[..., fx.Proxy]
 
@@ -107,7 +116,7 @@ def rewrite(
     ``call`` makes the node's own call, with whatever arguments, and never in place: whoever read what the node
     overwrote reads the result. The result has the node's name; what else comes into being has names below it.
     """
-    stop_writing(module, node)
+    hand_on(module, node)
     graph = module.graph
     tracer = Appending(module)
     before = set(graph.nodes)
@@ -116,7 +125,7 @@ def rewrite(
         return fx.node.map_arg(arguments, lambda n: fx.Proxy(n, tracer))  # type: ignore[arg-type,return-value]
 
     def call(*args: Any, **kwargs: Any) -> fx.Proxy:
-        return tracer.create_proxy(node.op, node.target, args, kwargs)
+        return tracer.again(node, args, kwargs)
 
     with graph.inserting_before(node):
         result = with_what(call, tuple(proxies(node.args)), dict(proxies(node.kwargs)))

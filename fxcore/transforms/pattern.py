@@ -16,7 +16,7 @@ from fxcore.errors import FxError
 from fxcore.tracing import trace_function
 from fxcore.transforms.base import transform
 from fxcore.transforms.insert import Appending, rewrite
-from fxcore.transforms.replace import overwritten, stop_writing
+from fxcore.transforms.replace import hand_on, overwritten
 
 
 class BadPattern(FxError):
@@ -173,7 +173,7 @@ def _replace(
 ) -> None:
     named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
     for node in match.nodes.values():
-        stop_writing(module, node)
+        hand_on(module, node)
     tracer = Appending(module)
 
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:
@@ -181,7 +181,7 @@ def _replace(
             # Literals that the caller does not give are those of the matched call.
             rest = [a for a in node.args[len(args) :] if not _has_node(a)]
             kept = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
-            return tracer.create_proxy(node.op, node.target, (*args, *rest), {**kept, **kwargs})
+            return tracer.again(node, (*args, *rest), {**kept, **kwargs})
 
         return call
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, transform
-from fxcore.transforms.out_of_place import _make_pure, _pure_module, _redirect_later_uses, mutated_argument
+from fxcore.transforms.out_of_place import mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
     for node in list(module.graph.nodes):
         if not is_activation(module, node, old):
             continue
-        stop_writing(module, node)
+        hand_on(module, node)
         with module.graph.inserting_before(node):
             made = module.graph.call_function(function, (source_of(node),))
         made.meta = dict(node.meta)
@@ -171,18 +171,11 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
     return count
 
 
-def stop_writing(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let ``node``, if it works in place, leave its input as it is, so that it can be replaced: whoever read the
-    overwritten value reads the node's."""
+def hand_on(module: fx.GraphModule, node: fx.Node) -> None:
+    """Let whoever reads what ``node`` has overwritten read the node's own value, so that the node can be replaced."""
     base = overwritten(module, node)
-    if base is None:
-        return
-    _redirect_later_uses(module.graph, base, node)
-    if node.op == "call_module":
-        target = str(node.target)
-        node.target = add(module, target, _pure_module(module.get_submodule(target)))
-    else:
-        _make_pure(node)
+    if base is not None:
+        base.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
 
 
 def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:

@@ -300,7 +300,8 @@ def test_a_wrapped_call_overwrites_nothing_but_by_what_its_wrapper_returns(
     node = paths(module)[-2]
     x = torch.randn(50)
     wanted = Overwriting(lambda v: v.copy_(v.relu() - (-v).relu() * 3))
-    assert verify(wanted, wrap(module, node, lambda call, v: call(v) - call(-v) * 3), x).allclose
+    wrapped = wrap(module, node, lambda call, v, **how: call(v, **how) - call(-v, **how) * 3)
+    assert verify(wanted, wrapped, x).allclose
     # The original's module still works in place.
     assert verify(Overwriting(activation), module, x).max_abs == 0
 
