@@ -7,6 +7,7 @@ models. Every key is tied to one node, so overlapping names and repeated nodes a
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,9 +17,13 @@ from torch import Tensor, fx, nn
 from fxcore.graphs import ModelGraph, TensorSpec
 from fxcore.layout import public_name
 from fxcore.levels import stride_of
-from fxcore.tracing import PATH, trace
+from fxcore.parts import trace_model
+from fxcore.tracing import PATH, made_constants, trace
 from fxcore.transforms.base import APPLIED
 from fxcore.transforms.out_of_place import purify
+
+# Extractors over one model may be built by several threads.
+_ADDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,11 @@ def build_extractor(
     pruned = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     whole = fx.Graph()
-    source = _with_scales_of(model, graph) if graph.entry.is_quantized(graph.weights) else graph.graph
+    source = graph.graph
+    if graph.entry.is_quantized(graph.weights):
+        source = _with_scales_of(model, graph)
+    else:
+        _add_constants(model, graph, dtype)
     whole.graph_copy(source, copies)
     by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
     purify(whole, dict(graph.traced_modules))
@@ -123,7 +132,6 @@ def build_extractor(
             results[key] = pruned.call_method("dequantize", (kept[node],))
     pruned.output(results)
     pruned.lint()
-    _add_constants(model, graph.constants)
     module = fx.GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
     module.meta[APPLIED] = graph.passes
     outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
@@ -150,12 +158,28 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _add_constants(model: nn.Module, constants: Mapping[str, Tensor]) -> None:
-    """Give the model the tensors that tracing computed from its buffers; they are few and small."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    for name, value in constants.items():
-        if not hasattr(model, name):
-            model.register_buffer(name, value.to(device), persistent=False)
+def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> None:
+    """Give the model the tensors that tracing computes from its buffers; they are few and small.
+
+    The graph's own trace saw the buffers as they were built, before any weights were loaded; so it is the model itself
+    that is traced, once.
+    """
+    with _ADDING:
+        if all(hasattr(model, name) for name in graph.constants):
+            return
+        own = set(vars(model))
+        traced, root, _ = trace_model(graph.entry, model)
+        # Numbers in the attributes' names go on where an earlier trace of the same model left off; their order stays.
+        made = made_constants(traced)
+        values = [getattr(root, name) for name in made]
+        for name in (set(vars(model)) - own).intersection(made):
+            delattr(model, name)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        for name, value in zip(graph.constants, values, strict=True):
+            if not hasattr(model, name):
+                # One made of numbers in the code was not cast with the model.
+                cast = dtype if value.dtype == torch.float32 else value.dtype
+                model.register_buffer(name, value.to(device, cast), persistent=False)
 
 
 def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> OutputInfo:

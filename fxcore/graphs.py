@@ -24,7 +24,7 @@ from fxcore.errors import BadTensor
 from fxcore.layout import public_name
 from fxcore.levels import Level, channels_of, find_levels, stride_of
 from fxcore.parts import trace_model
-from fxcore.tracing import PATH, names
+from fxcore.tracing import PATH, made_constants, names
 from fxcore.transforms.base import Applied, applied, fork
 from fxcore.transforms.registry import apply_transforms
 
@@ -95,7 +95,7 @@ class ModelGraph:
         closed: parts of the model that could not be traced.
         input_size: height and width that shapes and FLOPs are for.
         levels: see :mod:`fxcore.levels`.
-        constants: tensors that tracing computed from buffers and that are not in the model, by attribute name.
+        constants: attributes for tensors that tracing computes from buffers; each model has its own values of them.
     """
 
     def __init__(self, entry: ModelEntry, weights: str = RANDOM, input_size: tuple[int, int] | None = None) -> None:
@@ -107,11 +107,7 @@ class ModelGraph:
         self.train_nodes = names(trace_model(entry, model, training=True)[0])
         self.graph, self._root, self.closed = trace_model(entry, model)
         self.eval_nodes = names(self.graph)
-        self.constants = {
-            str(n.target): getattr(self._root, str(n.target))
-            for n in self.graph.nodes
-            if n.op == "get_attr" and str(n.target).startswith("_tensor_constant")
-        }
+        self.constants = made_constants(self.graph)
         #: modules by path as they were traced, in-place ones included; copies of this graph share them
         self.traced_modules: dict[str, nn.Module] = dict(self._root.named_modules())
         self._device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
@@ -122,7 +118,7 @@ class ModelGraph:
         self._opened: dict[tuple[str, ...], ModelGraph] = {}
         self._node_bytes = _NODE_BYTES
         # int8 models are traced with their weights.
-        held = (*self._root.state_dict().values(), *self.constants.values())
+        held = (*self._root.state_dict().values(), *(getattr(self._root, name) for name in self.constants))
         self._tensor_bytes = sum(t.nbytes for t in held if isinstance(t, Tensor) and not t.is_meta)
         self._annotate()
 

@@ -231,6 +231,25 @@ def names(graph: fx.Graph) -> list[str]:
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
 
+def made_constants(graph: fx.Graph) -> list[str]:
+    """Attributes that tracing made of tensors that the model computes from its buffers, in order of first use.
+
+    torch.fx records what is done to parameters, and keeps of what is done to buffers the result alone:
+
+    >>> import torch
+    >>> class Centred(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.register_buffer("mean", torch.zeros(3))
+    ...     def forward(self, x):
+    ...         return x - self.mean.view(3, 1, 1)
+    >>> made_constants(trace(Centred()))
+    ['_tensor_constant0']
+    """
+    targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
+    return list(dict.fromkeys(target for target in targets if target.startswith("_tensor_constant")))
+
+
 def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
     paths = [path for path, _ in model.named_modules()] if patterns else []
     for pattern in patterns:

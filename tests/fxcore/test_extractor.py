@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.errors import UnknownNode
+from fxcore.graphs import ModelGraph
+from tests.fxcore.conftest import OwnEntry
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +204,45 @@ def test_channels_and_strides_follow_the_layout() -> None:
     info = {n.name: n for n in model_graph("vit_b_32").nodes}
     assert (info["conv_proj"].channels, info["conv_proj"].stride) == (768, 32)
     assert (info["encoder.ln"].channels, info["encoder.ln"].stride) == (768, None)
+
+
+class Centring(nn.Module):
+    """Computes with its buffers: tracing keeps what comes of that, and not how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("order", torch.tensor([0, 1, 2, 3]))
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x - self.mean.view(1, 3, 1, 1))
+        y = y * (self.norm.running_var + self.norm.eps).rsqrt().view(-1, 1, 1)
+        return y[:, self.order.flip(0)] * torch.tensor([1.0, 2.0, 3.0, 4.0]).view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_those_of_the_weights(dtype: torch.dtype, own_entry: OwnEntry, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Centring().eval()
+    model.mean += torch.tensor([1.0, -2.0, 3.0])
+    model.order.copy_(torch.tensor([2, 0, 3, 1]))
+    model.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    save_file(model.state_dict(), tmp_path / "own.safetensors")
+    entry = own_entry(Centring)
+    graph, loaded = ModelGraph(entry), load_model(entry, "file:own.safetensors", tmp_path).to(dtype)
+    last, x = graph.eval_nodes[-1], noise(2, 3, 32, 32).to(dtype)
+    with torch.no_grad():
+        expected = model.to(dtype)(x)
+    for _ in range(2):  # what the first extractor left in the model serves the second
+        extractor = build_extractor(graph, loaded, {"value": last, "conv": "conv"}, dtype)
+        values = run(extractor, x)
+        for output in extractor.outputs:
+            assert values[output.key].dtype == getattr(torch, output.dtype) == dtype
+        # The reference's last product is in float32, where torch makes tensors of numbers.
+        near = {"rtol": 0, "atol": 0} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}
+        torch.testing.assert_close(values["value"], expected.to(dtype), **near)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
 def test_other_sizes(models: dict[str, nn.Module]) -> None:
