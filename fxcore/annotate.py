@@ -75,8 +75,9 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     ``meta["rows"]`` (how many rows of the first dimension belong to one image; 0 where the value does not grow with the
     batch or does so in another dimension; absent for values that are not tensors), ``meta["axes"]`` (see
     :mod:`fxcore.layout`),
-    ``meta["carries"]`` (whether the value holds any tensor at all) and ``meta["mutates"]`` (which of the node's
-    ``all_input_nodes`` it overwrites, by index; functions that fx does not look into may, as MViT's do).
+    ``meta["carries"]`` (whether the value holds any tensor at all), ``meta["memory"]`` (numbers that nodes have in
+    common whose values share memory) and ``meta["mutates"]`` (which of the node's ``all_input_nodes`` it overwrites, by
+    index; functions that fx does not look into may, as MViT's do).
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -94,7 +95,8 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
 
     def write(node: fx.Node, value: Any) -> None:
         node.meta["value"] = value
-        node.meta["carries"] = _holds_tensor(value)
+        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
+        node.meta["carries"] = bool(node.meta["memory"])
         target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         node.meta["axes"] = layout.follow(node, value, target)
         node.meta.pop("rows", None)
@@ -175,11 +177,8 @@ def _rows(one: torch.Size, many: torch.Size | None) -> int:
     return one[0] if many[0] == one[0] * _BATCH and one[0] > 0 else 0
 
 
-def _holds_tensor(value: Any) -> bool:
+def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(_holds_tensor(v) for v in value.values())
-    return (
-        isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and any(_holds_tensor(v) for v in value)
-    )
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for v in inside for tensor in _tensors(v)]

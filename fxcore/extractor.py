@@ -102,6 +102,10 @@ def build_extractor(
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
 
+    Raises:
+        CannotTransform: the model writes to memory in a way that cannot be followed; see
+            :func:`fxcore.transforms.out_of_place.purify`.
+
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")
     >>> model = load_model(get_model("resnet18"), "random")

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxcore.annotate import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
-from fxcore.transforms.out_of_place import mutated_argument
+from fxcore.transforms.writes import mutated_argument
 
 _RANDOM = {
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",

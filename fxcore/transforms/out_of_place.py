@@ -8,56 +8,17 @@ original computes, and every node keeps its own value.
 from __future__ import annotations
 
 import operator
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import add, bare_copy, transform
+from fxcore.transforms.base import PATH, CannotTransform, add, bare_copy, public_name, transform
+from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, written
 
-_IN_PLACE_OPERATORS: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
-    operator.imatmul: operator.matmul,
-}
-
-
-def written(base: Tensor, index: Any, value: Any) -> Tensor:
-    """A copy of ``base`` with ``base[index] = value`` done to it."""
-    copy = base.clone()
-    copy[index] = value
-    return copy
-
-
-def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
-    """The node whose value ``node`` overwrites, or None."""
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(first, fx.Node):
-        return None
-    if node.op == "call_module":
-        in_place = getattr(modules.get(str(node.target)), "inplace", False) is True
-    elif node.op == "call_method":
-        in_place = _is_in_place_method(str(node.target))
-    elif node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        in_place = (
-            node.kwargs.get("inplace") is True
-            or node.target in _IN_PLACE_OPERATORS
-            or node.target is operator.setitem
-            or _is_in_place_method(name)
-        )
-    else:
-        in_place = False
-    return first if in_place else None
+# In ``node.meta`` of a node that writes, and writes to a copy made for it alone.
+_ON_COPY = "on_copy"
 
 
 @transform
@@ -103,67 +64,204 @@ def purify(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
     Args:
         graph: any traced graph. Where it has been annotated, writes hidden in functions that fx does not look into
-            are seen too.
+            are seen too, and it is known what is a view of what.
         modules: the traced model's modules by path, to see which are in-place. A ``call_module`` node is left as it is:
             the caller sets ``inplace = False`` on the modules that will run, since other graphs share them.
 
     Returns:
         Number of operations that were in-place.
+
+    Raises:
+        CannotTransform: a node is read after something was written to its memory, and nothing says how it comes out
+            of that memory.
     """
-    count = 0
-    for node in list(graph.nodes):
-        base = mutated_argument(node, modules)
-        if base is not None:
-            _make_pure(node)
-            _redirect_later_uses(graph, base, node)
-            count += 1
-        else:
-            inputs = node.all_input_nodes
-            for overwritten in [inputs[index] for index in node.meta.get("mutates", ())]:
-                _run_on_copy(graph, node, overwritten)
-                count += 1
+    count = _Purifier(graph, modules).run()
     graph.lint()
     return count
 
 
-def _make_pure(node: fx.Node) -> None:
-    if node.op == "call_method":
-        node.target = str(node.target).removesuffix("_")
-    elif node.op == "call_function":
-        if node.target is operator.setitem:
-            node.target = written
-        elif node.target in _IN_PLACE_OPERATORS:
-            node.target = _IN_PLACE_OPERATORS[node.target]
-        elif node.kwargs.get("inplace") is True:
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
+class _Purifier:
+    """Follows the memory that nodes share.
+
+    Whoever reads a view of it after a write has to see what was written. The first node in a memory is its root, and
+    each write gives the memory a new root: a node that holds all of it as it is from then on. Views made before the
+    write and read after it are made again, of the new root.
+    """
+
+    def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+        self.graph = graph
+        self.rank = {node: i for i, node in enumerate(graph.nodes)}
+        self.inputs = {node: node.all_input_nodes for node in graph.nodes}
+        self.memory = memory_of(graph, modules)
+        self.sharing: dict[int, list[fx.Node]] = {}
+        for node, places in self.memory.items():
+            for place in places:
+                self.sharing.setdefault(place, []).append(node)
+        self.roots = {place: next(filter(_is_tensor, nodes), nodes[0]) for place, nodes in self.sharing.items()}
+        #: what each node that writes overwrites, and whether its call itself says so
+        self.writes: dict[fx.Node, tuple[list[fx.Node], bool]] = {}
+        for node in graph.nodes:
+            base = mutated_argument(node, modules)
+            seen = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
+            if (base is not None or seen) and _ON_COPY not in node.meta:
+                self.writes[node] = ([base], True) if base is not None else (seen, False)
+        #: what stands for a node from here on
+        self.now: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> int:
+        for node, (overwritten, known) in self.writes.items():
+            if known and self._make_pure(overwritten[0], node):
+                self._replace(overwritten[0], node)
+                continue
+            places = dict.fromkeys(map(self._place, overwritten))
+            copies = [m for place in places for m in self._run_on_copy(node, place)]
+            node.meta["mutates"] = [i for i, m in enumerate(node.all_input_nodes) if m in copies]
+            node.meta[_ON_COPY] = True
+        for node in self.graph.nodes:  # nothing shares memory or writes any more, but for the writes to copies
+            node.meta.pop("memory", None)
+        return len(self.writes)
+
+    def _make_pure(self, base: fx.Node, node: fx.Node) -> bool:
+        target = pure_target(node)
+        if target is None:
+            return False
+        before = self._value(base)
+        operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
+        if operands and node.op != "call_module" and target is not written:
+            # What is overwritten keeps its type, whatever the other operand's.
+            with self.graph.inserting_before(node):
+                computed = self.graph.create_node(node.op, target, node.args, node.kwargs)
+            node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (computed, before), {}
         else:
-            node.target = _pure_function(node.target)
+            node.target = target
+        if node.op == "call_function":
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
+        return True
+
+    def _replace(self, base: fx.Node, node: fx.Node) -> None:
+        """Let ``node``, which has become the value that it wrote to ``base``, stand for it."""
+        place = self._place(base)
+        others = [m for m in self._read_after(node, place) if self._value(m) is not self._value(base)]
+        whole = node
+        if others:
+            ways = {m: self._way_to(m, place, node) for m in [base, *others]}
+            with self.graph.inserting_before(node.next):
+                if ways[base]:
+                    copy = self._copy(place)
+                    put = self.graph.call_method("copy_", (self._follow(ways[base], copy, place), node))
+                    put.meta[_ON_COPY] = True
+                    whole = self._filled(copy, put)
+                again = {m: self._follow(ways[m], whole, place) for m in others}
+            self._stand_in({self.roots[place]: whole, **again}, place)
+        self._stand_in({base: node}, place)
+        self.roots[place] = whole
+
+    def _run_on_copy(self, node: fx.Node, place: int) -> list[fx.Node]:
+        """Let a function that writes to its arguments write to a copy, which later readers get; what it is given."""
+        given = [m for m in self.inputs[node] if place in self.memory[m]]
+        readers = self._read_after(node, place)
+        if len({self._value(m) for m in [*given, *readers]}) == 1:
+            root = self._value(given[0])
+            with self.graph.inserting_before(node):
+                copy = self.graph.call_method("clone", (root,))
+            ways: dict[fx.Node, list[fx.Node]] = {m: [] for m in [*given, *readers]}
+        else:
+            root = self.roots[place]
+            ways = {m: self._way_to(m, place, node) for m in [*given, *readers]}
+            with self.graph.inserting_before(node):
+                copy = self._copy(place)
+        copies = []
+        for m in given:
+            with self.graph.inserting_before(node):
+                copies.append(self._follow(ways[m], copy, place))
+            node.replace_input_with(self._value(m), copies[-1])
+        with self.graph.inserting_before(node.next):
+            whole = self._filled(copy, node)
+            again = {m: self._follow(ways[m], whole, place) for m in readers}
+        self._stand_in({root: whole, **again}, place)
+        self.roots[place] = whole
+        return copies
+
+    def _read_after(self, node: fx.Node, place: int) -> list[fx.Node]:
+        """Nodes made before ``node`` in this memory that something reads after it; one of those with one value."""
+        order = self._order()
+        found: dict[fx.Node, fx.Node] = {}
+        for m in self.sharing[place]:
+            if self.rank[m] >= self.rank[node]:
+                break
+            readers = [u for u in self._value(m).users if order[u] > order[node]]
+            # Sizes are what they were.
+            if any(u.meta.get("carries") is not False or u in self.writes for u in readers):
+                found.setdefault(self._value(m), m)
+        return list(found.values())
+
+    def _way_to(self, node: fx.Node, place: int, writer: fx.Node) -> list[fx.Node]:
+        """The views to take of the memory's root to come to ``node``."""
+        way: list[fx.Node] = []
+        at = node
+        while self._value(at) is not self.roots[place]:
+            overwritten, known = self.writes.get(at, ([], False))
+            sources = [m for m in overwritten or self.inputs[at] if place in self.memory[m]]
+            if len(sources) != 1 or (overwritten and not known and not _same_view(at, sources[0])):
+                raise CannotTransform(
+                    f"{public_name(writer)} overwrites memory that {public_name(node)} reads too, and nothing says how "
+                    f"{public_name(at)} comes out of it; let the model clone() what it writes to",
+                    transform="out_of_place",
+                    node=public_name(node),
+                )
+            if not overwritten:
+                way.append(at)
+            at = sources[0]
+        return way[::-1]
+
+    def _follow(self, way: Sequence[fx.Node], start: fx.Node, place: int) -> fx.Node:
+        """``start`` as it looks at the end of ``way``."""
+        for step in way:
+            made = self.graph.node_copy(step, lambda m: start if place in self.memory.get(m, ()) else m)  # noqa: B023
+            made.meta.pop(PATH, None)
+            self.memory[made] = frozenset({place})
+            start = made
+        return start
+
+    def _copy(self, place: int) -> fx.Node:
+        """A copy of the whole memory, laid out so that what was a view of it still is one."""
+        first = self.sharing[place][0].meta.get("value")
+        plain = not isinstance(first, Tensor) or first.is_contiguous()
+        options: dict[str, Any] = {"memory_format": torch.contiguous_format} if plain else {}
+        return self.graph.call_method("clone", (self.roots[place],), options)
+
+    def _filled(self, copy: fx.Node, writer: fx.Node) -> fx.Node:
+        # Takes the writer's result along only so that no reader of the copy can lose the call itself.
+        return self.graph.call_function(operator.getitem, ((copy, writer), 0))
+
+    def _stand_in(self, instead: dict[fx.Node, fx.Node], place: int) -> None:
+        """Whoever read an overwritten node afterwards saw the new value; so it goes on."""
+        order = self._order()
+        for node, successor in instead.items():
+            before, at = self._value(node), order[successor]
+            if before is not successor:
+                before.replace_all_uses_with(successor, delete_user_cb=lambda u: order[u] > at)  # noqa: B023
+            self.memory[successor] = frozenset({place})
+            self.now |= {m: successor for m in [before, *self.sharing[place]] if self._value(m) is before}
+
+    def _order(self) -> dict[fx.Node, int]:
+        return {n: i for i, n in enumerate(self.graph.nodes)}
+
+    def _place(self, node: fx.Node) -> int:
+        return next(iter(self.memory[node]))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        return self.now.get(node, node)
 
 
-def _run_on_copy(graph: fx.Graph, node: fx.Node, overwritten: fx.Node) -> fx.Node:
-    """Let a function that writes to its argument write to a copy, which later readers get."""
-    with graph.inserting_before(node):
-        copy = graph.call_method("clone", (overwritten,))
-    node.replace_input_with(overwritten, copy)
-    with graph.inserting_after(node):
-        # Takes the function's result along only so that no reader of the copy can lose the call itself.
-        filled = graph.call_function(operator.getitem, ((copy, node), 0))
-    _redirect_later_uses(graph, overwritten, filled)
-    return filled
+def _is_tensor(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("value"), (tuple, list))
 
 
-def _redirect_later_uses(graph: fx.Graph, base: fx.Node, successor: fx.Node) -> None:
-    """Whoever read the overwritten tensor afterwards saw the new value; so it goes on."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    at = order[successor]
-    base.replace_all_uses_with(successor, delete_user_cb=lambda user: order[user] > at)
-
-
-def _is_in_place_method(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name.removesuffix("_"))
-
-
-def _pure_function(function: Any) -> Any:
-    """``torch.relu_`` → ``torch.relu``. Builtins of torch carry no module name."""
-    home = sys.modules.get(function.__module__ or "torch", torch)
-    return getattr(home, function.__name__.removesuffix("_"))
+def _same_view(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("value"), other.meta.get("value")
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+    )

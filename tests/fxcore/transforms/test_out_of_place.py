@@ -1,0 +1,210 @@
+"""Writes through views: whoever reads the memory later, by whatever name, sees what was written.
+
+The reference is the model run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxcore import build_extractor, trace
+from fxcore.graphs import ModelGraph
+from fxcore.transforms import CannotTransform, applied, out_of_place
+from tests.fxcore.conftest import OwnEntry
+
+same = nn.Identity()
+
+
+@fx.wrap
+def hidden_write(x: Tensor, by: float) -> Tensor:
+    x[:, 0] += by
+    return x
+
+
+@fx.wrap
+def hidden_write_into_both(x: Tensor, part: Tensor) -> None:
+    x.mul_(2)
+    part.add_(1)
+
+
+@fx.wrap
+def hidden_view(x: Tensor) -> Tensor:
+    return x[:, 1:3]
+
+
+@fx.wrap
+def hidden_write_and_view(x: Tensor) -> Tensor:
+    return x.add_(1)[:, 1:3]
+
+
+def base_of_a_slice(y: Tensor) -> Tensor:
+    y[:, :2].clamp_(min=0)
+    return y
+
+
+def base_of_a_slice_of_a_slice(y: Tensor) -> Tensor:
+    y[:, 1:][:, :, 3:].add_(1)
+    return y
+
+
+def base_of_a_flattened_one(y: Tensor) -> Tensor:
+    y.flatten(2)[..., ::3].neg_()
+    return y
+
+
+def flattened_before(y: Tensor) -> Tensor:
+    flat = y.flatten(1)
+    F.relu(y, inplace=True)
+    return flat.view(y.shape) * 2
+
+
+def the_same(y: Tensor) -> Tensor:
+    other = same(y)
+    y.relu_()
+    return other
+
+
+def the_same_written(y: Tensor) -> Tensor:
+    same(y).relu_()
+    return y
+
+
+def overlapping(y: Tensor) -> Tensor:
+    a, b = y[:, :3], y[:, 1:]
+    a.mul_(2)
+    b.add_(1)
+    a.sub_(0.5)
+    return torch.cat([b[:, :2], a[:, :2]], 1)
+
+
+def one_of_two(y: Tensor) -> Tensor:
+    first, last = y.narrow(1, 0, 2), y.narrow(1, 2, 2)
+    tail = y[:, 1:].flatten(2)
+    first.relu_()
+    tail.mul_(3)
+    return torch.cat([last, first], 1) + y
+
+
+def result_kept(y: Tensor) -> Tensor:
+    written = y[:, :2].add_(1)
+    y.mul_(2)
+    return torch.cat([written, y[:, 2:]], 1)
+
+
+def in_chunks(y: Tensor) -> Tensor:
+    parts = y.chunk(2, 1)
+    parts[1].neg_()
+    return y + torch.cat([parts[1], parts[0]], 1)
+
+
+def through_a_copy(y: Tensor) -> Tensor:
+    y.permute(0, 2, 3, 1).flatten(1).relu_()  # flatten has to copy here: nothing is written to y
+    return y
+
+
+def hidden_in_a_slice(y: Tensor) -> Tensor:
+    hidden_write(y[:, 1:], 2.0)
+    return y
+
+
+def hidden_and_read_by_a_view(y: Tensor) -> Tensor:
+    part = y[:, :2]
+    z = hidden_write(y, 2.0)
+    part.mul_(3)
+    return y + z
+
+
+def hidden_in_two_views(y: Tensor) -> Tensor:
+    part = y[:, 1:3]
+    hidden_write_into_both(y, part)
+    return y
+
+
+def views_that_are_hidden(y: Tensor) -> Tensor:
+    part = hidden_view(y)
+    y.neg_()
+    return torch.cat([part, part], 1)
+
+
+def keeps_its_type(y: Tensor) -> Tensor:
+    y.mul_(torch.tensor([1.5, -2.0, 0.5, 3.0], dtype=torch.float64).view(4, 1, 1))
+    return y
+
+
+KNOWN: list[Callable[[Tensor], Tensor]] = [
+    base_of_a_slice,
+    base_of_a_slice_of_a_slice,
+    base_of_a_flattened_one,
+    flattened_before,
+    the_same,
+    the_same_written,
+    overlapping,
+    one_of_two,
+    result_kept,
+    in_chunks,
+    keeps_its_type,
+]
+ANNOTATED = [
+    *KNOWN,
+    through_a_copy,
+    hidden_in_a_slice,
+    hidden_and_read_by_a_view,
+    hidden_in_two_views,
+    views_that_are_hidden,
+]
+
+
+class Model(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.same, self.last = nn.Conv2d(3, 4, 3), same, nn.Conv2d(4, 2, 1)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.write(self.first(x)))
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("write", ANNOTATED, ids=lambda f: f.__name__)
+def test_extractors_read_what_was_written(
+    write: Callable[[Tensor], Tensor], layout: torch.memory_format, own_entry: OwnEntry
+) -> None:
+    model, graph = Model(write).eval(), ModelGraph(own_entry(lambda: Model(write)))
+    with torch.no_grad():
+        first, expected = model.first(image()), model(image())
+        module = build_extractor(graph, model, graph.resolve(["first", "last"])).module
+        values = module.to(memory_format=layout)(image().to(memory_format=layout))
+    torch.testing.assert_close(values["first"], first)
+    torch.testing.assert_close(values["last"], expected)
+
+
+@pytest.mark.parametrize("write", KNOWN, ids=lambda f: f.__name__)
+def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]) -> None:
+    model = Model(write).eval()
+    pure = out_of_place(fx.GraphModule(model, trace(model)).eval())
+    with torch.no_grad():
+        torch.testing.assert_close(pure(image()), model(image()), rtol=0, atol=0)
+    again = out_of_place(pure)
+    assert applied(again)[-1].changes == 0
+    assert len(again.graph.nodes) == len(pure.graph.nodes)
+
+
+def test_what_cannot_be_followed_is_told(own_entry: OwnEntry) -> None:
+    def write(y: Tensor) -> Tensor:
+        part = hidden_write_and_view(y)
+        y.mul_(2)
+        return torch.cat([part, y[:, :2]], 1)
+
+    graph = ModelGraph(own_entry(lambda: Model(write)))
+    with pytest.raises(CannotTransform, match=r"^mul_ overwrites memory that hidden_write_and_view reads too.*clone"):
+        build_extractor(graph, Model(write).eval(), graph.resolve(["last"]))
