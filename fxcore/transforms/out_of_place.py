@@ -119,6 +119,8 @@ class _Purifier:
             node.meta[_ON_COPY] = True
         for node in self.graph.nodes:  # nothing shares memory or writes any more, but for the writes to copies
             node.meta.pop("memory", None)
+            if _ON_COPY not in node.meta:
+                node.meta.pop("mutates", None)
         return len(self.writes)
 
     def _make_pure(self, base: fx.Node, node: fx.Node) -> bool:

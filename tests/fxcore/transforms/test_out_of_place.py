@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore import build_extractor, trace
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.graphs import ModelGraph
-from fxcore.transforms import CannotTransform, applied, out_of_place
+from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_place
 from tests.fxcore.conftest import OwnEntry
 
 same = nn.Identity()
@@ -208,3 +208,27 @@ def test_what_cannot_be_followed_is_told(own_entry: OwnEntry) -> None:
     graph = ModelGraph(own_entry(lambda: Model(write)))
     with pytest.raises(CannotTransform, match=r"^mul_ overwrites memory that hidden_write_and_view reads too.*clone"):
         build_extractor(graph, Model(write).eval(), graph.resolve(["last"]))
+
+
+def test_an_extractor_has_nothing_left_to_turn() -> None:
+    graph, model = model_graph("resnet18"), load_model(get_model("resnet18"), "random")
+    module = build_extractor(graph, model, graph.resolve(["layer4"])).module
+    pure = out_of_place(module)
+    assert applied(pure)[-1].changes == 0
+    assert len(pure.graph.nodes) == len(module.graph.nodes)
+
+
+def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.linspace(-1, 1, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.bias * 2).relu_().view(3, 1, 1)
+
+    model, graph = Biased().eval(), ModelGraph(own_entry(Biased))
+    folded = fold_constants(build_extractor(graph, model, graph.resolve(["add"])).module)
+    assert [n.op for n in folded.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
+    with torch.no_grad():
+        assert torch.equal(folded(image())["add"], model(image()))
