@@ -23,6 +23,9 @@ IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 
+# They end as in-place methods do, and write no values.
+_NO_WRITES = ("requires_grad_", "share_memory_")
+
 _VIEWS = {
     "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
     "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
@@ -64,7 +67,7 @@ def pure_target(node: fx.Node) -> Any:
 
     A module's ``inplace`` is its own: the target stays.
 
-    >>> graph = fx.symbolic_trace(lambda x: x.add_(1).requires_grad_()).graph
+    >>> graph = fx.symbolic_trace(lambda x: x.add_(1).zero_()).graph
     >>> [pure_target(node) for node in graph.nodes if node.op == "call_method"]
     ['add', None]
     """
@@ -114,4 +117,4 @@ def _is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _is_in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name.removesuffix("_"))
+    return name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name) and name not in _NO_WRITES

@@ -102,6 +102,13 @@ def in_chunks(y: Tensor) -> Tensor:
     return y + torch.cat([parts[1], parts[0]], 1)
 
 
+def without_a_pure_name(y: Tensor) -> Tensor:
+    y[:, 0].zero_()
+    y[:, 1].fill_(3.0)
+    y[:, 2:3].copy_(y[:, 3:])
+    return y
+
+
 def through_a_copy(y: Tensor) -> Tensor:
     y.permute(0, 2, 3, 1).flatten(1).relu_()  # flatten has to copy here: nothing is written to y
     return y
@@ -147,6 +154,7 @@ KNOWN: list[Callable[[Tensor], Tensor]] = [
     one_of_two,
     result_kept,
     in_chunks,
+    without_a_pure_name,
     keeps_its_type,
 ]
 ANNOTATED = [
@@ -208,6 +216,35 @@ def test_what_cannot_be_followed_is_told(own_entry: OwnEntry) -> None:
     graph = ModelGraph(own_entry(lambda: Model(write)))
     with pytest.raises(CannotTransform, match=r"^mul_ overwrites memory that hidden_write_and_view reads too.*clone"):
         build_extractor(graph, Model(write).eval(), graph.resolve(["last"]))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.zero_(),
+        lambda x: x.fill_(2.0),
+        lambda x: x.copy_(x + 1),
+        lambda x: x.normal_(),
+        lambda x: x.uniform_(),
+        lambda x: x.exponential_(),
+    ],
+)
+def test_what_has_no_pure_name_writes_to_a_copy(write: Callable[[Tensor], Tensor]) -> None:
+    pure = out_of_place(fx.symbolic_trace(lambda x: (write(x), x.exp())).eval())
+    assert applied(pure)[-1].changes == 1
+    x = image()
+    torch.manual_seed(2)
+    written, later = pure(x)
+    assert torch.equal(x, image())
+    torch.manual_seed(2)
+    assert torch.equal(written, write(x))
+    assert torch.equal(later, x.exp())
+
+
+def test_what_is_no_write_stays() -> None:
+    module = fx.symbolic_trace(lambda x: x.mul(2).requires_grad_(False)).eval()
+    assert applied(out_of_place(module))[-1].changes == 0
+    assert torch.equal(out_of_place(module)(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_an_extractor_has_nothing_left_to_turn() -> None:
