@@ -8,20 +8,20 @@ at once), makes parameters of the results, renames every module, and loses node 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.annotate import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.writes import mutated_argument
 
-_RANDOM = {
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
-    "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_alpha_dropout", "empty", "empty_like", "new_empty", "rrelu",
-}  # fmt: skip
+# What they hold is chance too.
+_UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @transform
@@ -35,7 +35,7 @@ def fold_constants(module: fx.GraphModule) -> int:
     >>> from torch import fx, nn
     >>> class Scaled(nn.Module):
     ...     def __init__(self):
-    ...         super().__init__()
+    ...         super().__init__()  # type: ignore[no-untyped-call]
     ...         self.scale = nn.Parameter(torch.zeros(4))
     ...     def forward(self, x):
     ...         return x * self.scale.exp().view(1, 4)
@@ -66,11 +66,39 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
         elif (
             node.op.startswith("call_") and all(n in values for n in node.all_input_nodes) and _repeatable(module, node)
         ):
+            watch = _Watch([values[n] for n in node.all_input_nodes])
             try:
-                values[node] = _run(module, node, values)
+                with watch:
+                    values[node] = _run(module, node, values)
             except Exception:
-                continue  # then it will fail, or not, where it always did
+                # Then it will fail, or not, where it always did; and what it writes to is no constant.
+                values = {n: v for n, v in values.items() if watch.written.isdisjoint(_memory(v))}
     return values
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops what draws at random, and what writes to given values before it does: they may be parameters.
+
+    Attributes:
+        written: the memory that would have been written to.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = {place for value in given for place in _memory(value)}
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        targets = [named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        self.written |= self.given.intersection(_memory(targets))
+        if self.written or torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(f"{func} does not always give the same")
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(value: Any) -> set[int]:
+    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
@@ -96,7 +124,7 @@ def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
         called = module.get_submodule(str(node.target))
         return bool(node.all_input_nodes) and not any(m.training for m in called.modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name not in _RANDOM and not node.is_impure()
+    return name not in _UNSET and not node.is_impure()
 
 
 def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -89,6 +89,43 @@ def test_what_is_random_or_overwritten_is_no_constant() -> None:
     assert {round(float(v), 3) for run in (first, second) for v in run} == {2.5, round(1.5 + torch.e, 3)}
 
 
+@fx.wrap
+def hidden_write(x: Tensor) -> Tensor:
+    """fx does not look inside, and no annotation says what it does."""
+    return x.add_(1)
+
+
+class OfScores(nn.Module):
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.zeros(100), requires_grad=False)
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.compute(self.scores)
+
+
+@pytest.mark.parametrize(
+    "draw", [F.gumbel_softmax, lambda s: torch.zeros_like(s).normal_(), lambda s: F.rrelu(s - 1, training=True)]
+)
+def test_no_sample_is_frozen(draw: Callable[[Tensor], Tensor]) -> None:
+    folded = fold_constants(traced(OfScores(draw)))
+    with torch.no_grad():
+        assert not torch.equal(folded(torch.zeros(100)), folded(torch.zeros(100)))
+
+
+@pytest.mark.parametrize(
+    "write", [lambda s: hidden_write(s.mul(2)[:50]).sum(), lambda s: hidden_write(s).sqrt(), lambda s: hidden_write(s)]
+)
+def test_nothing_is_written_to_that_was_not(write: Callable[[Tensor], Tensor]) -> None:
+    module, eager = traced(OfScores(write)), OfScores(write)
+    folded = fold_constants(module)
+    with torch.no_grad():
+        for _ in range(2):  # the model may write to its parameter in each run, and no oftener
+            assert torch.equal(module.scores, eager.scores)
+            assert torch.equal(folded(torch.zeros(100)), eager(torch.zeros(100)))
+
+
 # out of place
 
 
