@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, transform
-from fxcore.transforms.out_of_place import mutated_argument
+from fxcore.transforms.writes import mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
