@@ -132,6 +132,7 @@ async def extract_in_one_step(
 ) -> Response:
     """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
     state = state_of(request)
+    state.model(model)  # a name may be longer here than in a spec
     spec = ExtractorSpec(
         model=model,
         weights=asked.weights,
@@ -140,7 +141,6 @@ async def extract_in_one_step(
         backend=asked.backend,
         image_size=asked.image_size,
     )
-    state.model(model)
 
     async def find() -> ExtractorRecord:
         record, _ = await state.engine.extractor(spec, build=may_build(request))

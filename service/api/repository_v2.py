@@ -95,12 +95,12 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
     if not isinstance(fields, dict):
         raise Refusal("invalid-request", "parameter 'config' is not a JSON object with the fields of an extractor")
     fields = {"model": name, **fields, "name": name}
-    if "return_nodes" not in fields and isinstance(fields["model"], str):
-        weights = fields.get("weights", "DEFAULT")
-        entry = state.model(fields["model"])
-        own = await named.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
-        fields["return_nodes"] = own.return_nodes
     try:
+        if "return_nodes" not in fields and isinstance(fields["model"], str):
+            weights = fields.get("weights", "DEFAULT")
+            entry = state.model(fields["model"])
+            own = await named.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
+            fields["return_nodes"] = own.return_nodes
         return ExtractorSpec.model_validate(fields)
     except ValidationError as error:
         raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error

@@ -238,6 +238,10 @@ def test_other_statuses(tiny):
     for config in ("nonsense", "[]", "{}", '{"model": 3}', '{"model": "resnet18", "what": 1}', '{"model": "resnet18"}'):
         body = {"parameters": {"config": config}}
         assert tiny.post("/v2/repository/models/no name!/load", json=body).status_code in (400, 404)
+    body = {"parameters": {"config": json.dumps({"model": "resnet18", "weights": f"file:{'x' * 300}"})}}
+    long = tiny.post("/v2/repository/models/x/load", json=body)
+    assert long.status_code == 400
+    assert "weights" in long.json()["error"]
     assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
 
 

@@ -67,6 +67,7 @@ def _post(path, status, kind, **options):
     [
         _post("/v1/extractors/none/features", 404, "unknown-extractor", content=b"x", headers=JPEG),
         _post("/v1/models/none/features?nodes=C4", 404, "unknown-model", content=b"x", headers=JPEG),
+        _post(f"/v1/models/{'x' * 200}/features?nodes=C4", 404, "unknown-model", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features", 422, "invalid-request", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=", 422, "invalid-request", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=a,,b", 422, "invalid-request", content=b"x", headers=JPEG),
