@@ -148,7 +148,7 @@ class Settings(BaseSettings):
         description="Bytes of weights, extractors and traced graphs kept; the least recently used go first.",
     )
 
-    @field_validator("cache_dir", "calibration_dir", "models_dir", "api_keys_file", mode="before")
+    @field_validator("cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", mode="before")
     @classmethod
     def _no_folder(cls, value: object) -> object:
         return None if value == "" else value

@@ -1,4 +1,4 @@
-"""Defaults that depend on the machine."""
+"""Defaults that depend on the machine, and what an empty variable means."""
 
 import pytest
 
@@ -20,3 +20,9 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch, device: str, cores: in
     monkeypatch.setattr("service.settings.available_cores", lambda: cores)
     assert Settings(device=device, workers=workers).max_batch == rows
     assert Settings(device=device, workers=workers, max_batch=5).max_batch == 5
+
+
+@pytest.mark.parametrize("name", ["cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file"])
+def test_an_empty_path_is_none_and_not_the_working_directory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"FXSERVE_{name.upper()}", "")
+    assert getattr(Settings(), name) is None
