@@ -141,6 +141,20 @@ def _spread(count: int, size: int | None = None) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def _check_pixels(height: int, width: int, max_pixels: int) -> None:
+    """
+    Raises:
+        ImageTooLarge: an array's images are over ``max_pixels``, as those of files may not be.
+    """
+    pixels = height * width
+    if pixels > max_pixels:
+        raise ImageTooLarge(
+            f"the images have {width} x {height} = {pixels} pixels; at most {max_pixels} are taken",
+            pixels=pixels,
+            limit=max_pixels,
+        )
+
+
 def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
     """The largest size that an image takes while it is preprocessed.
 
@@ -185,8 +199,10 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
                 f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; this model takes "
                 f"{'uint8' if images else 'float32'} {layout} with {spec.shape[spec.layout.index('C')]} channels"
             )
-        if images and preprocess != "none":
-            _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+        if images:
+            _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
+            if preprocess != "none":
+                _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
         shapes.append(_row_shape(record.preprocessing, spec.layout, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)

@@ -59,6 +59,16 @@ def test_a_thin_image_cannot_grow_without_bounds(record: ExtractorRecord, shape:
     assert decoded(record, [encoded(pixels)], "none").shape == (1, 3, *shape)
 
 
+@pytest.mark.parametrize("preprocess", ["default", "fast", "none"])
+def test_images_as_an_array_are_bounded_as_those_in_files_are(record: ExtractorRecord, preprocess: str) -> None:
+    over = np.zeros((1001, 1000, 3), dtype=np.uint8)
+    for sent in ([encoded(over)], {"x": torch.from_numpy(over[None])}):
+        with pytest.raises(ImageTooLarge) as caught:
+            plan(record, sent, preprocess, LIMIT)
+        assert (caught.value.extra["pixels"], caught.value.extra["limit"]) == (1001 * 1000, LIMIT)
+    plan(record, {"x": torch.from_numpy(over[None, :1000])}, preprocess, LIMIT)
+
+
 def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     images = [jpegs[i % 3] for i in range(40)]
     images[21] = images[21][:-500]
