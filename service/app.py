@@ -95,8 +95,24 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("Authorization", "Accept", "Content-Type", "X-Request-ID", "X-Request-Timeout"),
-            expose_headers=("Location", "Retry-After", "Server-Timing", "X-Request-ID", "X-Fxserve-Weights"),
+            allow_headers=(
+                "Authorization",
+                "Accept",
+                "Content-Encoding",
+                "Content-Type",
+                "Inference-Header-Content-Length",
+                "X-Request-ID",
+                "X-Request-Timeout",
+            ),
+            expose_headers=(
+                "Content-Disposition",
+                "Inference-Header-Content-Length",
+                "Location",
+                "Retry-After",
+                "Server-Timing",
+                "X-Fxserve-Weights",
+                "X-Request-ID",
+            ),
         )
     app.add_middleware(
         RequestContext, metrics=metrics, policies={"/": page.POLICY, "/docs": DOCS_POLICY}, traces=traces

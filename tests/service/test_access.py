@@ -137,9 +137,12 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
 
 def test_web_pages_of_listed_origins_only(locked, client):
     ask = {"origin": "https://lab.example", "access-control-request-method": "POST"}
-    ask["access-control-request-headers"] = "authorization"
+    ask["access-control-request-headers"] = "authorization, content-encoding, inference-header-content-length"
     granted = locked.run(locked.http.options("/v1/models", headers=ask))
+    assert granted.status_code == 200
     assert granted.headers["access-control-allow-origin"] == "https://lab.example"
+    shown = locked.get("/v1/models", headers={"origin": "https://lab.example"}).headers["access-control-expose-headers"]
+    assert {"Inference-Header-Content-Length", "Content-Disposition"} <= set(shown.split(", "))
     refused = locked.run(locked.http.options("/v1/models", headers=ask | {"origin": "https://other.example"}))
     assert "access-control-allow-origin" not in refused.headers
     # Without a setting nobody is let in, not even to read.
