@@ -17,7 +17,7 @@ from service.access import Access
 from service.api import exports, extractors, features, inference_v2, models, operations, page, repository_v2, transforms
 from service.api.remembering import Remembering
 from service.api.state import State
-from service.draining import drained_on_signals
+from service.draining import Accepted, drained_on_signals
 from service.engine import Engine
 from service.engine.threads import ANSWERING, give_way
 from service.keys import Keys
@@ -89,6 +89,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         timeout=settings.body_timeout,
         admission=state.engine.admission,
     )
+    app.add_middleware(Accepted, engine=state.engine)
     app.add_middleware(Access, keys=keys, origins=settings.cors_origins)
     if settings.cors_origins:
         app.add_middleware(

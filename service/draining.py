@@ -10,9 +10,43 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from service.engine import Engine
+from service.engine.errors import Draining
+from service.problems import error_response
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Accepted:
+    """Middleware: a request that came before the signal is one that the engine has to finish, whatever it waits for.
+
+    Should the server end it all the same, before it has an answer, it is told to go elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self.app = app
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answered = False
+
+        async def send_answer(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            with self.engine.accepted():
+                await self.app(scope, receive, send_answer)
+        except asyncio.CancelledError:
+            if answered or not self.engine.draining:
+                raise
+            await error_response(scope["path"], Draining())(scope, receive, send)
 
 
 @contextmanager

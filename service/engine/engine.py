@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -107,6 +107,13 @@ class Engine:
         self._worker.start()
         self._decoders.start()
         self._preloading = asyncio.create_task(self._preload())
+
+    def accepted(self) -> AbstractContextManager[None]:
+        """The block that a request is in from its acceptance to the end of its answer.
+
+        :meth:`drain` waits for it, and nothing that it asks for is refused meanwhile. What comes only then is in none.
+        """
+        return nullcontext() if self.draining else self._unfinished
 
     async def drain(self, grace: float | None = None) -> None:
         """Take no new work and wait until what was accepted is answered.
@@ -336,7 +343,7 @@ class Engine:
         return function(*args) if at_once else await in_pool(self._intake, function, *args)
 
     def _refuse_new_work(self) -> None:
-        if self.draining:
+        if self.draining and not self._unfinished.here:
             raise Draining()
 
     async def _preload(self) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
+
+_DEPTH: ContextVar[int] = ContextVar("unfinished", default=0)
 
 
 class Unfinished:
@@ -16,11 +19,18 @@ class Unfinished:
     def __enter__(self) -> None:
         self.count += 1
         self._none.clear()
+        _DEPTH.set(_DEPTH.get() + 1)
 
     def __exit__(self, *error: object) -> None:
         self.count -= 1
         if not self.count:
             self._none.set()
+        _DEPTH.set(_DEPTH.get() - 1)
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is in such a block."""
+        return _DEPTH.get() > 0
 
     async def none(self) -> None:
         """Wait until there is none."""

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import httpx
 import PIL.Image
 import pytest
 
@@ -242,3 +243,25 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     assert json.loads(answers[0].content)["images"] == 6
     server.process.wait(20)
     assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize(("grace", "status"), [(60, 201), (0.5, 503)])
+def test_what_waits_for_its_extractor_before_the_end(start, grace, status):
+    """Building this one takes seconds."""
+    server = start(grace_period=grace)
+    spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C2"], "precision": "int8", "backend": "eager"}
+    answers = []
+    busy = threading.Thread(target=lambda: answers.append(server.http.post("/v1/extractors?wait=60", json=spec)))
+    busy.start()
+    deadline = time.monotonic() + 30
+    with httpx.Client(base_url=server.url) as other:
+        while not other.get("/v1/extractors").json()["extractors"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    busy.join()
+    assert answers[0].status_code == status
+    assert answers[0].headers["x-request-id"]
+    if status == 503:
+        problem(answers[0], 503, "draining")
+        assert int(answers[0].headers["retry-after"]) >= 1
+    server.process.wait(20)

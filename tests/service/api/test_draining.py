@@ -1,0 +1,98 @@
+"""What requests get that were accepted before the service began to shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from service.engine import Engine
+from tests.service.conftest import Client
+
+SPEC = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"]}
+ONE_STEP = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
+
+
+@contextmanager
+def builders_busy(engine: Engine) -> Iterator[None]:
+    """Nothing is traced or built meanwhile."""
+    free = threading.Event()
+    for _ in range(engine.settings.build_threads):
+        engine._builders.submit(free.wait, 60)
+    while not engine._builders._work_queue.empty():
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+async def under_way(engine: Engine, client: Client, path: str, **options: Any) -> asyncio.Task[httpx.Response]:
+    """A request that waits for a builder."""
+    asked = asyncio.create_task(client.http.post(path, **options))
+    async with asyncio.timeout(10):
+        while engine._builders._work_queue.empty():
+            await asyncio.sleep(0.01)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [(ONE_STEP, 200), ("/v1/extractors", 201), ("/v2/models/squeezenet1_1/infer", 200)],
+    ids=["features", "extractors", "infer"],
+)
+def test_what_waits_for_its_extractor_is_finished(
+    make_client: Callable[..., Client], photos: dict[str, bytes], path: str, status: int
+) -> None:
+    client = make_client()
+    engine = client.app.state.fxserve.engine
+    sent: dict[str, Any] = {"content": photos["chelsea"], "headers": {"content-type": "image/jpeg"}}
+    if path == "/v1/extractors":
+        sent = {"json": SPEC}
+    elif path != ONE_STEP:
+        values = {"name": "x", "datatype": "FP32", "shape": [1, 3, 64, 64], "data": [0.0] * 3 * 64 * 64}
+        sent = {"json": {"inputs": [values], "outputs": [{"name": "features.3"}], "parameters": {"weights": "random"}}}
+
+    async def told_to_end() -> httpx.Response:
+        with builders_busy(engine):
+            asked = await under_way(engine, client, path, **sent)
+            drained = asyncio.create_task(engine.drain())
+            await asyncio.wait({asked, drained}, timeout=0.3)
+            assert not drained.done()
+            late = await client.http.post(ONE_STEP, content=b"x", headers={"content-type": "image/jpeg"})
+            assert (late.status_code, late.json()["type"]) == (503, "/problems/draining")
+        answer = await asked
+        await asyncio.wait_for(drained, 10)
+        return answer
+
+    answer = client.run(told_to_end())
+    assert answer.status_code == status, answer.text
+
+
+def test_what_is_ended_all_the_same_is_told_to_go_elsewhere(
+    make_client: Callable[..., Client], photos: dict[str, bytes]
+) -> None:
+    """A server cancels what is left when it ends."""
+    client = make_client()
+    engine = client.app.state.fxserve.engine
+
+    async def ended() -> httpx.Response:
+        with builders_busy(engine):
+            headers = {"content-type": "image/jpeg", "x-request-id": "abc-1"}
+            asked = await under_way(engine, client, ONE_STEP, content=photos["chelsea"], headers=headers)
+            began = time.monotonic()
+            await engine.drain(0.2)
+            assert time.monotonic() - began >= 0.2
+            asked.cancel()
+            return await asked
+
+    answer = client.run(ended())
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/draining")
+    assert answer.headers["x-request-id"] == "abc-1"
+    assert int(answer.headers["retry-after"]) >= 1
