@@ -194,16 +194,18 @@ async def _answer(
     deadline = time.monotonic() + seconds
     kind, parameters = bodies.check(header(request.scope, b"content-type"), header(request.scope, b"content-encoding"))
     state.engine.admission.check()
-    record = await find()
     try:
-        if record.run is None:
-            async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
+            record = await find()
+            if record.run is None:
                 await state.engine.load(record)
+            accepted = _negotiate(record, asked, header(request.scope, b"accept"))
+            images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+            return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
     except TimeoutError:
-        raise DeadlineExceeded from None
-    accepted = _negotiate(record, asked, header(request.scope, b"accept"))
-    images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-    return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
+        if limit.expired():
+            raise DeadlineExceeded from None
+        raise
 
 
 def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:

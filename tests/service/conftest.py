@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -40,6 +42,19 @@ class Client:
 
     def delete(self, path: str, **options: Any) -> httpx.Response:
         return self.run(self.http.delete(path, **options))
+
+    @contextmanager
+    def builders_busy(self) -> Iterator[None]:
+        """Nothing is traced or built meanwhile."""
+        engine, free = self.app.state.fxserve.engine, threading.Event()
+        for _ in range(engine.settings.build_threads):
+            engine._builders.submit(free.wait, 60)
+        while not engine._builders._work_queue.empty():
+            time.sleep(0.01)
+        try:
+            yield
+        finally:
+            free.set()
 
     def close(self) -> None:
         self.run(self.http.aclose())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -17,20 +15,6 @@ from tests.service.conftest import Client
 
 SPEC = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"]}
 ONE_STEP = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
-
-
-@contextmanager
-def builders_busy(engine: Engine) -> Iterator[None]:
-    """Nothing is traced or built meanwhile."""
-    free = threading.Event()
-    for _ in range(engine.settings.build_threads):
-        engine._builders.submit(free.wait, 60)
-    while not engine._builders._work_queue.empty():
-        time.sleep(0.01)
-    try:
-        yield
-    finally:
-        free.set()
 
 
 async def under_way(engine: Engine, client: Client, path: str, **options: Any) -> asyncio.Task[httpx.Response]:
@@ -60,7 +44,7 @@ def test_what_waits_for_its_extractor_is_finished(
         sent = {"json": {"inputs": [values], "outputs": [{"name": "features.3"}], "parameters": {"weights": "random"}}}
 
     async def told_to_end() -> httpx.Response:
-        with builders_busy(engine):
+        with client.builders_busy():
             asked = await under_way(engine, client, path, **sent)
             drained = asyncio.create_task(engine.drain())
             await asyncio.wait({asked, drained}, timeout=0.3)
@@ -83,7 +67,7 @@ def test_what_is_ended_all_the_same_is_told_to_go_elsewhere(
     engine = client.app.state.fxserve.engine
 
     async def ended() -> httpx.Response:
-        with builders_busy(engine):
+        with client.builders_busy():
             headers = {"content-type": "image/jpeg", "x-request-id": "abc-1"}
             asked = await under_way(engine, client, ONE_STEP, content=photos["chelsea"], headers=headers)
             began = time.monotonic()

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import io
+import time
 
 import numpy as np
 import pytest
@@ -192,6 +193,15 @@ def test_a_deadline(make_client, photos, where):
         "/v1/models/resnet50/features?weights=random&nodes=C4", content=photos["chelsea"], headers=headers
     )
     assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+
+
+def test_a_deadline_passes_while_the_extractor_is_looked_for(make_client, photos):
+    client = make_client()
+    began = time.monotonic()
+    with client.builders_busy():
+        answer = client.post(ONE_STEP, content=photos["chelsea"], headers={**JPEG, "x-request-timeout": "0.2"})
+    assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("encoding", ["json", "base64"])
