@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends import Lowered
+from fxcore.errors import BadTensor
 
 
 class Plain:
@@ -32,10 +33,19 @@ class OneSize:
         self._row_shapes = row_shapes
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        if tuple(x.shape[1:] for x in inputs) != self._row_shapes:
-            wanted = ", ".join(" x ".join(map(str, shape)) for shape in self._row_shapes)
-            raise ValueError(f"this backend was compiled for inputs of {wanted}; ask for backend=auto for other sizes")
+        self.check(tuple(x.shape[1:] for x in inputs))
         return self.lowered(*inputs)
+
+    def check(self, row: tuple[tuple[int, ...], ...]) -> None:
+        """
+        Raises:
+            BadTensor: ``row``, the shape of one row of each input, is not of the usual size.
+        """
+        if row != self._row_shapes:
+            raise BadTensor(
+                f"the backend of this extractor takes inputs of {_shown(self._row_shapes)} only, and the request has "
+                f"{_shown(row)}; send that size, or ask for backend=auto"
+            )
 
     def storages(self) -> dict[int, int]:
         return self.lowered.storages()
@@ -79,3 +89,7 @@ class Swapped:
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})
+
+
+def _shown(row: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join(" x ".join(map(str, shape)) for shape in row)

@@ -20,6 +20,7 @@ from fxcore.images import image_size, open_image
 from fxcore.jpeg_batches import JpegBatches
 from fxcore.preprocessing import Preprocessing
 from service.engine.groups import decoding_bytes, groups
+from service.engine.guarded import OneSize
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -68,11 +69,16 @@ def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: i
 
     Raises:
         BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
-        BadTensor: a wrong name, shape or dtype.
+        BadTensor: a wrong name, shape or dtype, or a size that the extractor's backend does not take.
     """
     if isinstance(inputs, Mapping):
-        return _plan_tensors(record, inputs, preprocess, max_pixels)
-    return _plan_images(record, inputs, preprocess, max_pixels)
+        made = _plan_tensors(record, inputs, preprocess, max_pixels)
+    else:
+        made = _plan_images(record, inputs, preprocess, max_pixels)
+    if isinstance(record.run, OneSize):
+        for shape in dict.fromkeys(made.shapes):
+            record.run.check(shape)
+    return made
 
 
 def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int) -> Plan:

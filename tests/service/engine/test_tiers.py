@@ -14,6 +14,7 @@ import torch
 
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule
+from fxcore.errors import BadTensor
 from fxcore.verify import OutputErrors, Verification
 from service.engine import Engine, ExtractorRecord
 from service.engine.checks import Candidate, Reference
@@ -139,6 +140,8 @@ class Broken:
                     time.sleep(0.3)
                 if fault == "breaks later" and batches > 6:
                     raise RuntimeError("lost its mind")
+                if fault == "one size" and inputs[0].shape[-2:] != (224, 224):
+                    raise RuntimeError("Shape mismatch")
                 return {k: v * 1.01 if fault == "differs" else v for k, v in eager(*inputs).items()}
 
             def storages(self) -> dict[int, int]:
@@ -225,6 +228,17 @@ async def test_a_named_backend_is_never_replaced(
         assert record.state == "failed"
         assert isinstance(record.problem, BackendRefused)
         assert reason in record.problem.detail
+
+
+async def test_a_named_backend_of_one_size_says_which(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, jpegs: list[bytes]
+) -> None:
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("one size"))
+    async with engine() as running:
+        record = await built(running, backend="openvino")
+        with pytest.raises(BadTensor, match="takes inputs of 3 x 224 x 224 only, and the request has 3 x 96 x 128"):
+            await running.features(record, {"x": torch.zeros(2, 3, 96, 128)})
+        assert (await running.features(record, jpegs)).images == len(jpegs)
 
 
 def test_what_is_not_a_number_differs() -> None:
