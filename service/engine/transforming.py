@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor, said
+from fxcore.errors import BadTensor, UnknownNode, said
 from fxcore.extractor import Extractor
 from fxcore.graphs import ModelGraph
 from fxcore.photos import check_rows, photos
@@ -129,7 +130,9 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
     """
     mean, std = record.entry.preprocessing(record.weights, record.spec.image_size).normalization() or ([], [])
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
-    given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else step for step in after]
+    given = [
+        {**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(record.graph, step) for step in after
+    ]
     module = apply_transforms(extractor.module, given)
     rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
     inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
@@ -168,3 +171,18 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
             )
     precision = str(record.dtype).removeprefix("torch.")
     return replace(extractor, module=module), Transformed(applied(module), found, precision)
+
+
+def _named(graph: ModelGraph, step: Step) -> Step:
+    """``step`` with the nodes that it names as the graph calls them; what means none is for the transform to refuse.
+
+    ``nodes`` are paths, too, which mean every node under them and not the last one.
+    """
+    named = dict(step)
+    if "node" in step:
+        with suppress(UnknownNode):
+            [named["node"]] = graph.resolve([step["node"]]).values()
+    if "nodes" in step:
+        levels = {level: info.node for level, info in graph.levels.items() if level not in graph.by_name}
+        named["nodes"] = [levels.get(name, name) for name in step["nodes"]]
+    return named

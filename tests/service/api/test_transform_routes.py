@@ -141,6 +141,18 @@ def test_what_half_precision_is_compared_with_is_named(client):
     assert made.json()["checks"]["reference"] == "eager bfloat16", made.text
 
 
+@pytest.mark.parametrize("name", ["C3", "layer2", "layer2.1.relu_1"])
+def test_levels_and_paths_name_nodes_to_transforms(client, name):
+    change = {"name": "insert_after", "params": {"node": name, "function": "sigmoid"}}
+    made = client.post("/v1/extractors", json=spec(change, return_nodes=["C4"]))
+    assert made.status_code == 201, made.text
+    code = client.get(f"/v1/extractors/{made.json()['id']}/code").text
+    assert "sigmoid(layer2_1_relu_1)" in code
+    keep = {"name": "keep_float", "params": {"nodes": [name]}}
+    kept = client.post("/v1/extractors", json=spec(keep, return_nodes=["C4"]))
+    assert kept.status_code == 201, kept.text
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "fields"),
     [
