@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # A node name, level or truncated path. The longest that torchvision gives has fewer than 100 characters.
 NodeName = Annotated[str, Field(min_length=1, max_length=256)]
-OutputKey = Annotated[str, Field(min_length=1, max_length=256)]
+
+RESERVED_KEY = "__metadata__"
+"""What safetensors files call something else than a tensor."""
+
+
+def _no_reserved_key(key: str) -> str:
+    if key == RESERVED_KEY:
+        raise PydanticCustomError("reserved_key", f"no output can have the key {key!r}; choose another")
+    return key
+
+
+OutputKey = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no_reserved_key)]
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
 WeightsName = Annotated[str, Field(min_length=1, max_length=256)]
 

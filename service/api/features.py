@@ -25,7 +25,7 @@ from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
 from service.middleware import header
 from service.problems import Refusal, documented
-from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
+from service.schemas import MAX_NODES, RESERVED_KEY, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute)
 
@@ -165,6 +165,10 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
         if max(len(node), len(key)) > 256:
             raise Refusal(
                 "invalid-request", "query parameter 'nodes': no name or key has over 256 characters", field="nodes"
+            )
+        if key == RESERVED_KEY:
+            raise Refusal(
+                "invalid-request", f"query parameter 'nodes': no output can have the key {key!r}", field="nodes"
             )
         pairs.append((node, key or node))
     if len(pairs) > MAX_NODES:
