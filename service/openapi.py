@@ -19,6 +19,10 @@ _SECURITY_SCHEME = {
 }
 
 
+_OF_NO_ROUTE = ("not-http", "head-too-large", "not-found", "method-not-allowed", "internal")
+"""What a request may be answered with before it has a route, or whichever it has."""
+
+
 def install(app: FastAPI) -> None:
     """Make ``app`` complete its document."""
     generate = app.openapi
@@ -39,6 +43,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(shared["$defs"])
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
+    components["responses"] = {slug: next(iter(problems.documented(slug).values())) for slug in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _add_refusals(path, operation)

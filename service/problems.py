@@ -58,6 +58,8 @@ KINDS: dict[str, Kind] = {
         "4,096 bytes of the body came, and then nothing more or too little; a body may keep the server waiting for "
         "20 s, and every 65,536 bytes make good for one",
     ),
+    "not-http": Kind(400, "Not HTTP", "what came is not a request as HTTP/1.1 has it"),
+    "head-too-large": Kind(431, "Head too large", "the request line and the headers have more than 65,536 bytes"),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
     "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET"),
     "unknown-model": Kind(
@@ -357,8 +359,8 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
             },
         )
         response["content"][MEDIA_TYPE]["examples"][slug] = {"summary": kind.title, "value": example}
-        if kind.status in (429, 503):
-            response["headers"] = {
-                "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}, "example": 2}
-            }
+        if kind.status in (429, 503) and slug != "weights-unavailable":
+            description = "Seconds to wait." if kind.status == 429 else "Seconds to wait; not with weights-unavailable."
+            schema = {"type": "integer"}
+            response["headers"] = {"Retry-After": {"description": description, "schema": schema, "example": 2}}
     return responses

@@ -59,17 +59,20 @@ class TransformStep(BaseModel):
 class FeatureQuery(BaseModel):
     """The query of a request for features."""
 
-    pool: Pool = Field(default="none", description="Make one vector an image of each map.")
+    pool: Pool = Field(default="none", description="Make one vector an image of each map.", examples=["avg"])
     dtype: FeatureDtype | None = Field(
-        default=None, description="Of floating outputs in the answer; as computed without it."
+        default=None, description="Of floating outputs in the answer; as computed without it.", examples=["float16"]
     )
-    normalize: Normalize | None = Field(default=None, description="`l2`: unit length over the channels.")
+    normalize: Normalize | None = Field(
+        default=None, description="`l2`: unit length over the channels.", examples=["l2"]
+    )
     preprocess: Preprocess = Field(
         default="default",
         description="`default` is the weights' own transform, to the bit; `fast` takes half the time and is within a "
         "grey level or two of it, on CUDA less close in its colours; `none` only scales pixels to [0, 1].",
+        examples=["fast"],
     )
-    encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.")
+    encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.", examples=["base64"])
 
 
 class OneStepQuery(FeatureQuery):
@@ -82,9 +85,9 @@ class OneStepQuery(FeatureQuery):
         examples=["layer3:C4,layer4:C5"],
     )
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
-    precision: Precision = "float32"
-    backend: Backend = "auto"
-    image_size: int | None = Field(default=None, ge=1, le=4096)
+    precision: Precision = Field(default="float32", examples=["bfloat16"])
+    backend: Backend = Field(default="auto", examples=["eager"])
+    image_size: int | None = Field(default=None, ge=1, le=4096, examples=[320])
 
 
 class ExtractorSpec(BaseModel):

@@ -18,7 +18,7 @@ class GraphNode(BaseModel):
     fx_name: str = Field(examples=["layer3_0_conv1"])
     op: str = Field(examples=["call_module"])
     target: str = Field(examples=["layer3.0.conv1"])
-    module_type: str | None = Field(examples=["Conv2d"])
+    module_type: str | None = Field(examples=["torch.nn.modules.conv.Conv2d"])
     args: list[str] = Field(examples=[["layer2.3.relu_2"]])
     users: list[str] = Field(examples=[["layer3.0.bn1"]])
     shape: list[int | None] | None = Field(examples=[[None, 256, 28, 28]])

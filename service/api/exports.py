@@ -60,7 +60,8 @@ async def download(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
             "`openvino`: a zip with the IR; `torchscript`, which torch has deprecated. All run without this service "
             "and take any number of images. An extractor in int8 is exported in int8, which one format can hold: "
-            "`openvino` where that backend serves it, `torchscript` where eager does."
+            "`openvino` where that backend serves it, `torchscript` where eager does.",
+            examples=["onnx"],
         ),
     ] = "fx",
 ) -> Response:

@@ -123,7 +123,8 @@ async def make_extractor(
     state: Shared,
     spec: ExtractorSpec,
     wait: Annotated[
-        float, Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for it to be ready.")
+        float,
+        Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for it to be ready.", examples=[60]),
     ] = DEFAULT_WAIT,
 ) -> Response:
     """Make an extractor: a model, cut down to what the chosen nodes need."""
@@ -181,13 +182,15 @@ async def show_graph(
     state: Shared,
     extractor: IdOrName,
     format: Annotated[
-        GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
+        GraphFormat | None,
+        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
     ] = None,
     profile: Annotated[
         bool,
         Query(
             description="With each node's time and memory on a photograph, as medians over runs, between requests; "
-            "JSON only. Nodes are measured in eager, one by one, whatever backend serves; its time is told beside them."
+            "JSON only. Nodes are measured in eager, one by one, whatever backend serves; its time is told, too.",
+            examples=[True],
         ),
     ] = False,
     depth: graphs.Depth = None,

@@ -106,6 +106,7 @@ Timeout = Annotated[
         gt=0,
         allow_inf_nan=False,
         description="Seconds after which the answer is of no more use.",
+        examples=[10],
     ),
 ]
 

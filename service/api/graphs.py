@@ -58,7 +58,9 @@ def chosen_format(format: GraphFormat | None, accept: str | None) -> GraphFormat
 
 Depth = Annotated[
     int | None,
-    Query(ge=1, le=64, description="Drawings show modules of as many parts as one box each: 1 is `layer1`."),
+    Query(
+        ge=1, le=64, description="Drawings show modules of as many parts as one box each: 1 is `layer1`.", examples=[1]
+    ),
 ]
 
 

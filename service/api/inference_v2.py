@@ -160,7 +160,9 @@ async def infer(
     target: Target,
     x_request_timeout: Annotated[
         float | None,
-        Header(gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use."),
+        Header(
+            gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use.", examples=[10]
+        ),
     ] = None,
 ) -> Response:
     """Outputs for encoded images, or for the model's own input."""

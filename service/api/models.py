@@ -21,7 +21,9 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 MAX_SIDE = 4096
 
 Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
-Side = Annotated[int, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.")]
+Side = Annotated[
+    int | None, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.", examples=[480])
+]
 
 
 @router.get("", response_model=ModelList, responses=documented("invalid-request"))
@@ -70,7 +72,8 @@ async def list_nodes(
     state: Shared,
     model: Model,
     transforms: Annotated[
-        Literal["attention_maps"] | None, Query(description="List the eval nodes that this transform brings, too.")
+        Literal["attention_maps"] | None,
+        Query(description="List the eval nodes that this transform brings, too.", examples=["attention_maps"]),
     ] = None,
 ) -> Response:
     """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
@@ -92,10 +95,11 @@ async def list_nodes(
 async def show_graph(
     state: Shared,
     model: Model,
-    height: Side | None = None,
-    width: Side | None = None,
+    height: Side = None,
+    width: Side = None,
     format: Annotated[
-        GraphFormat | None, Query(description="`table` and `code` are plain text; without it Accept decides.")
+        GraphFormat | None,
+        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
     ] = None,
     depth: graphs.Depth = None,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,

@@ -47,6 +47,16 @@ async def show_metrics(state: Shared) -> Response:
     return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)
 
 
-@router.get("/", include_in_schema=False)
+@router.get(
+    "/",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "HTML.",
+            "content": {"text/html": {"schema": {"type": "string"}, "example": "<!doctype html>…"}},
+        }
+    },
+)
 async def front_page(state: Shared) -> Response:
+    """A page for people."""
     return Response(page.write(state.models()), media_type="text/html; charset=utf-8")

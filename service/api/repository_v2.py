@@ -48,7 +48,7 @@ async def load(
     state: Shared,
     name: Name,
     x_request_timeout: Annotated[
-        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait for it.")
+        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait for it.", examples=[60])
     ] = None,
 ) -> ModelReady:
     """Load an extractor or a model's own outputs; with ``config`` make the extractor that has this name."""
