@@ -12,7 +12,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.middleware import LINGER_BYTES, LINGER_SECONDS
+from fxcore.errors import FxError
+from service.engine.errors import Draining
+from service.middleware import LINGER_BYTES, LINGER_SECONDS, request_id
+from service.problems import KINDS, Refusal, error_response
 from service.transport import HeadWithBody
 
 HEAD_SECONDS = 10.0
@@ -62,7 +65,8 @@ class Connection(HttpToolsProtocol):
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+                detail = f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes"
+                self._end(Refusal("head-too-large", detail))
             else:
                 self._expect_end()
 
@@ -108,7 +112,7 @@ class Connection(HttpToolsProtocol):
 
     def _leave(self) -> None:
         if not self._works() and not self.transport.is_closing():
-            self._end(HTTPStatus.SERVICE_UNAVAILABLE)
+            self._end(Draining())
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -120,23 +124,26 @@ class Connection(HttpToolsProtocol):
 
     def _expect_end(self) -> None:
         if self._unfinished is None:
-            self._unfinished = self.loop.call_later(HEAD_SECONDS, self._end, HTTPStatus.REQUEST_TIMEOUT)
+            why = Refusal("request-timeout", f"the request's head did not end within {HEAD_SECONDS:g} s")
+            self._unfinished = self.loop.call_later(HEAD_SECONDS, self._end, why)
 
     def _ended(self) -> None:
         if self._unfinished is not None:
             self._unfinished.cancel()
             self._unfinished = None
 
-    def _end(self, status: HTTPStatus) -> None:
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(_written(Refusal("not-http", KINDS["not-http"].example)))
+        self.transport.close()
+
+    def _end(self, why: Refusal | FxError) -> None:
         """Close the connection, and say why where a request has begun that has no answer.
 
         Then the connection is closed for our side only, until the client has seen that and closes its own, because
         unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
         if self._in_head and self._head_bytes and not self._works():  # it would take this for its answer
-            text = status.phrase.encode()
-            head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
-            self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(text), text))
+            self.transport.write(_written(why))
             self.transport.write_eof()
             self._thrown_away = 0
             self._unfinished = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
@@ -158,3 +165,12 @@ class Connection(HttpToolsProtocol):
             self._expect_reading()
         else:  # closing would wait for it to read
             self.transport.abort()
+
+
+def _written(why: Refusal | FxError) -> bytes:
+    """The last answer of a connection, to a request whose path and id are not known."""
+    response = error_response("", why)
+    status = HTTPStatus(response.status_code)
+    fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]
+    head = b"".join(b"%b: %b\r\n" % field for field in fields)
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() + head + b"\r\n" + bytes(response.body)

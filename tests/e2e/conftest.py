@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -75,6 +76,20 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(20)
+
+
+def connection_problem(received: bytes, status: int, kind: str) -> dict[str, str]:
+    """The headers of what a connection answers itself, which is a problem like any other."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    line, *fields = head.decode().split("\r\n")
+    headers = dict(field.lower().split(": ", 1) for field in fields)
+    assert line.startswith(f"HTTP/1.1 {status} ")
+    assert headers["content-type"] == "application/problem+json"
+    assert headers["x-request-id"]
+    assert int(headers["content-length"]) == len(body)
+    document = json.loads(body)
+    assert (document["status"], document["type"]) == (status, f"/problems/{kind}"), document
+    return headers
 
 
 @contextlib.contextmanager

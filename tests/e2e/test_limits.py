@@ -12,6 +12,8 @@ import httpx
 import PIL.Image
 import pytest
 
+from tests.e2e.conftest import connection_problem
+
 JPEG = {"content-type": "image/jpeg"}
 FEATURES = "/v1/models/resnet18/features?weights=random&nodes=C4,C5"
 SLOW = "/v1/models/wide_resnet50_2/features?weights=random&nodes=C5&pool=avg"
@@ -178,7 +180,7 @@ def test_weights_that_cannot_be_had(small, photos):
 def test_what_is_not_http(small, raw):
     with small.connect() as connection:
         connection.sendall(raw)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+        connection_problem(_read_to_the_end(connection), 400, "not-http")
 
 
 def test_not_ready_until_the_preloads_are_done(start):
@@ -238,7 +240,9 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     server.process.send_signal(signal.SIGTERM)
     busy.join()
     assert answers[0].status_code == 200
-    assert b"HTTP/1.1 503 " in _read_to_the_end(kept)  # the rest of the first answer may come before
+    ended = _read_to_the_end(kept)
+    ended = ended[ended.index(b"HTTP/1.1 503 ") :]  # the rest of the first answer may come before
+    assert int(connection_problem(ended, 503, "draining")["retry-after"]) >= 1
     kept.close()
     assert json.loads(answers[0].content)["images"] == 6
     server.process.wait(20)

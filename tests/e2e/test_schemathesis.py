@@ -12,7 +12,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 EXAMPLES = int(os.environ.get("FXSERVE_SCHEMATHESIS_EXAMPLES", "4"))
-NOT_HTTP = "Invalid HTTP request received."
+NOT_HTTP = "/problems/not-http"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_every_answer_is_documented(schema, mode):
         @hypothesis.given(case=case)
         def check(case):
             answer = case.call(timeout=60)
-            if answer.text != NOT_HTTP:  # said before there is a route that could have documented it
+            if NOT_HTTP not in answer.text:  # said before there is a route that could have documented it
                 # A deadline that no server could keep is the client's own.
                 too_late = answer.status_code == 504 and "x-request-timeout" in map(str.lower, case.headers)
                 case.validate_response(answer, excluded_checks=[not_a_server_error] if too_late else [])

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from tests.e2e.conftest import connection_problem
+
 JPEG = {"content-type": "image/jpeg"}
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
 SLOW = "/v1/models/resnet50/features?weights=random&nodes=C5&pool=avg"
@@ -116,8 +118,8 @@ def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
     unread.sendall(head + body)
     received = [answer_of(connection) for connection in waiting]
     assert received[0] == b""
-    assert received[1].startswith(b"HTTP/1.1 408 ")
-    assert received[2].startswith(b"HTTP/1.1 408 ")
+    for answer in received[1:]:
+        connection_problem(answer, 408, "request-timeout")
     time.sleep(2)  # its patience began a little later
     answer = answer_of(unread)
     assert answer.startswith(b"HTTP/1.1 200 ")
@@ -147,8 +149,7 @@ def test_a_head_that_is_too_long_is_answered(guarded):
     with guarded.connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 4_000_000)
         received = answer_of(connection)
-    assert received.startswith(b"HTTP/1.1 431 ")
-    assert received.endswith(b"Request Header Fields Too Large")
+    connection_problem(received, 431, "head-too-large")
 
 
 def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, photos):
