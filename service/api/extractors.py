@@ -124,7 +124,13 @@ async def make_extractor(
     spec: ExtractorSpec,
     wait: Annotated[
         float,
-        Query(ge=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait for it to be ready.", examples=[60]),
+        Query(
+            ge=0,
+            le=MAX_WAIT,
+            allow_inf_nan=False,
+            description="Seconds to wait for it to be ready, once its nodes are found.",
+            examples=[60],
+        ),
     ] = DEFAULT_WAIT,
 ) -> Response:
     """Make an extractor: a model, cut down to what the chosen nodes need."""
