@@ -191,9 +191,9 @@ def _speedup(
 
 
 def _wait(inputs: tuple[Any, ...]) -> None:
-    """A GPU works on while Python goes on."""
-    if any(isinstance(x, Tensor) and x.is_cuda for x in inputs):
-        torch.cuda.synchronize()
+    """A GPU works on while Python goes on. Waiting for all of its work would disturb who records a graph meanwhile."""
+    for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
