@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from fxcore import trace
 from fxcore.health import check_health
-
-
-def traced(model: nn.Module) -> fx.GraphModule:
-    return fx.GraphModule(model.eval(), trace(model))
+from tests.fxcore.tracing import traced
 
 
 class Root(nn.Module):

@@ -10,13 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
-from fxcore import trace
 from fxcore.transforms import BadPattern, applied, op, replace_module, replace_pattern
 from fxcore.verify import verify
-
-
-def traced(model: nn.Module) -> fx.GraphModule:
-    return fx.GraphModule(model.eval(), trace(model)).eval()
+from tests.fxcore.tracing import traced
 
 
 def paths(module: fx.GraphModule) -> list[str]:

@@ -12,10 +12,7 @@ from torchvision.models import resnet18
 from fxcore import trace
 from fxcore.transforms import NotInvertible, invert, split_at
 from fxcore.verify import verify
-
-
-def traced(model: nn.Module) -> fx.GraphModule:
-    return fx.GraphModule(model.eval(), trace(model)).eval()
+from tests.fxcore.tracing import traced
 
 
 def paths(module: fx.GraphModule) -> list[str]:
