@@ -57,6 +57,7 @@ class DeviceWorker:
         self._done: Sequence[Job] = ()
         self._collected = -math.inf
         self._thread = self._fresh_thread()
+        self._replacing = threading.Lock()
 
     def start(self) -> None:
         self._thread.start()
@@ -128,14 +129,15 @@ class DeviceWorker:
         for item in batch:
             item.job.fail(NotReady(why, retry_after=1.0))
         if not isinstance(error, _DEVICE_LOST):
-            try:
-                fresh = self._fresh_thread()
-                fresh.start()
-                self._thread = fresh
-                self._metrics.worker_restarts.inc()
-                return
-            except RuntimeError as none:  # the system has no thread left
-                why = f"{why}, and {none}"
+            with self._replacing:  # the fresh one may die as well, and be replaced, before it is known here
+                try:
+                    fresh = self._fresh_thread()
+                    fresh.start()
+                    self._thread = fresh
+                    self._metrics.worker_restarts.inc()
+                    return
+                except RuntimeError as none:  # the system has no thread left
+                    why = f"{why}, and {none}"
         self._lost = why
         self._queue.close(NotReady(why))
 
