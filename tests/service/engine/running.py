@@ -93,6 +93,16 @@ class Watched:
         return self._module(batch)
 
 
+def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:
+    """A :class:`Watched`'s fault: batches with a row that is marked :data:`POISON` raise ``error``."""
+
+    def fault(batch: torch.Tensor) -> None:
+        if POISON in marks(batch):
+            raise error
+
+    return fault
+
+
 async def waiting(engine: Engine, items: int) -> None:
     """Until so many items wait for the device."""
     for _ in range(500):

@@ -17,7 +17,7 @@ from service.engine.errors import (
     OutOfMemory,
     RequestTooLarge,
 )
-from tests.service.engine.running import POISON, MakeEngine, Watched, built, marks, tensors, waiting
+from tests.service.engine.running import POISON, MakeEngine, Watched, built, failing_on_poison, marks, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -90,11 +90,7 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
         alone = {i: (await running.features(record, tensors(i))).outputs for i in range(7)}
         watched = Watched(record)
 
-        def fault(batch: torch.Tensor) -> None:
-            if POISON in marks(batch):
-                raise ValueError("poison")
-
-        watched.fault = fault
+        watched.fault = failing_on_poison(ValueError("poison"))
         watched.open.clear()
         first = asyncio.create_task(running.features(record, tensors(0)))
         await asyncio.to_thread(watched.entered.wait, 10)

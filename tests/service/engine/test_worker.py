@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from service.engine.errors import ComputeFailed, NotReady
-from tests.service.engine.running import POISON, MakeEngine, Watched, built, marks, tensors, waiting
+from tests.service.engine.running import POISON, MakeEngine, Watched, built, failing_on_poison, marks, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -65,11 +65,7 @@ async def test_two_device_threads_that_die_at_once_are_replaced_in_order(
         record = await built(running)
         watched = Watched(record)
 
-        def fault(batch: torch.Tensor) -> None:
-            if POISON in marks(batch):
-                raise SystemExit("gone")
-
-        watched.fault = fault
+        watched.fault = failing_on_poison(SystemExit("gone"))
         watched.open.clear()
         poison = [asyncio.create_task(running.features(record, tensors(POISON))) for _ in range(2)]
         await waiting(running, 1)
@@ -116,11 +112,7 @@ async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
         record = await built(running)
         watched = Watched(record)
 
-        def fault(batch: torch.Tensor) -> None:
-            if POISON in marks(batch):
-                raise torch.AcceleratorError("CUDA error: invalid configuration argument")
-
-        watched.fault = fault
+        watched.fault = failing_on_poison(torch.AcceleratorError("CUDA error: invalid configuration argument"))
         with pytest.raises(ComputeFailed, match="invalid configuration argument"):
             await running.features(record, tensors(POISON))
         assert (await running.features(record, tensors(0))).images == 1
