@@ -35,6 +35,59 @@ def test_values(extractor: Build, batch: torch.Tensor, small: Lowered) -> None:
             assert found.relative < 1e-4, (inputs.shape, found)
 
 
+def test_values_of_every_size_in_any_order(extractor: Build, batch: torch.Tensor, small: Lowered) -> None:
+    """Up to eight rows are computed by a model of their size, others by one that was prepared for another one."""
+    plain = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
+    rows = torch.cat([batch, batch.flip(0), batch.flip(-1)])
+    for size in (1, 8, 2, 12, 3, 9, 6, 1, 12, 8, 5, 7, 4, 2):
+        found = verify(plain, small, rows[-size:])
+        assert found.relative < 1e-4, (size, found)
+
+
+def test_models_of_a_size_are_counted_and_few(
+    extractor: Build, batch: torch.Tensor, artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+
+    def lower() -> Lowered:
+        return OPENVINO.lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
+
+    def grows(lowered: Lowered, inputs: torch.Tensor) -> int:
+        before = sum(lowered.storages().values())
+        for _ in range(2):
+            assert verify(module, lowered, inputs).relative < 1e-4
+        return sum(lowered.storages().values()) - before
+
+    lowered = lower()
+    single = grows(lowered, batch[:1])
+    assert single > weights
+    assert grows(lowered, batch[:3]) > single
+    assert grows(lowered, batch[:3]) == 0  # there is one already
+    assert grows(lowered, batch.repeat(3, 1, 1, 1)[:9]) == 0  # too many rows
+    assert grows(lowered, batch[:2, :, :160, :192]) == 0  # not the usual size
+    monkeypatch.setattr("fxcore.backends.openvino._FIXED_BYTES", 2 * single)
+    lowered = lower()
+    assert grows(lowered, batch[:1]) == single
+    assert grows(lowered, batch) <= 0  # no room for a second one
+    assert grows(lowered, batch[:2]) == 0
+    monkeypatch.setattr("fxcore.backends.openvino._FIXED_WEIGHTS", weights // 2)
+    assert grows(lower(), batch[:1]) == 0
+
+
+def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
+    class Positive(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"places": torch.nonzero(x > 0)}
+
+    lowered = OPENVINO.lower(
+        torch.fx.symbolic_trace(Positive()), (torch.randn(2, 6),), Options(threads=2, cache=artifacts)
+    )
+    for rows in (2, 3, 2, 2):
+        x = torch.randn(rows, 6)
+        assert torch.equal(lowered(x)["places"], torch.nonzero(x > 0))
+
+
 def test_answers_outlive_the_next_call(batch: torch.Tensor, small: Lowered) -> None:
     for _ in range(2):
         first = small(batch[:1])
