@@ -66,10 +66,12 @@ class Preprocessing(ABC):
         """uint8 images ``[N, H, W, 3]`` → the float32 batch that the same images would give as lossless files.
 
         Raises:
-            BadTensor: another shape or dtype.
+            BadTensor: another shape or dtype, or a size of 0.
         """
-        if array.dtype != torch.uint8 or array.ndim != 4 or array.shape[-1] != 3 or array.shape[0] == 0:
-            raise BadTensor(f"images to be preprocessed are uint8 [N, H, W, 3]; this is {_describe(array)}")
+        if array.dtype != torch.uint8 or array.ndim != 4 or array.shape[-1] != 3 or array.numel() == 0:
+            raise BadTensor(
+                f"images to be preprocessed are uint8 [N, H, W, 3], each size at least 1; this is {_describe(array)}"
+            )
         return torch.stack([self.image(PIL.Image.fromarray(one.numpy())) for one in array])
 
     def normalization(self) -> tuple[list[float], list[float]] | None:
@@ -287,8 +289,10 @@ class VideoPreprocessing(Preprocessing):
         return self._preset.crop_size[0], self._preset.crop_size[1]
 
     def tensor(self, array: Tensor) -> Tensor:
-        if array.dtype != torch.uint8 or array.ndim != 5 or array.shape[-1] != 3 or array.shape[0] == 0:
-            raise BadTensor(f"clips to be preprocessed are uint8 [N, T, H, W, 3]; this is {_describe(array)}")
+        if array.dtype != torch.uint8 or array.ndim != 5 or array.shape[-1] != 3 or array.numel() == 0:
+            raise BadTensor(
+                f"clips to be preprocessed are uint8 [N, T, H, W, 3], each size at least 1; this is {_describe(array)}"
+            )
         result: Tensor = self._preset(array.permute(0, 1, 4, 2, 3).contiguous())
         return result
 

@@ -205,6 +205,10 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
                 f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; this model takes "
                 f"{'uint8' if images else 'float32'} {layout} with {spec.shape[spec.layout.index('C')]} channels"
             )
+        if 0 in tensor.shape:
+            raise BadTensor(
+                f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; each of its sizes is at least 1"
+            )
         if images:
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":

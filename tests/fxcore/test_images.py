@@ -384,6 +384,10 @@ def test_every_model_says_how_it_wants_its_images() -> None:
         torch.zeros(1, 3, 30, 30, dtype=torch.uint8),
         torch.zeros(30, 30, 3, dtype=torch.uint8),
         torch.zeros(0, 30, 30, 3, dtype=torch.uint8),
+        torch.zeros(1, 0, 30, 3, dtype=torch.uint8),
+        torch.zeros(1, 30, 0, 3, dtype=torch.uint8),
+        torch.zeros(1, 2, 0, 30, 3, dtype=torch.uint8),
+        torch.zeros(1, 0, 30, 30, 3, dtype=torch.uint8),
         torch.zeros(1, 30, 30, 3),
         torch.zeros(1, 2, 30, 30, 3, dtype=torch.uint8),
     ],
@@ -391,7 +395,7 @@ def test_every_model_says_how_it_wants_its_images() -> None:
 def test_arrays_of_another_form_are_refused(array: torch.Tensor) -> None:
     with pytest.raises(BadTensor, match=r"uint8 \[N, H, W, 3\]"):
         get_model("resnet18").preprocessing().tensor(array)
-    if array.ndim != 5:
+    if array.ndim != 5 or array.numel() == 0:
         with pytest.raises(BadTensor, match=r"uint8 \[N, T, H, W, 3\]"):
             get_model("r3d_18").preprocessing().tensor(array)
 

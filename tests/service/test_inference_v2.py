@@ -186,6 +186,9 @@ BAD = {
     "negative shape": {"json": {"inputs": [x_input(shape=[-1, 3, 16, 16], parameters={}, data=[1.0])]}},
     "fractional shape": {"json": {"inputs": [x_input(shape=[1.5], parameters={}, data=[1.0])]}},
     "empty batch": binary({"inputs": [x_input(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0})]}),
+    "no pixels": {
+        "json": {"inputs": [x_input(datatype="UINT8", shape=[1, 0, 100, 3], parameters={}, data=[])]},
+    },
     "both": binary({"inputs": [x_input(data=[1.0])]}, RAW),
     "neither": {"json": {"inputs": [x_input(parameters={})]}},
     "twice": binary({"inputs": [x_input(), x_input()]}, RAW, RAW),

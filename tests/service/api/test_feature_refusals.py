@@ -132,6 +132,13 @@ def _post(path, status, kind, **options):
             headers={"content-type": "application/x-npy"},
         ),
         _post(
+            ONE_STEP,
+            422,
+            "bad-tensor",
+            content=_file("x-npy", np.zeros((1, 0, 100, 3), np.uint8)),
+            headers={"content-type": "application/x-npy"},
+        ),
+        _post(
             "/v1/models/resnet18/features?weights=random&nodes=flatten",
             422,
             "no-heat-map",

@@ -51,14 +51,14 @@ async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     return record
 
 
-def record_alone() -> ExtractorRecord:
+def record_alone(*args: Any) -> ExtractorRecord:
     """A ready extractor whose engine has ended, for what only looks at it."""
 
     async def make() -> ExtractorRecord:
         engine = Engine(Settings(device="cpu"))
         await engine.start()
         try:
-            return await built(engine)
+            return await built(engine, *args)
         finally:
             await engine.close()
 

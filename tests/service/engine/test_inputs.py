@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxcore.errors import BadImage, ImageTooLarge
+from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from service.engine.inputs import plan
 from service.engine.records import ExtractorRecord
 from tests.service.engine.running import encoded, record_alone
@@ -67,6 +67,37 @@ def test_images_as_an_array_are_bounded_as_those_in_files_are(record: ExtractorR
             plan(record, sent, preprocess, LIMIT)
         assert (caught.value.extra["pixels"], caught.value.extra["limit"]) == (1001 * 1000, LIMIT)
     plan(record, {"x": torch.from_numpy(over[None, :1000])}, preprocess, LIMIT)
+
+
+@pytest.mark.parametrize("preprocess", ["default", "fast", "none"])
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.zeros(1, 0, 100, 3, dtype=torch.uint8),
+        torch.zeros(1, 100, 0, 3, dtype=torch.uint8),
+        torch.zeros(1, 2**31 - 1, 0, 3, dtype=torch.uint8),
+        torch.zeros(1, 3, 0, 100),
+        torch.zeros(1, 3, 100, 0),
+    ],
+    ids=lambda array: f"{array.dtype}{list(array.shape)}",
+)
+def test_images_without_pixels_are_refused(record: ExtractorRecord, array: torch.Tensor, preprocess: str) -> None:
+    with pytest.raises(BadTensor, match="at least 1"):
+        plan(record, {"x": array}, preprocess, LIMIT)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        torch.zeros(1, 2, 0, 112, 3, dtype=torch.uint8),
+        torch.zeros(1, 0, 112, 112, 3, dtype=torch.uint8),
+        torch.zeros(1, 3, 0, 112, 112),
+    ],
+    ids=lambda array: f"{array.dtype}{list(array.shape)}",
+)
+def test_clips_without_frames_or_pixels_are_refused(array: torch.Tensor) -> None:
+    with pytest.raises(BadTensor, match="at least 1"):
+        plan(record_alone("r3d_18", ("stem",)), {"x": array}, "default", LIMIT)
 
 
 def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: list[bytes]) -> None:
