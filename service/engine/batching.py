@@ -156,7 +156,7 @@ class Item:
         rows: their places in the answer.
         inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
             :meth:`fxcore.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
-        row_bytes: what one row takes on the device while it is computed, by prediction.
+        row_bytes: what one row takes on the device while it is computed, by prediction; above zero.
     """
 
     job: Job
@@ -327,15 +327,24 @@ class Queue:
         if self._errands and self._errands[0].latest < time.monotonic():
             return self._errands.popleft()
         while self._lines:
-            batch = self._form()
+            key = min(self._lines, key=lambda key: self._lines[key][0].since)
+            batch: list[Item] = []
+            line = self._lines[key]
+            try:
+                self._form(batch, line)
+            except BaseException as error:  # whoever came for this line would fail of it again
+                for item in (*batch, *line):
+                    item.job.fail(error)
+                batch.clear()
+                line.clear()
+            if not line:
+                del self._lines[key]
             if batch:
                 return batch
         return self._errands.popleft() if self._errands else None
 
-    def _form(self) -> list[Item]:
-        key = min(self._lines, key=lambda key: self._lines[key][0].since)
-        line = self._lines[key]
-        batch: list[Item] = []
+    def _form(self, batch: list[Item], line: deque[Item]) -> None:
+        """Move a batch from ``line`` to ``batch``; each item is in one of them all the time."""
         rows = 0
         while line:
             item = line[0]
@@ -345,24 +354,21 @@ class Queue:
             room = min(self.max_rows, max(1, self.max_bytes // item.row_bytes)) - rows
             if room <= 0:
                 break
-            line.popleft()
             if len(item.rows) > room:
-                item, rest = item.split(room)
-                line.appendleft(rest)
+                item, line[0] = item.split(room)
+            else:
+                line.popleft()
             batch.append(item)
             rows += len(item.rows)
         excess = rows - usual_size(rows)
         while excess:
-            item = batch.pop()
+            item = batch[-1]
             if len(item.rows) > excess:
-                item, rest = item.split(len(item.rows) - excess)
-                batch.append(item)
-                item = rest
+                batch[-1], item = item.split(len(item.rows) - excess)
+            else:
+                batch.pop()
             line.appendleft(item)
             excess -= len(item.rows)
-        if not line:
-            del self._lines[key]
-        return batch
 
 
 def usual_size(rows: int) -> int:

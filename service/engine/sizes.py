@@ -33,7 +33,7 @@ class RowSize:
 
     Attributes:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
-        bytes: input, outputs and largest activations.
+        bytes: input, outputs and largest activations; above zero, as batches are measured out by it.
         answered: what :func:`answer_bytes` found for the options that were asked for.
     """
 
@@ -60,7 +60,8 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
             outputs[info.key] = ([1, *dims] if _several_rows(info, dims[0], 1) else dims), dtype
         inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
-        known = RowSize(outputs, inputs + sum(_bytes(*o) for o in outputs.values()) + _LIVE_ACTIVATIONS * largest)
+        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + _LIVE_ACTIVATIONS * largest
+        known = RowSize(outputs, max(1, whole))  # an image may have no pixels
         while len(record.row_sizes) >= _CACHED_SHAPES:
             record.row_sizes.pop(next(iter(record.row_sizes)), None)
         record.row_sizes[shape] = known

@@ -14,6 +14,7 @@ from fxcore.images import open_image
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.batching import Item, Job, Queue, Undecoded
 from service.engine.errors import NotReady, OutOfMemory
+from service.engine.sizes import row_size
 from tests.service.engine.running import MakeEngine, Watched, built, tensors, waiting
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +193,40 @@ async def test_a_worker_with_nothing_left_takes_one_part() -> None:
     queue.put([waiting])
     assert queue.take(lambda: None) == [waiting]
     assert not queue.offer(undecoded())  # it computes what came while it was idle
+
+
+async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
+    """They take nothing, and batches are measured out by what a row takes."""
+    async with engine() as running:
+        record = await built(running, nodes=["x"])
+        taken = row_size(record, ((3, 0, 0),)).bytes
+        assert taken > 0
+        both = job(record, 2)
+        running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
+        assert (await asyncio.wait_for(both.answer(), 10))["x"].shape == (2, 3, 0, 0)
+
+
+@pytest.mark.parametrize(("broken", "error"), [("row_bytes", ZeroDivisionError), ("split", OutOfMemory)])
+async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: str, error: type[Exception]) -> None:
+    """Left in the queue, it would end each device thread that comes for it, and nobody else would be answered."""
+
+    def none_left(rows: int) -> tuple[Item, Item]:
+        raise MemoryError
+
+    async with engine(max_batch=2) as running:
+        record, other = await built(running), await built(running, nodes=["features.3"])
+        first, second, third = job(record, 1), job(record, 3), job(other, 1)
+        one, three = (Item(of, range(of.rows), (tensors(*range(of.rows))["x"],), 1) for of in (first, second))
+        setattr(three, broken, {"row_bytes": 0, "split": none_left}[broken])
+        thread = running._worker._thread
+        running._queue.put([one, three, Item(third, range(1), (tensors(1)["x"],), 1)])
+        for lost in (first, second):  # the first was in the batch already
+            with pytest.raises(error):
+                await asyncio.wait_for(lost.answer(), 10)
+        assert (await asyncio.wait_for(third.answer(), 10)).keys() == {"features.3"}
+        assert running._worker._thread is thread
+        assert len(running._queue) == 0
+        assert (await running.features(record, tensors(1))).images == 1
 
 
 async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jpegs: list[bytes]) -> None:
