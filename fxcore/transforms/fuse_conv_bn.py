@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torchvision import ops
 
 from fxcore.transforms.base import PATH, add, bare_copy, constant, erase_dead, public_name, transform
+from fxcore.transforms.replace import source_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -69,7 +70,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
         if between is None:
             continue
         convolution = between[-1]
-        key = (*_identity(convolution), *_identity(node))
+        key = (*operation_of(convolution), *operation_of(node))
         if not _scale_convolution(module, convolution, affine, made, key):
             continue
         take_place(module, node, between)
@@ -83,7 +84,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
         called = module.get_submodule(str(node.target))
         return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
     if node.op == "call_function" and node.target is F.batch_norm:
-        given: dict[str, Any] = dict(zip(_NORM_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+        given = _arguments(node)
         try:
             mean, var, weight, bias = (constant(module, given.get(k)) for k in _NORM_ARGUMENTS[1:5])
         except LookupError:
@@ -213,7 +214,7 @@ def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) ->
     """Nodes from the one before ``norm`` back to a convolution that only ``norm`` gets to read, the convolution
     last."""
     way: list[fx.Node] = []
-    node = norm.args[0] if norm.args else norm.kwargs.get("input")
+    node = source_of(norm)
     while isinstance(node, fx.Node):
         way.append(node)
         readers = [user for user in node.users if not reads_shape(user)]
@@ -242,7 +243,7 @@ def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
         called = module.get_submodule(str(node.target))
         return _channels(called) if is_convolution(called) else None
     if node.op == "call_function" and node.target in _FUNCTIONS:
-        given = _convolution_arguments(node)
+        given = _arguments(node)
         try:
             weight = constant(module, given["weight"])
             constant(module, given.get("bias"))
@@ -254,8 +255,11 @@ def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
     return None
 
 
-def _convolution_arguments(node: fx.Node) -> dict[str, Any]:
-    names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS  # type: ignore[index]
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """By name, those of a call of ``F.batch_norm`` or of a convolution function."""
+    names: tuple[str, ...] = _NORM_ARGUMENTS
+    if node.target in _FUNCTIONS:
+        names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -295,7 +299,7 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
     """Whether ``size`` is the convolution's size in that dimension (or, for the batch, its input's)."""
     if not isinstance(size, fx.Node):
         return False
-    sources = {convolution, *convolution.all_input_nodes[:1]} if dim == 0 else {convolution}
+    sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
     if size.op == "call_method" and size.target == "size":
         return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
     if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
@@ -306,9 +310,11 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
     return False
 
 
-def _identity(node: fx.Node) -> tuple[Any, ...]:
-    """Equal for nodes that do the same with fixed values, whatever their input."""
-    return (node.op, str(node.target), tuple(str(n.target) for n in node.all_input_nodes[1:]))
+def operation_of(node: fx.Node) -> tuple[Any, ...]:
+    """Equal for convolutions, and for batch norms, that do the same with fixed values, whatever their input."""
+    given = {} if node.op == "call_module" else _arguments(node)
+    values = {k: str(v.target) if isinstance(v, fx.Node) else repr(v) for k, v in given.items() if k != "input"}
+    return (node.op, str(node.target), *sorted(values.items()))
 
 
 def _scale_convolution(
@@ -321,20 +327,20 @@ def _scale_convolution(
             made[key] = add(module, str(node.target), fused_module(convolution, affine))
         node.target = made[key]
         return True
-    given = _convolution_arguments(node)
+    given = _arguments(node)
     old_weight, old_bias = constant(module, given["weight"]), constant(module, given.get("bias"))
     weight, bias = scaled(old_weight, old_bias, affine, _FUNCTIONS[node.target], given.get("groups", 1))  # type: ignore[index]
     home = str(given["weight"].target)
     if key not in made:
         made[key] = add(module, home, weight)
         made[(*key, "bias")] = add(module, home.rsplit("weight", 1)[0] + "bias", bias)
-    previous = node.all_input_nodes[1:]
+    previous = [n for n in node.all_input_nodes if n.op == "get_attr"]
     with module.graph.inserting_before(node):
         given["weight"] = module.graph.get_attr(made[key])
         given["bias"] = module.graph.get_attr(made[(*key, "bias")])
     node.args = (given.pop("input"),)
     node.kwargs = given
-    erase_dead(module.graph, *[n for n in previous if n.op == "get_attr"])
+    erase_dead(module.graph, *previous)
     return True
 
 
@@ -343,7 +349,8 @@ def take_place(module: fx.GraphModule, norm: fx.Node, way: Sequence[fx.Node]) ->
 
     The other nodes on the way have values that the original has not, so they go by names below the batch norm's.
     """
-    before, statistics = way[0], norm.all_input_nodes[1:]
+    before = way[0]
+    statistics = [n for n in norm.all_input_nodes if n is not before]
     norm.replace_all_uses_with(before, propagate_meta=False)
     before.meta = dict(norm.meta)
     module.graph.erase_node(norm)

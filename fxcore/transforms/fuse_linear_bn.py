@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from fxcore.transforms.base import add, bare_copy, transform
-from fxcore.transforms.fuse_conv_bn import Affine, affine_of, take_place
+from fxcore.transforms.fuse_conv_bn import Affine, affine_of, operation_of, take_place
+from fxcore.transforms.replace import source_of
 
 # Modules that make of [N, C] again [N, C].
 _KEEP_RANK = (
@@ -41,11 +42,11 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
     >>> [type(m).__name__ for m in fuse_linear_bn(model).children()]
     ['Flatten', 'Linear']
     """
-    made: dict[tuple[str, str], str] = {}
+    made: dict[tuple[object, ...], str] = {}
     count = 0
     for node in list(module.graph.nodes):
         affine = affine_of(module, node)
-        linear = node.args[0] if node.args else node.kwargs.get("input")
+        linear = source_of(node)
         if affine is None or not isinstance(linear, fx.Node) or linear.op != "call_module" or len(linear.users) != 1:
             continue
         called = module.get_submodule(str(linear.target))
@@ -53,7 +54,7 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
             continue
         if called.out_features != affine.scale.numel() or not (assume_2d or _is_2d(module, linear)):
             continue
-        key = (str(linear.target), f"{node.target} {[n.target for n in node.all_input_nodes[1:]]}")
+        key = (str(linear.target), *operation_of(node))
         if key not in made:
             made[key] = add(module, str(linear.target), _fused(called, affine))
         linear.target = made[key]

@@ -138,6 +138,47 @@ def test_functions(transposed: bool) -> None:
     assert sum(n.op == "get_attr" for n in fused.graph.nodes) == 2
 
 
+class SharedTensors(nn.Module):
+    """Two batch norms, or two convolutions, of the same tensors that differ in one argument."""
+
+    def __init__(self, way: str, linear: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4) if linear else nn.Conv2d(3, 4, 1)
+        self.norm = nn.BatchNorm1d(4) if linear else nn.BatchNorm2d(4)
+        self.one, self.other = nn.Parameter(torch.randn(4, 3, 1, 1)), nn.Parameter(torch.randn(4, 3, 1, 1))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm
+        if self.way == "eps":
+            a, b = (F.batch_norm(self.layer(x), n.running_mean, n.running_var, eps=eps) for eps in (1e-5, 1.0))
+        elif self.way == "names":
+            a = F.batch_norm(self.layer(x), n.running_mean, n.running_var, weight=n.weight)
+            b = F.batch_norm(self.layer(x), n.running_mean, n.running_var, bias=n.weight)
+        elif self.way == "order":
+            fixed = {"running_var": n.running_var, "running_mean": n.running_mean}
+            a, b = (F.batch_norm(**fixed, input=self.layer(x), eps=eps) for eps in (1e-5, 1.0))
+        else:
+            a, b = (n(F.conv2d(weight=weight, input=x)) for weight in (self.one, self.other))
+        out: Tensor = a - 2 * b
+        return out
+
+
+@pytest.mark.parametrize("way", ["eps", "names", "order", "weights"])
+def test_pairs_that_share_tensors_are_different_pairs(way: str) -> None:
+    """Also where the input is not the first argument."""
+    fused = check(SharedTensors(way, False), torch.randn(2, 3, 4, 4), changes=2)
+    assert all(node.users for node in fused.graph.nodes if node.op == "get_attr")
+
+
+@pytest.mark.parametrize("way", ["eps", "names", "order"])
+def test_linear_pairs_that_share_tensors_are_different_pairs(way: str) -> None:
+    original = traced(SharedTensors(way, True))
+    fused = fuse_linear_bn(original, assume_2d=True)
+    assert applied(fused)[-1].changes == 2
+    assert verify(original, fused, torch.randn(2, 3)).relative < 1e-5
+
+
 def values(module: fx.GraphModule, x: Tensor) -> dict[str, Tensor]:
     """What every node of the graph makes, by both of its names."""
     found: dict[str, Tensor] = {}
