@@ -24,6 +24,9 @@ class Incomparable(FxError):
 class OutputErrors:
     """How far one output is from the original; a complex number counts as two.
 
+    Where an infinity or NaN stands on one side only, or infinities of two signs, nothing is near: the errors are
+    infinite and the cosine is zero.
+
     Attributes:
         max_abs: the largest difference of two elements.
         relative: norm of the difference over norm of the original.
@@ -152,6 +155,8 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
     special = agree & ~x.isfinite()
     x, y = x.masked_fill(special, 0), y.masked_fill(special, 0)
     difference = (x - y).abs()
+    if not bool(difference.isfinite().all()):
+        return OutputErrors(math.inf, math.inf, 0.0, False)
     scale = x.abs().max()
     norms = float(x.norm()), float(y.norm())
     if bool(agree.all()):

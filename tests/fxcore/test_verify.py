@@ -63,6 +63,16 @@ def test_equal_nans_and_infinities_agree() -> None:
     assert not verify(lambda x: torch.ones(4), lambda x: special, torch.zeros(1)).allclose
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [(math.inf, 5.0), (5.0, math.inf), (math.inf, -math.inf), (math.nan, 5.0), (5.0, math.nan)]
+)
+def test_nothing_is_near_an_infinity_or_nan(a: float, b: float) -> None:
+    """Whatever else agrees, itself infinite or not."""
+    x, y = torch.tensor([a, 2.0, math.inf]), torch.tensor([b, 2.0, math.inf])
+    found = verify(lambda v: (v, x), lambda v: (v, y), torch.ones(3))
+    assert (found.max_abs, found.relative, found.cosine, found.allclose) == (math.inf, math.inf, 0, False)
+
+
 def test_zeros_and_nothing() -> None:
     found = verify(lambda x: x, lambda x: x, torch.zeros(3)).outputs["0"]
     assert (found.max_abs, found.relative, found.cosine, found.allclose) == (0, 0, 1, True)
