@@ -128,6 +128,7 @@ def replace_module(
             continue
         if id(called) not in made:
             made[id(called)] = add(module, str(node.target), make(called).eval())
+        hand_on(module, node)
         node.target = made[id(called)]
         count += 1
     if not count and isinstance(old, str):

@@ -236,6 +236,7 @@ def test_what_was_written_in_place_is_read_from_what_replaces_it(activation: Cal
     for changed in (
         replace_activation(module, old="relu", new="tanh"),
         replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)),
+        *([replace_module(module, "activation", "tanh")] if isinstance(activation, nn.Module) else []),
     ):
         assert applied(changed)[-1].changes == 1
         assert verify(wanted, changed, x).allclose
