@@ -36,7 +36,7 @@ def decompose(
     *,
     rules: Mapping[Callable[..., Any] | str, Rule] | None = None,
 ) -> int:
-    """Rewrite operations by rules; ReLU becomes ``(x > 0) * x``.
+    """Rewrite operations by rules; ReLU becomes ``(x > 0) * x``, which is NaN, not 0, at minus infinity.
 
     Args:
         operations: names among :data:`RULES`, which are found be they functions, methods or modules.
