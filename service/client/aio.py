@@ -77,16 +77,16 @@ class AsyncClient(Common):
             transforms=list(transforms),
             image_size=image_size,
         )
-        return AsyncExtractor(self, await self._run(flows.make_extractor(spec, wait, self.patience)))
+        return AsyncExtractor(self, await self._run(flows.make_extractor(spec, wait, self.patience)), spec)
 
     async def extractors(self) -> list[AsyncExtractor]:
-        """The extractors that the server has."""
+        """The extractors that the server has, one process of it where it is several."""
         found = (await self._run(flows.fetch("/v1/extractors", self.patience)))["extractors"]
-        return [AsyncExtractor(self, description) for description in found]
+        return [AsyncExtractor(self, description, None) for description in found]
 
     async def find(self, id_or_name: str) -> AsyncExtractor:
-        """The extractor of that id or name."""
-        return AsyncExtractor(self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)))
+        """The extractor of that id or name; it is asked for by id, and cannot be made again."""
+        return AsyncExtractor(self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)), None)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -150,10 +150,10 @@ class AsyncClient(Common):
 
 
 class AsyncExtractor(Described):
-    """An extractor on the server: call it with images."""
+    """An extractor on the server: call it with images; made again as :class:`service.client.Extractor` is."""
 
-    def __init__(self, client: AsyncClient, description: Mapping[str, Any]) -> None:
-        super().__init__(description)
+    def __init__(self, client: AsyncClient, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
+        super().__init__(description, spec)
         self._client = client
 
     async def __call__(
@@ -175,9 +175,9 @@ class AsyncExtractor(Described):
         assembly = Assembly(todo[-1].start + todo[-1].rows)
         query = feature_query(pool, dtype, normalize, preprocess)
         patience = self._client.patience
-        await self._client._run_all([flows.extract(self.id, part, query, assembly, patience) for part in todo])
+        await self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
         return assembly.tensors() if as_torch else assembly.arrays()
 
     async def delete(self) -> None:
-        """Have the server forget it."""
+        """Have the server forget it, one process of it where it is several; a call has it made again."""
         await self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))

@@ -91,16 +91,16 @@ class Client(Common):
             transforms=list(transforms),
             image_size=image_size,
         )
-        return Extractor(self, self._run(flows.make_extractor(spec, wait, self.patience)))
+        return Extractor(self, self._run(flows.make_extractor(spec, wait, self.patience)), spec)
 
     def extractors(self) -> list[Extractor]:
-        """The extractors that the server has."""
+        """The extractors that the server has, one process of it where it is several."""
         found = self._run(flows.fetch("/v1/extractors", self.patience))["extractors"]
-        return [Extractor(self, description) for description in found]
+        return [Extractor(self, description, None) for description in found]
 
     def find(self, id_or_name: str) -> Extractor:
-        """The extractor of that id or name."""
-        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)))
+        """The extractor of that id or name; it is asked for by id, and cannot be made again."""
+        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)), None)
 
     def close(self) -> None:
         """Close the connections."""
@@ -162,10 +162,14 @@ class Client(Common):
 
 
 class Extractor(Described):
-    """An extractor on the server: call it with images."""
+    """An extractor on the server: call it with images.
 
-    def __init__(self, client: Client, description: Mapping[str, Any]) -> None:
-        super().__init__(description)
+    One that :meth:`Client.extractor` made is made again where the server does not know it: after a restart, or by
+    another of its processes.
+    """
+
+    def __init__(self, client: Client, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
+        super().__init__(description, spec)
         self._client = client
 
     def __call__(
@@ -202,9 +206,9 @@ class Extractor(Described):
         assembly = Assembly(todo[-1].start + todo[-1].rows)
         query = feature_query(pool, dtype, normalize, preprocess)
         patience = self._client.patience
-        self._client._run_all([flows.extract(self.id, part, query, assembly, patience) for part in todo])
+        self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
         return assembly.tensors() if as_torch else assembly.arrays()
 
     def delete(self) -> None:
-        """Have the server forget it."""
+        """Have the server forget it, one process of it where it is several; a call has it made again."""
         self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))

@@ -22,6 +22,10 @@ class TimedOut(FxserveError, TimeoutError):
     """There was no answer in time."""
 
 
+class ExtractorChanged(FxserveError):
+    """The server had to make an extractor again, and its weights or graph are not what they were."""
+
+
 class Problem(FxserveError):
     """The server refused, and said why.
 

@@ -21,7 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.client import tensors
-from service.client.errors import ConnectionFailed, ImageTooLarge, OfImage, Problem, TimedOut, TooLarge, problem_of
+from service.client.errors import (
+    ConnectionFailed,
+    ExtractorChanged,
+    ImageTooLarge,
+    OfImage,
+    Problem,
+    TimedOut,
+    TooLarge,
+    UnknownExtractor,
+    problem_of,
+)
 from service.client.inputs import Part
 
 Result = TypeVar("Result")
@@ -34,6 +44,12 @@ _GRACE = 2.0
 """Seconds by which the server's own word about a deadline may come late."""
 
 _LONGEST_POLL = 30.0
+
+_REMAKES = 16
+"""How often one request may have its extractor made again. Of several processes on a port each knows what was made
+over its own connections, and whichever connection is free takes a request: making may reach another process than the
+repetition does. Each making leaves one process fewer that does not know it; of 16 processes picked at random, all
+makings miss for one request in 6,000."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +188,36 @@ def make_extractor(spec: Mapping[str, Any], wait: float, patience: Patience) -> 
             raise TimedOut(f"extractor {description['id']} is still being built after {wait:g} s")
 
 
+@dataclass(frozen=True)
+class Held:
+    """An extractor to ask.
+
+    Attributes:
+        id: what the server calls it.
+        fingerprint: of its model's graph.
+        spec: what it was made from, to make it again; None where only its id is known.
+    """
+
+    id: str
+    fingerprint: str
+    spec: Mapping[str, Any] | None
+
+
 def extract(
-    id: str, part: Part, query: Mapping[str, str], assembly: tensors.Assembly, patience: Patience
+    held: Held, part: Part, query: Mapping[str, str], assembly: tensors.Assembly, patience: Patience
 ) -> Flow[None]:
-    """Put the features of ``part`` into ``assembly``, in several requests if the server finds one too large."""
+    """Put the features of ``part`` into ``assembly``, in several requests if the server finds one too large.
+
+    Where the server does not know the extractor it is made again, for ``patience.timeout`` seconds at most.
+
+    Raises:
+        ExtractorChanged: what is made of its spec now is something else.
+    """
     body, content_type = yield Work(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
-    send = Send("POST", extractor_path(id, "features"), query, headers, body)
+    send = Send("POST", extractor_path(held.id, "features"), query, headers, body)
     try:
-        answer = yield from exchange(send, patience)
+        answer = yield from _known(held, send, patience)
     except OfImage as problem:
         problem.moved(part.start)
         raise
@@ -193,7 +230,24 @@ def extract(
         return
     del body, send
     for smaller in part.split(rows):
-        yield from extract(id, smaller, query, assembly, patience)
+        yield from extract(held, smaller, query, assembly, patience)
+
+
+def _known(held: Held, send: Send, patience: Patience) -> Flow[Answer]:
+    """The answer of a server that knows the extractor, or does once it has been made again."""
+    remakes = 0
+    while True:
+        try:
+            return (yield from exchange(send, patience))
+        except UnknownExtractor:
+            if held.spec is None or remakes == _REMAKES:
+                raise
+        remakes += 1
+        made = yield from make_extractor(held.spec, patience.timeout, patience)
+        if (made["id"], made["fingerprint"]) != (held.id, held.fingerprint):
+            raise ExtractorChanged(
+                f"the server does not know extractor {held.id}, and makes another one of its spec now"
+            )
 
 
 def _fitting(rows: int, problem: TooLarge) -> int:

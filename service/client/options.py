@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from service.client.flows import Patience
+from service.client.flows import Held, Patience
 
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -64,10 +64,12 @@ class Described:
 
     Attributes:
         description: all that ``GET /v1/extractors/{id}`` says.
+        held: how to ask for it, and how to make it again.
     """
 
-    def __init__(self, description: Mapping[str, Any]) -> None:
+    def __init__(self, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
         self.description = dict(description)
+        self.held = Held(self.id, str(self.description["fingerprint"]), spec)
 
     @property
     def id(self) -> str:

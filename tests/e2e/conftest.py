@@ -32,14 +32,19 @@ class Server:
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"server-{self.port}.log"
+        self.http = httpx.Client(base_url=self.url, timeout=120)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FXSERVE_")}
         environment |= {"FXSERVE_LOWERING": "false"}
         environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
         # Whether or not this machine has a network, the servers have none.
         environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9", "FXSERVE_DEVICE": "cpu"}
+        self._environment = environment
+        self.begin()
+
+    def begin(self) -> None:
+        """Start its process, the first or another one on the same port."""
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command(), env=environment, stdout=log, stderr=subprocess.STDOUT)
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+            self.process = subprocess.Popen(self.command(), env=self._environment, stdout=log, stderr=subprocess.STDOUT)
 
     def command(self) -> list[str]:
         """What starts it."""

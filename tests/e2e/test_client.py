@@ -14,6 +14,7 @@ import torch
 import torchvision
 
 from service.client import AsyncClient, Client, errors
+from tests.e2e.conftest import START_SECONDS
 
 NODES = {"layer3": "C4", "layer4": "C5"}
 EXACT = {"C4": "layer3.1.relu_1", "C5": "layer4.1.relu_1"}
@@ -192,6 +193,34 @@ def test_errors(client, extractor, three):
     assert bad.index == 18
     assert str(bad).startswith("image 18: ")
     fails(errors.BadTensor, lambda: extractor({"y": np.zeros((1, 3, 64, 64), np.float32)}))
+
+
+def test_an_extractor_outlives_the_servers_process(start, three, expected):
+    server = start()
+    with Client(server.url) as client:
+        extractor = client.extractor("resnet18", NODES, weights="random")
+        found = client.find(extractor.id)
+        server.process.kill()
+        server.process.wait(20)
+        with pytest.raises(errors.ConnectionFailed):
+            extractor(three)
+        server.begin()
+        server.wait()
+        with pytest.raises(errors.UnknownExtractor):
+            found(three)
+        agree(extractor(three), expected)
+
+
+def test_every_process_of_a_server_is_asked(start, three, expected):
+    server = start(workers=2)
+    deadline = time.monotonic() + START_SECONDS
+    while server.metric("fxserve_ready") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for _ in range(4):
+        with Client(server.url) as client:  # over connections of its own, which any of the processes may take
+            features = client.extractor("resnet18", NODES, weights="random")([three[n % 3] for n in range(48)])
+        agree({key: value[:3] for key, value in features.items()}, expected)
 
 
 def test_nobody_there():

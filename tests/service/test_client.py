@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.client import errors, flows
-from service.client.flows import Answer, Patience, Send, Wait, Work
+from service.client.flows import Answer, Held, Patience, Send, Wait, Work
 from service.client.inputs import Encoded, parts
 from service.client.tensors import Assembly
 from service.problems import KINDS
@@ -208,6 +208,9 @@ def refusal(status, slug="", retry_after=None, **extra):
 OK = Answer(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
 
 
+HELD = Held("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
+
+
 def steps(flow, answers):
     """The steps that a flow takes, given these answers to what it sends, and its result or error."""
     taken, answers, result = [], list(answers), None
@@ -293,14 +296,50 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
         Answer(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
         for first in range(0, 8, 2)
     ]
-    taken, _ = steps(flows.extract("x", part, {}, assembly, Patience(60, 0)), answers)
+    taken, _ = steps(flows.extract(HELD, part, {}, assembly, Patience(60, 0)), answers)
     assert sum(isinstance(step, Send) for step in taken) == 5
     assert assembly.arrays()["a"].tolist() == list(range(8))
 
 
+def described(id="x", fingerprint="f"):
+    document = {"id": id, "fingerprint": fingerprint, "state": "ready"}
+    return Answer(201, httpx.Headers(), np.frombuffer(json.dumps(document).encode(), np.uint8))
+
+
+UNKNOWN = refusal(404, "unknown-extractor")
+
+
+def asked(held, answers):
+    """Path and body of what is sent for one image, and what comes of it in the end."""
+    [part] = parts([b"image"], 1, MB)
+    assembly = Assembly(1)
+    taken, error = steps(flows.extract(held, part, {}, assembly, Patience(60, 5)), answers)
+    return [(step.path, step.body) for step in taken if isinstance(step, Send)], error or assembly.arrays()
+
+
+def test_what_the_server_does_not_know_is_made_again():
+    features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(HELD.spec).encode())
+    value = Answer(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
+    sent, result = asked(HELD, [UNKNOWN, described(), UNKNOWN, described(), value])
+    assert sent == [features, making, features, making, features]
+    assert result["a"].tolist() == [1]
+    sent, error = asked(HELD, [UNKNOWN, described()] * 20)
+    assert isinstance(error, errors.UnknownExtractor)
+    assert len(sent) == 33
+    sent, error = asked(Held("x", "f", None), [UNKNOWN])
+    assert isinstance(error, errors.UnknownExtractor)
+    assert sent == [features]
+
+
+@pytest.mark.parametrize("other", [{"id": "y"}, {"fingerprint": "g"}])
+def test_what_is_made_again_is_the_same_or_an_error(other):
+    _, error = asked(HELD, [UNKNOWN, described(**other)])
+    assert isinstance(error, errors.ExtractorChanged)
+
+
 def test_the_index_of_a_bad_image_is_that_of_the_call():
     [_, part] = parts([b"a", b"b", b"c"], 2, MB)
-    flow = flows.extract("x", part, {}, Assembly(3), Patience(60, 0))
+    flow = flows.extract(HELD, part, {}, Assembly(3), Patience(60, 0))
     flow.send(flow.send(None).function())
     problem = refusal(422, "bad-image", index=0, detail="image 0: these 1 bytes are not an image")
     with pytest.raises(errors.BadImage, match=r"^image 2: these") as caught:
