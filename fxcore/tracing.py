@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import fnmatch
 import inspect
+import keyword
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ import torchvision
 from torch import fx, nn
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, NotTraceable
 from fxcore.explain import explain
 from fxcore.leaves import kept_whole
 
@@ -37,6 +38,9 @@ AUTO = "auto"
 _TRACE_LOCK = threading.RLock()
 
 LeafModule = type[nn.Module] | str
+
+# What the module that torch.fx makes of a graph has itself, and no part of a model can be called there.
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 class UnknownArgument(FxError):
@@ -138,7 +142,8 @@ def trace(
         The graph; each node but ``output`` has its name under ``node.meta["path"]``.
 
     Raises:
-        NotTraceable: naming the module and the line of source at which tracing broke, and what to do.
+        NotTraceable: naming the module and the line of source at which tracing broke, and what to do; or the part of
+            the model whose name no graph module can have, such as ``heads.class`` or ``meta``.
         UnknownArgument: a path, pattern or argument name that the model does not have.
 
     >>> from torch import nn
@@ -194,13 +199,16 @@ def trace(
         with _TRACE_LOCK, kept_whole(leaf_functions, model):
             tracer = Tracer(classes, patterns, closed)
             try:
-                return cast(fx.Graph, tracer.trace(model, dict(concrete_args) if concrete_args else None))
+                graph = cast(fx.Graph, tracer.trace(model, dict(concrete_args) if concrete_args else None))
+                break
             except Exception as error:
                 path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
                 explained = explain(error, model, path)
                 if AUTO not in given or not path or path in closed:
                     raise explained from error
                 closed[path] = explained.detail.split("; ")[0]
+    _check_names(graph, model)
+    return graph
 
 
 def trace_function(function: Callable[..., Any]) -> tuple[fx.Graph, nn.Module]:
@@ -248,6 +256,25 @@ def made_constants(graph: fx.Graph) -> list[str]:
     """
     targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
     return list(dict.fromkeys(target for target in targets if target.startswith("_tensor_constant")))
+
+
+def _check_names(graph: fx.Graph, model: nn.Module) -> None:
+    """torch.fx writes paths into Python code, and what is at them beside the attributes of its own class."""
+    for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
+        parts = path.split(".")
+        word = next((part for part in parts if keyword.iskeyword(part)), None)
+        if word is None and parts[0] not in _TAKEN:
+            continue
+        why = f"{word!r} is a keyword of Python" if word else f"torch.fx has a use of its own for {parts[0]!r}"
+        advice = "give that part of the model another name"
+        raise NotTraceable(
+            f"{type(model).__name__} cannot be traced: nothing in it can be called {path!r}, since {why}; {advice}",
+            kind="name",
+            module=path,
+            source="",
+            expression="",
+            advice=advice,
+        )
 
 
 def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:

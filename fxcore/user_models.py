@@ -143,8 +143,13 @@ def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserM
                 raise BadUserModel("two descriptions have this name")
             names.add(name)
             yield name, user_entry(name, describe())
-        except BadUserModel as error:
-            yield name, BadUserModel(f"model {name!r}: {error.detail}", name=name)
+        except Exception as error:  # a package describes its models in values of any type
+            yield name, wrong(name, error)
+
+
+def wrong(name: str, error: Exception) -> BadUserModel:
+    """What ``error``, out of whatever was done with the model ``name``, says of it."""
+    return BadUserModel(f"model {name!r}: {error.detail if isinstance(error, FxError) else said(error)}", name=name)
 
 
 def user_entry(name: str, model: UserModel) -> UserEntry:
@@ -154,7 +159,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         BadUserModel: something in its description is wrong.
     """
     if not _NAME.fullmatch(name):
-        raise BadUserModel("a name is letters, digits, '.', '_' and '-', and begins with a letter or a digit")
+        raise BadUserModel("a name is at most 128 letters, digits, '.', '_' and '-', and begins with a letter or digit")
     if is_torchvisions(name):
         raise BadUserModel("torchvision has a model of this name; take another")
     if model.input not in _INPUTS:

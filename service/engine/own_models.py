@@ -8,7 +8,7 @@ from pathlib import Path
 from fxcore.catalog import ModelEntry, register
 from fxcore.errors import FxError
 from fxcore.graphs import model_graph
-from fxcore.user_models import BadUserModel, UserEntry, read_models
+from fxcore.user_models import UserEntry, read_models, wrong
 from fxcore.weights import load_model
 
 log = logging.getLogger("fxserve.models")
@@ -41,6 +41,6 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
         model_graph(entry, weights)
         if entry.file(weights) is not None:
             load_model(entry, weights)
-    except FxError as error:
-        return BadUserModel(f"model {name!r}: {error.detail}", name=name)
+    except Exception as error:  # the model's own code ran
+        return wrong(name, error)
     return entry

@@ -89,6 +89,38 @@ def test_a_failed_trace_leaves_torch_as_it_was() -> None:
     assert names(trace(Block()))
 
 
+class Named(nn.Module):
+    """Convolutions under the names of ``paths``."""
+
+    def __init__(self, *paths: str) -> None:
+        super().__init__()
+        self.paths = paths
+        for path in paths:
+            first, _, key = path.partition(".")
+            self._modules[first] = nn.ModuleDict({key: nn.Conv2d(3, 3, 1)}) if key else nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for path in self.paths:
+            first, _, key = path.partition(".")
+            x = self._modules[first][key](x) if key else self._modules[first](x)  # type: ignore[index, misc, operator]
+        return x
+
+
+@pytest.mark.parametrize("path", ["meta", "code", "recompile", "graph.stem", "heads.class"])
+def test_a_name_that_no_graph_module_can_have_is_named(path: str, own_entry: OwnEntry) -> None:
+    with pytest.raises(NotTraceable, match=f"nothing in it can be called '{path}', since ") as caught:
+        trace(Named("stem", path))
+    assert caught.value.extra["module"] == path
+    with pytest.raises(NotTraceable):
+        model_graph(own_entry(lambda: Named("stem", path)))
+
+
+def test_names_that_look_like_taken_ones_can_be_had() -> None:
+    model = Named("heads.meta", "stem.code", "classes", "match").eval()
+    x = torch.randn(1, 3, 4, 4)
+    assert torch.equal(fx.GraphModule(model, trace(model))(x), model(x))
+
+
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "raft_small"])
 def test_the_models_that_cannot_be_traced_say_why(name: str) -> None:
     """HAZARDS 12: detectors loop over images, and RAFT branches on shapes."""

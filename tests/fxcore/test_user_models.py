@@ -50,6 +50,7 @@ def number():
     return 7
 
 packaged = fxcore.UserModel(builder=Tiny, arguments={"width": 4})
+careless = fxcore.UserModel(builder=Tiny, weights="tiny.safetensors")
 '''
 
 
@@ -143,11 +144,13 @@ def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        f"[fxcore.models]\npackaged-tiny = {module}:packaged\nodd = {module}:number\ngone = {module}:nothing\n"
+        f"[fxcore.models]\npackaged-tiny = {module}:packaged\nodd = {module}:number\n"
+        f"careless = {module}:careless\ngone = {module}:nothing\n"
     )
     found = dict(read_models(None))
     assert found["packaged-tiny"].weights_info("builder").num_params == 461
     assert "is no fxcore.UserModel but function" in found["odd"].detail
+    assert found["careless"].detail.startswith("model 'careless': AttributeError: 'str' object has no")
     assert "cannot be loaded: AttributeError" in found["gone"].detail
 
 
@@ -171,7 +174,8 @@ WRONG = {
     "eleven": ("builder = 'MODULE:Tiny'\nbuild = 1", "'build' is none of builder, arguments"),
     "twelve": ("builder = 'MODULE:Tiny'\ntask = 'video'", "task is classification or segmentation for input 'image'"),
     "resnet50": ("builder = 'MODULE:Tiny'", "torchvision has a model of this name"),
-    "'with space'": ("builder = 'MODULE:Tiny'", "a name is letters, digits"),
+    "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
+    "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
 }
 
 

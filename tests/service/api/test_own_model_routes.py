@@ -198,6 +198,61 @@ def test_the_list_of_models_that_are_served_holds_for_ones_own(
     assert client.post("/v1/models/mine/features?nodes=C4", content=b"").status_code == 404
 
 
+NAMES = """
+from torch import nn
+
+class Meta(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.meta = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.meta(x)
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({"class": nn.Conv2d(3, 3, 1), "box": nn.Conv2d(3, 4, 1)})
+
+    def forward(self, x):
+        return {name: head(x) for name, head in self.heads.items()}
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def load_state_dict(self, *args, **kwargs):
+        raise KeyError("version")
+"""
+
+
+def test_what_is_wrong_with_one_model_costs_no_other_its_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_client: Callable[..., Client],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "names_for_tests.py").write_text(NAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    tables = [f'[models.{name.lower()}]\nbuilder = "names_for_tests:{name}"' for name in ("Meta", "Heads", "Weighed")]
+    safetensors.torch.save_file({"body.bias": torch.zeros(3)}, tmp_path / "w.safetensors")
+    good = '[models.good]\nbuilder = "timm:create_model"\narguments = { model_name = "resnet10t", num_classes = 2 }'
+    (tmp_path / "models.toml").write_text("\n".join([*tables, 'weights = "w.safetensors"', good]))
+    with caplog.at_level(logging.ERROR, "fxserve.models"):
+        client = make_client(models_dir=tmp_path, models=("meta", "heads", "weighed", "good"))
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "model 'meta': Meta cannot be traced: nothing in it can be called 'meta'" in told
+    assert "model 'heads': Heads cannot be traced: nothing in it can be called 'heads.class'" in told
+    assert "model 'weighed': KeyError: 'version'" in told
+    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["good"]
+    sys.modules.pop("names_for_tests")
+    register({})
+
+
 def test_a_service_starts_without_a_file_that_is_wrong(
     tmp_path: Path, make_client: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
