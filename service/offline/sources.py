@@ -94,7 +94,12 @@ def _in_folder(root: str) -> Iterator[Source]:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     name = entry.name.lower()
-                    if entry.is_dir():
+                    try:
+                        is_folder = entry.is_dir()
+                    except OSError as error:  # a link that goes nowhere: in a circle, through a file, where none may look
+                        yield Source(_shown(entry.path), entry.path, error=error.strerror)
+                        continue
+                    if is_folder:
                         folders.append(entry.path)
                     elif name.endswith(IMAGE_SUFFIXES):
                         yield Source(_shown(entry.path), entry.path)

@@ -54,6 +54,20 @@ def test_links_in_a_circle_end(folder: Callable[..., Path], tmp_path: Path) -> N
     assert [Path(name).name for name in names(root)] == ["001.png", "000.png", "linked.png"]
 
 
+def test_a_link_that_cannot_be_followed_costs_no_other_its_place(folder: Callable[..., Path]) -> None:
+    root = folder(9)
+    right = names(root)
+    (root / "circle").symlink_to("circle")
+    (root / "through.png").symlink_to(root / "001.png/x")
+    (root / "gone").symlink_to("nowhere")  # no image by its name, and no folder
+    found = list(find([str(root)]))
+    assert sorted(source.path for source in found if source.error is None) == right
+    assert {Path(source.path).name: source.error for source in found if source.error is not None} == {
+        "circle": "Too many levels of symbolic links",
+        "through.png": "Not a directory",
+    }
+
+
 def test_patterns_and_files_of_any_name(folder: Callable[..., Path]) -> None:
     root = folder(4)
     (root / "noname").write_bytes(png(7))
