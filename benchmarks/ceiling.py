@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import cycle, islice
 
 import photos
@@ -37,8 +38,9 @@ async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
     record, _ = await engine.extractor(spec, 600)
     if record.state != "ready":
         raise SystemExit(f"no ceiling: {record.problem}")
-    async with asyncio.timeout(settle):
-        await engine.settle(record)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(settle):
+            await engine.settle(record)
     return record
 
 

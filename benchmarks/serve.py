@@ -256,15 +256,17 @@ def main() -> None:
     if wrong := [name for name in options.cases if name not in names] + [p for p in options.peers if p not in PEERS]:
         parser.error(f"there is no {', '.join(wrong)}")
     benchmark = Benchmark(options)
-    for name in options.cases:
-        if name == "nodes":
-            benchmark.node_list()
-        elif name == "memory":
-            benchmark.memory()
-        else:
-            benchmark.case(next(case for case in CASES if case.name == name))
-    print(f"{machine()}. Images a second; milliseconds. The ratio is fxserve's figure to that of the row.\n")
-    print("\n".join(table(("case", "server", "images/s", "p50", "p99", "ratio", "bar"), benchmark.rows)))
+    try:
+        for name in options.cases:
+            if name == "nodes":
+                benchmark.node_list()
+            elif name == "memory":
+                benchmark.memory()
+            else:
+                benchmark.case(next(case for case in CASES if case.name == name))
+    finally:  # what was measured before something failed took minutes
+        print(f"{machine()}. Images a second; milliseconds. The ratio is fxserve's figure to that of the row.\n")
+        print("\n".join(table(("case", "server", "images/s", "p50", "p99", "ratio", "bar"), benchmark.rows)))
 
 
 if __name__ == "__main__":
