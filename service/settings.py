@@ -103,7 +103,8 @@ class Settings(BaseSettings):
     preload: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Extractors to build before /readyz says yes, separated by semicolons: "
-        "resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4. Weights follow '@', a key follows '='.",
+        "resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4. Weights follow '@', as in "
+        "resnet50@file:mine.pth:C4, a key follows '='.",
     )
     weights_dir: Path | None = Field(
         default=None, description="Folder that file:NAME weights are read from; without it there are none."
