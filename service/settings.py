@@ -154,6 +154,13 @@ class Settings(BaseSettings):
     def _no_folder(cls, value: object) -> object:
         return None if value == "" else value
 
+    @field_validator("calibration_dir")
+    @classmethod
+    def _is_there(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError(f"there is no folder {value}")
+        return value
+
     @field_validator("models", mode="before")
     @classmethod
     def _split_models(cls, value: object) -> object:

@@ -6,6 +6,7 @@ All are in the public domain, as scikit-image ships them: ``astronaut`` and ``ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,17 +15,23 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from fxcore.errors import FxError
 from fxcore.graphs import TensorSpec
 from fxcore.images import open_image
 from fxcore.preprocessing import Preprocessing
 
+log = logging.getLogger("fxcore.photos")
+
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
-def photos(folder: Path | None = None) -> list[PIL.Image.Image]:
-    """The photographs that are shipped, or those in ``folder``, by name."""
-    files = sorted((folder or Path(__file__).parent).iterdir())
-    return [open_image(file.read_bytes()) for file in files if file.suffix.lower() in _SUFFIXES]
+class NoPhotographs(FxError):
+    """A ``folder`` to calibrate on cannot be read, or no photograph in it."""
+
+
+def photos() -> list[PIL.Image.Image]:
+    """The photographs that are shipped, by name."""
+    return [open_image(file.read_bytes()) for file in _files(Path(__file__).parent)]
 
 
 def check_rows(
@@ -64,7 +71,10 @@ def calibration_rows(
 
     Args:
         folder: of the photographs; without it, those that are shipped, mirrored and cropped.
-        count: at most how many.
+        count: at most how many, of a folder the first by name. What cannot be read there is passed over and logged.
+
+    Raises:
+        NoPhotographs: none in ``folder`` can be read, or there is no such folder.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -72,8 +82,28 @@ def calibration_rows(
     >>> len(rows), rows[0][0].shape
     (3, torch.Size([1, 3, 224, 224]))
     """
-    images = photos(folder)[:count] if folder is not None else augmented(photos(), count)[:count]
-    return check_rows(preprocessing, inputs, images, size)
+    if folder is None:
+        return check_rows(preprocessing, inputs, augmented(photos(), count)[:count], size)
+    rows: list[tuple[Tensor, ...]] = []
+    try:
+        files = _files(folder)
+    except OSError as error:
+        raise NoPhotographs(f"the folder {folder} cannot be read ({error.strerror})", folder=str(folder)) from error
+    for file in files:
+        if len(rows) == count:
+            break
+        try:  # each is let go before the next: a folder of large ones would take gigabytes
+            rows += check_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
+        except (OSError, FxError) as error:
+            log.warning("%s is not calibrated on: %s", file, error)
+    if not rows:
+        what = f"none of its {len(files)} can be read" if files else f"it has no {', '.join(_SUFFIXES)}"
+        raise NoPhotographs(f"the folder {folder} has no photographs to calibrate on: {what}", folder=str(folder))
+    return rows
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
 
 
 def augmented(images: Sequence[PIL.Image.Image], count: int) -> list[PIL.Image.Image]:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends import Lowered
-from fxcore.photos import calibration_rows, check_rows, photos
+from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
 from fxcore.verify import Verification, verify
+from service.engine.errors import ExtractorFailed
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -187,7 +188,15 @@ def example_rows(
 
 
 def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:
-    """What int8 of ``record`` is calibrated on, one row each: photographs in ``folder``, or those that are shipped."""
+    """What int8 of ``record`` is calibrated on, one row each: photographs in ``folder``, or those that are shipped.
+
+    Raises:
+        ExtractorFailed: there are none in ``folder``.
+    """
     count = CALIBRATION_IMAGES if folder is None else 256
     size = record.preprocessing.nominal_size()
-    return calibration_rows(record.preprocessing, record.inputs, size, folder, count)
+    try:
+        return calibration_rows(record.preprocessing, record.inputs, size, folder, count)
+    except NoPhotographs as error:
+        said = f"int8 cannot be calibrated: {error.detail}"
+        raise ExtractorFailed(said, problem={"error": error.detail}) from error

@@ -1,6 +1,9 @@
-"""Defaults that depend on the machine, and what an empty variable means."""
+"""Defaults that depend on the machine, what an empty variable means, and folders that have to be there."""
+
+from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from service.settings import Settings
 
@@ -26,3 +29,9 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch, device: str, cores: in
 def test_an_empty_path_is_none_and_not_the_working_directory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"FXSERVE_{name.upper()}", "")
     assert getattr(Settings(), name) is None
+
+
+def test_a_folder_to_calibrate_on_is_there_at_the_start(tmp_path: Path) -> None:
+    assert Settings(calibration_dir=tmp_path).calibration_dir == tmp_path
+    with pytest.raises(ValidationError, match=f"there is no folder {tmp_path / 'gone'}"):
+        Settings(calibration_dir=tmp_path / "gone")

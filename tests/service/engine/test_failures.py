@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,22 @@ from service.engine.errors import (
     AdmissionFull,
     ComputeFailed,
     DeadlineExceeded,
+    ExtractorFailed,
     NotReady,
     OutOfMemory,
     RequestTooLarge,
 )
-from tests.service.engine.running import POISON, MakeEngine, Watched, built, failing_on_poison, marks, tensors, waiting
+from tests.service.engine.running import (
+    POISON,
+    MakeEngine,
+    Watched,
+    built,
+    failing_on_poison,
+    marks,
+    spec,
+    tensors,
+    waiting,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -291,3 +303,12 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
             with pytest.raises(Exception, match="image 0"):
                 await running.features(record, [jpegs[0][:400]])
         assert (await running.features(record, jpegs)).images == 3
+
+
+async def test_photographs_that_cannot_be_read_are_no_fault_of_the_request(engine: MakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"nope")
+    async with engine(calibration_dir=tmp_path, lowering=False) as running:
+        record, _ = await running.extractor(spec(precision="int8", backend="eager"), 60)
+    assert isinstance(record.problem, ExtractorFailed)
+    assert record.problem.status == 500
+    assert str(tmp_path) in record.problem.detail
