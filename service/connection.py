@@ -40,6 +40,7 @@ class Connection(HttpToolsProtocol):
         self._leaving = False
         self._in_head = True
         self._in_message = True
+        self._head_only = True
         self._head_bytes = 0
         self._thrown_away: int | None = None
         self._unfinished: asyncio.TimerHandle | None = None
@@ -61,9 +62,11 @@ class Connection(HttpToolsProtocol):
             if self._thrown_away > LINGER_BYTES:
                 self.transport.abort()
             return
+        self._head_only = self._in_head or not self._in_message
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
+            # How much of it is the head's is not known where a request before it ends in the same piece.
+            self._head_bytes += len(data) if self._head_only else 1
             if self._head_bytes > MAX_HEAD_BYTES:
                 detail = f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes"
                 self._end(Refusal("head-too-large", detail))
@@ -76,7 +79,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head = self._head_only = False
         self._ended()
         super().on_headers_complete()
         # An answer only writes and closes.
@@ -137,12 +140,16 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _end(self, why: Refusal | FxError) -> None:
-        """Close the connection, and say why where a request has begun that has no answer.
+        """Close the connection, and say why where a request has begun that has no answer. Requests before that one
+        are answered first, and nothing is said then, which could be taken for their answer.
 
-        Then the connection is closed for our side only, until the client has seen that and closes its own, because
-        unread bytes would make it a reset, which can take the answer with it."""
+        Once it is said, the connection is closed for our side only, until the client has seen that and closes its own,
+        because unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
-        if self._in_head and self._head_bytes and not self._works():  # it would take this for its answer
+        if self._works():
+            self.cycle.keep_alive = False
+            self._thrown_away = 0
+        elif self._in_head and self._head_bytes:
             self.transport.write(_written(why))
             self.transport.write_eof()
             self._thrown_away = 0

@@ -14,21 +14,27 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from fxcore.errors import FxError
 from service.connection import MAX_HEAD_BYTES, Connection
+from service.problems import Refusal
 
 
 class Slow:
-    """An application that answers once it is told to; ``late`` if it waits between head and body, too."""
+    """An application that answers once it is told to; ``late`` if it waits between head and body, too; ``held`` if the
+    whole server waits when it is asked."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.open = threading.Event()
         self.late: threading.Event | None = None
+        self.held: threading.Event | None = None
         self.errors: list[BaseException] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         self.asked.set()
+        if self.held is not None:
+            self.held.wait(30)
         await asyncio.to_thread(self.open.wait, 30)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -46,6 +52,7 @@ def slow() -> Iterator[tuple[Slow, socket.socket]]:
     app = Slow()
     server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 200_000)  # what one piece of a request may have
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         stack.callback(thread.join, 30)
@@ -53,19 +60,43 @@ def slow() -> Iterator[tuple[Slow, socket.socket]]:
         yield app, stack.enter_context(socket.create_connection(listener.getsockname()))
 
 
-def test_a_head_that_is_too_long_is_no_answer_to_the_request_before(slow: tuple[Slow, socket.socket]) -> None:
+def test_a_head_that_is_too_long_waits_for_the_answer_before(
+    slow: tuple[Slow, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
     app, connection = slow
+    refused, end = threading.Event(), Connection._end
+
+    def seen(self: Connection, why: Refusal | FxError) -> None:
+        end(self, why)
+        refused.set()
+
+    monkeypatch.setattr(Connection, "_end", seen)
     connection.settimeout(30)
     connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
     assert app.asked.wait(30)
     connection.sendall(b"GET /second HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + 1))
-    received = b""
-    with contextlib.suppress(ConnectionResetError):
-        received = connection.recv(1000)
+    assert refused.wait(30)
+    connection.sendall(b"x" * 1000)
     app.open.set()
-    assert received == b""
-    connection.close()
+    assert read_until(connection, b"ok").count(b"HTTP/1.1 ") == 1
+    assert connection.recv(1000) == b""
     assert not app.errors
+
+
+def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.held = threading.Event()
+    app.open.set()
+    connection.settimeout(30)
+    size = MAX_HEAD_BYTES + 10_000
+    connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\nb" % size)
+    assert app.asked.wait(30)
+    connection.sendall(b"b" * (size - 1) + b"GET / HTTP/1.1\r\nHost: x\r\nX-More: ")
+    app.held.set()
+    answers = read_until(connection, b"ok")
+    connection.sendall(b"x\r\n\r\n")
+    answers += read_until(connection, b"ok")
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1 ") == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the packets that came, as Linux does")
