@@ -189,7 +189,9 @@ def read_file(name: str, folder: Path | None) -> StateDict:
     path = folder / name
     try:
         if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
+            # load_file would map the file, and who writes to it would change the weights that are served, or, by
+            # cutting it short, have the process killed.
+            return safetensors.torch.load(path.read_bytes())
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise WeightsUnavailable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,17 @@ def test_safetensors_and_torch_files(folder: Path, state: OrderedDict[str, Tenso
     torch.save({"state_dict": state}, folder / "lightning.ckpt")
     for name in ("own.safetensors", "own.pth", "training.pth", "lightning.ckpt"):
         _same(load_model(get_model(SMALL), f"file:{name}", folder), state)
+
+
+def test_what_is_loaded_is_not_the_files_memory(folder: Path, state: OrderedDict[str, Tensor]) -> None:
+    """Who copies another file over it changes no model that runs."""
+    zeros = {key: torch.zeros_like(value) for key, value in state.items()}
+    for save, name in ((safetensors.torch.save_file, "own.safetensors"), (torch.save, "own.pth")):
+        save(state, folder / name)
+        model = load_model(get_model(SMALL), f"file:{name}", folder)
+        save(zeros, folder / "other")
+        shutil.copyfile(folder / "other", folder / name)
+        _same(model, state)
 
 
 def test_a_file_without_versions_fits_a_model_that_insists_on_one(folder: Path) -> None:
