@@ -33,6 +33,9 @@ MAX_NODES = 1024
 MAX_IMAGES = 1024
 """The most images a request may hold, in whatever form it has them as a list."""
 
+MAX_DIMENSIONS = 8
+"""The most dimensions a tensor of a request may have: more than any model takes."""
+
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 Pool = Literal["none", "avg", "max", "gem", "cls"]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.schemas import MAX_NODES
+from service.schemas import MAX_DIMENSIONS, MAX_NODES
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
@@ -53,7 +53,7 @@ class RequestInput(BaseModel):
     """One input tensor; its values are in ``data``, or after the JSON with their size in ``binary_data_size``."""
 
     name: Name = Field(examples=["image"])
-    shape: Annotated[list[Size], Field(max_length=8)] = Field(examples=[[1]])
+    shape: Annotated[list[Size], Field(max_length=MAX_DIMENSIONS)] = Field(examples=[[1]])
     datatype: str = Field(max_length=16, examples=["BYTES"])
     parameters: dict[str, Any] = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
     data: Any = Field(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from service.codecs import shapes
 from service.codecs.datatypes import raw_bytes
 from service.problems import Refusal
 
@@ -46,8 +47,8 @@ def read(body: bytearray) -> Tensor:
     """The array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
 
     Raises:
-        Refusal: 422 ``bad-tensor``: not an npy file, a dtype that is not taken (objects, strings, records), or more
-            or fewer bytes than the header's shape needs, judged before anything is allocated.
+        Refusal: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not
+            taken, or more or fewer bytes than the header's shape needs, judged before anything is allocated.
     """
     stream = io.BytesIO(memoryview(body)[: _MAX_HEADER_BYTES + 12])
     try:
@@ -64,9 +65,10 @@ def read(body: bytearray) -> Tensor:
         raise _bad("its header cannot be read") from error
     if dtype.kind not in "buif":  # objects, which are pickles, are kind "O"
         raise _bad(f"arrays of {dtype} are not taken; send float32 or uint8")
+    shapes.check(shape, "the array")
     start = stream.tell()
     expected = math.prod(shape) * dtype.itemsize
-    if any(size < 0 for size in shape) or expected != len(body) - start:
+    if expected != len(body) - start:
         raise _bad(f"its header promises {expected} bytes of data and {len(body) - start} follow")
     flat = np.frombuffer(body, dtype=dtype, offset=start) if expected else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if fortran else "C")

@@ -11,6 +11,7 @@ import orjson
 import torch
 from torch import Tensor
 
+from service.codecs import shapes
 from service.codecs.datatypes import SAFETENSORS_NAMES, raw_bytes
 from service.problems import Refusal
 
@@ -92,9 +93,10 @@ def read(body: bytearray) -> dict[str, Tensor]:
 
 def _entry(name: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:
     match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if (
-            dtype in _DTYPES and all(type(n) is int and n >= 0 for n in shape) and 0 <= start <= end
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, end]} if (
+            dtype in _DTYPES and type(start) is type(end) is int and 0 <= start <= end
         ):
+            shapes.check(shape, f"tensor {name!r}")
             return _DTYPES[dtype], shape, start, end
     raise _bad(f"the header's entry of tensor {name!r} is not valid; dtypes taken are {', '.join(_DTYPES)}")
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from service.codecs import json
+from service.codecs import json, shapes
 from service.codecs.compression import decompress
 from service.codecs.datatypes import V2_NAMES, raw_bytes
 from service.codecs.numbers import NUMPY_DTYPES, Document
@@ -229,6 +229,7 @@ def _tensor(
     dtype = _DTYPES.get(entry.datatype)
     if dtype is None:
         raise Refusal("bad-tensor", f"{where}: datatype {entry.datatype!r} is none of {', '.join(_DTYPES)}, {BYTES}")
+    shapes.check(entry.shape, where)
     count = math.prod(entry.shape)
     if size is None:
         if entry.datatype not in NUMPY_DTYPES:

@@ -131,6 +131,9 @@ def node_names(data: bytes) -> None:
             assert graph().resolve([name])[name] in graph().eval_nodes
 
 
+# Shapes without an element, whose other sizes are more than can be counted, but for the first one's.
+NOTHING = [[0, 2**39], [0, 2**62], [0, 2**63], [2**39, 2**39, 0], [0, 2**62, 2**62]]
+
 OFFERED = ["application/json", "application/x-safetensors", "image/png"]
 
 
@@ -150,6 +153,13 @@ def _npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
+def _npy_of_nothing(shape: list[int]) -> bytes:
+    buffer = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return buffer.getvalue()
+
+
 def _safetensors(x: list[int], y: list[int], size: int) -> bytes:
     """A file of two tensors of four bytes at these places."""
     entries = {"x": x, "y": y}
@@ -157,8 +167,18 @@ def _safetensors(x: list[int], y: list[int], size: int) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes(size)
 
 
+def _safetensors_of_nothing(shape: list[int]) -> bytes:
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 def _v2(text: bytes, rest: bytes = b"") -> bytes:
     return len(text).to_bytes(2, "little") + text + rest
+
+
+def _v2_of_nothing(shape: list[int]) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": shape}
+    return _v2(json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": 0}}]}).encode())
 
 
 def _images() -> list[bytes]:
@@ -170,7 +190,13 @@ def _images() -> list[bytes]:
 
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
     "image": (image, _images),
-    "npy": (npy_body, lambda: [_npy(np.arange(6).astype(t).reshape(1, 2, 3)) for t in ("u1", "f4", ">f2", "?")]),
+    "npy": (
+        npy_body,
+        lambda: [
+            *(_npy(np.arange(6).astype(t).reshape(1, 2, 3)) for t in ("u1", "f4", ">f2", "?")),
+            *map(_npy_of_nothing, NOTHING),
+        ],
+    ),
     "safetensors": (
         safetensors_body,
         lambda: [
@@ -178,6 +204,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
             _safetensors([0, 4], [2, 6], 6),  # they overlap
             _safetensors([0, 4], [5, 9], 9),  # they leave a gap
             _safetensors([0, 4], [4, 8], 9),  # a byte follows
+            *map(_safetensors_of_nothing, NOTHING),
         ],
     ),
     "v2": (
@@ -189,6 +216,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
                 b'{"inputs":[{"name":"x","datatype":"FP32","shape":[2],"parameters":{"binary_data_size":8}}]}', bytes(8)
             ),
             _v2(b"", bytes(192)),
+            *map(_v2_of_nothing, NOTHING),
         ],
     ),
     "multipart": (

@@ -183,6 +183,11 @@ BAD = {
     "size of true": binary({"inputs": [x_input(parameters={"binary_data_size": True})]}, RAW),
     "huge shape": {"json": {"inputs": [x_input(shape=[2**39] * 8, parameters={}, data=[1.0])]}},
     "huge shape, long data": {"json": {"inputs": [x_input(shape=[2**30], parameters={}, data=[1.0] * 5000)]}},
+    "nothing of a huge shape": {"json": {"inputs": [x_input(shape=[2**39, 2**39, 0], parameters={}, data=[])]}},
+    "no bytes of a huge shape": binary(
+        {"inputs": [x_input(shape=[0, 2**39, 2**39], parameters={"binary_data_size": 0})]}
+    ),
+    "nine dimensions": {"json": {"inputs": [x_input(shape=[1] * 9, parameters={}, data=[1.0])]}},
     "negative shape": {"json": {"inputs": [x_input(shape=[-1, 3, 16, 16], parameters={}, data=[1.0])]}},
     "fractional shape": {"json": {"inputs": [x_input(shape=[1.5], parameters={}, data=[1.0])]}},
     "empty batch": binary({"inputs": [x_input(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0})]}),

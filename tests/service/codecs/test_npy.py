@@ -60,9 +60,11 @@ def test_numpy_reads_npz_uncompressed():
         np.arange(6, dtype=">f4").reshape(2, 3),
         np.arange(6, dtype=np.uint8),
         np.zeros((0, 3), np.float32),
+        np.zeros((2**30, 0, 2**20), np.float64),
+        np.zeros((1, 2, 1, 2, 1, 2, 1, 2), np.float32),
         np.float64(2.5),
     ],
-    ids=["C", "Fortran", "big-endian", "uint8", "empty", "scalar"],
+    ids=["C", "Fortran", "big-endian", "uint8", "empty", "empty beside huge", "eight dimensions", "scalar"],
 )
 @pytest.mark.parametrize("version", [(1, 0), (2, 0)])
 def test_reads_what_numpy_writes(array, version):
@@ -86,6 +88,10 @@ def _header(text):
     return bytearray(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
 
 
+def _shape(text):
+    return _header("{'descr': '<f4', 'fortran_order': False, 'shape': " + text + ", }")
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -103,6 +109,12 @@ def _header(text):
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 1000000000000), }"),
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }"),
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, 'x'), }"),
+        _shape("(True,)") + bytes(4),
+        _shape(f"(0, {2**62})"),
+        _shape(f"({2**63}, 0, 3)"),
+        _shape(f"(0, {10**30})"),
+        _shape(f"({'1, ' * 70})") + bytes(4),
+        _shape(f"(0x{'f' * 3900},)"),  # more digits than Python writes out
         _header("(" * 3000),
         _header("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), " + " " * 9000 + "}"),
         _header("__import__('os').abort()"),
