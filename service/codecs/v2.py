@@ -85,8 +85,9 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
     """
     data = decompress(body.data, body.encoding, limit) if body.encoding else body.data
     length = _json_length(body.header, len(data))
-    if length == 0 or (length is None and body.media_type.startswith("image/")):
-        return _read_raw(data, inputs)
+    image = body.media_type.startswith("image/")
+    if length == 0 or (length is None and image):
+        return _read_raw(data, inputs, image)
     document = Document(data, len(data) if length is None else length)
     try:
         request = InferRequest.model_validate(document.value)
@@ -153,11 +154,12 @@ def _json_length(header: str | None, size: int) -> int | None:
     return length
 
 
-def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata]) -> Request:
-    """A whole number of rows of the model's input is that input; anything else is one encoded image."""
+def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata], image: bool) -> Request:
+    """A whole number of rows of the model's input is that input; anything else is one encoded image, as is all that
+    says it is an ``image``."""
     everything = [Wanted(None, True)]
     tensors = [spec for spec in inputs if spec.datatype != BYTES]
-    if len(tensors) == 1 and -1 not in tensors[0].shape[1:]:
+    if not image and len(tensors) == 1 and -1 not in tensors[0].shape[1:]:
         row = math.prod(tensors[0].shape[1:])
         rows, rest = divmod(len(data), 4 * row)
         if rows and not rest:

@@ -140,6 +140,23 @@ def test_a_raw_tensor_and_a_raw_image(tiny):
         assert tiny.post(INFER, content=png(), headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("length", [{}, {"Inference-Header-Content-Length": "0"}], ids=["no header", "header 0"])
+def test_what_says_it_is_an_image_is_one_whatever_its_size(tiny, length):
+    file = png()
+    file += bytes(-len(file) % (4 * 3 * 224**2))  # a row of the model's input; what follows its end is not of a PNG
+    answers = [
+        tiny.post(INFER, content=data, headers={"content-type": "image/png", **length}) for data in (png(), file)
+    ]
+    assert answers[0].status_code == 200
+    assert answers[0].content == answers[1].content
+
+
+def test_an_image_for_a_model_that_takes_none():
+    clips = [TensorMetadata(name="x", datatype="FP32", shape=[-1, 3, 2, 4, 4])]
+    with pytest.raises(Refusal, match="describe this model's inputs in JSON"):
+        v2.read(v2.Body(bytearray(4 * 3 * 2 * 4 * 4), None, "", "image/png"), 1000, clips)
+
+
 @pytest.mark.parametrize("sent", ["gzip", "deflate", "raw deflate", ""])
 @pytest.mark.parametrize("asked", ["gzip", "deflate", "gzip, deflate, br", "gzip;q=0"])
 def test_compression(tiny, sent, asked):
