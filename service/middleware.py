@@ -59,6 +59,13 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def joined_header(scope: Scope, name: bytes) -> str | None:
+    """All values of a request header that is a list, as one line would have them (RFC 9110, 5.3); ``name`` in lower
+    case."""
+    values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+    return ", ".join(values) if values else None
+
+
 def request_id(sent: str | None) -> str:
     """The id to answer with: what was sent, less anything that could forge a log line, or a new one."""
     return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"

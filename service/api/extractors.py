@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from fxcore.extractor import Extractor
 from service.api import graphs
@@ -185,6 +185,7 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     },
 )
 async def show_graph(
+    request: Request,
     state: Shared,
     extractor: IdOrName,
     format: Annotated[
@@ -200,15 +201,14 @@ async def show_graph(
         ),
     ] = False,
     depth: graphs.Depth = None,
-    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> Response:
     """The graph that an extractor runs: the model's, without what its nodes do not need."""
-    wanted = graphs.chosen_format(format, accept)
+    wanted = graphs.chosen_format(format, request)
     if profile and wanted != "json":
         raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
     record = state.engine.find(extractor)
     answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
-    return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
+    return graphs.response(answer, wanted, format)
 
 
 @router.get(

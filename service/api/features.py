@@ -23,7 +23,7 @@ from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
-from service.middleware import header
+from service.middleware import header, joined_header
 from service.problems import Refusal, documented
 from service.schemas import MAX_NODES, RESERVED_KEY, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
@@ -197,14 +197,15 @@ async def _answer(
     """Everything that both routes share, under the request's deadline."""
     seconds = min(timeout or math.inf, state.settings.request_timeout)
     deadline = time.monotonic() + seconds
-    kind, parameters = bodies.check(header(request.scope, b"content-type"), header(request.scope, b"content-encoding"))
+    encoding = joined_header(request.scope, b"content-encoding")
+    kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
     try:
         async with asyncio.timeout(seconds) as limit:
             record = await find()
             if record.run is None:
                 await state.engine.load(record)
-            accepted = _negotiate(record, asked, header(request.scope, b"accept"))
+            accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
             images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
             return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
     except TimeoutError:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
-from fastapi import Query
+from fastapi import Query, Request, Response
 from torch import fx
 
 from fxcore.graphs import ModelGraph, NodeInfo
@@ -15,6 +15,7 @@ from fxcore.render import render
 from fxcore.tracing import PATH
 from service.codecs.negotiation import choose
 from service.engine.profiling import Measured
+from service.middleware import joined_header
 from service.schemas_graphs import GraphDocument, GraphFormat
 
 # Media type of each format, and what else in Accept means it. The first line is the answer to */*.
@@ -47,13 +48,18 @@ RESPONSE: dict[str, Any] = {
 }
 
 
-def chosen_format(format: GraphFormat | None, accept: str | None) -> GraphFormat:
-    """The format asked for by ``format``, else by Accept.
+def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
+    """The format asked for by ``format``, else by the request's Accept.
 
     Raises:
         Refusal: 406.
     """
-    return format or _BY_ACCEPT[choose(accept, list(_BY_ACCEPT))]
+    return format or _BY_ACCEPT[choose(joined_header(request.scope, b"accept"), list(_BY_ACCEPT))]
+
+
+def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
+    """What was written as ``wanted``, which Accept has chosen where there was no ``format``."""
+    return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
 
 
 Depth = Annotated[

@@ -24,6 +24,7 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded, NotReady
 from service.engine.options import CHOICES
+from service.middleware import joined_header
 from service.problems import Refusal
 from service.schemas_v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
 
@@ -181,7 +182,7 @@ async def infer(
             del data, sent
             timeout = min(timeout, _own_timeout(asked))
             limit.reschedule(asyncio.get_running_loop().time() + started + timeout - time.monotonic())
-            packed = compression.asked_encoding(request.headers.get("accept-encoding"))
+            packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
             work = _infer(request, state, target, name, asked, started + timeout, packed)
             return await while_connected(request, work)
     except TimeoutError:
@@ -277,7 +278,7 @@ def _own_timeout(asked: v2.Request) -> float:
 
 
 def _encoding(request: Request) -> str:
-    encoding = request.headers.get("content-encoding", "").strip().lower()
+    encoding = (joined_header(request.scope, b"content-encoding") or "").strip().lower()
     if encoding in ("", "identity"):
         return ""
     if encoding not in compression.ENCODINGS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.catalog import ModelEntry
 from fxcore.graphs import ModelGraph, model_graph
@@ -93,6 +93,7 @@ async def list_nodes(
     },
 )
 async def show_graph(
+    request: Request,
     state: Shared,
     model: Model,
     height: Side = None,
@@ -102,11 +103,10 @@ async def show_graph(
         Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
     ] = None,
     depth: graphs.Depth = None,
-    accept: Annotated[str | None, Header(include_in_schema=False)] = None,
 ) -> Response:
     """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
     entry = state.model(model)
-    wanted = graphs.chosen_format(format, accept)
+    wanted = graphs.chosen_format(format, request)
     if (height is None) != (width is None):
         missing = "height" if height is None else "width"
         raise Refusal(
@@ -118,7 +118,7 @@ async def show_graph(
     if answer is None:
         answer = await state.in_thread(lambda: graphs.write(_graph(entry, size), wanted, depth))
         state.graphs.put(key, answer)
-    return Response(answer, media_type=graphs.MEDIA_TYPES[wanted])
+    return graphs.response(answer, wanted, format)
 
 
 def _graph(entry: ModelEntry, size: tuple[int, int] | None) -> ModelGraph:

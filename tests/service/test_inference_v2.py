@@ -178,6 +178,17 @@ def test_compression(tiny, sent, asked):
     assert [o["name"] for o in answer.json()["outputs"]] == ["a", "b"]
 
 
+def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
+    request = binary({"inputs": [x_input()]}, RAW)
+    lines = [("accept-encoding", "gzip"), ("accept-encoding", "deflate")]
+    answer = tiny.post(INFER, content=request["content"], headers=[*request["headers"].items(), *lines])
+    assert answer.status_code == 200
+    assert "content-encoding" not in answer.headers
+    lines = [("content-encoding", "gzip"), ("content-encoding", "gzip")]
+    packed = gzip.compress(gzip.compress(request["content"]))
+    assert tiny.post(INFER, content=packed, headers=[*request["headers"].items(), *lines]).status_code == 415
+
+
 BAD = {
     "no JSON": {"content": b"hello"},
     "nothing": {"content": b""},

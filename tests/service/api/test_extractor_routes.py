@@ -192,6 +192,18 @@ def test_graph_and_code_are_of_what_runs(client):
     assert client.get("/v1/extractors/unknown/code").status_code == 404
 
 
+@pytest.mark.parametrize("of", ["/v1/models/resnet18", "/v1/extractors/{id}"])
+def test_accept_chooses_the_format_of_a_graph(client, of):
+    url = of.format(id=client.post("/v1/extractors", json=spec()).json()["id"]) + "/graph"
+    for lines in (["text/vnd.mermaid"], ["text/html", "text/vnd.mermaid"], ["text/html, text/vnd.mermaid"]):
+        answer = client.get(url, headers=[("accept", line) for line in lines])
+        assert answer.headers["content-type"].partition(";")[0] == "text/vnd.mermaid"
+        assert answer.headers["vary"] == "Accept"
+    asked = client.get(f"{url}?format=dot", headers={"accept": "text/vnd.mermaid"})
+    assert asked.headers["content-type"].partition(";")[0] == "text/vnd.graphviz"
+    assert "vary" not in asked.headers
+
+
 def test_a_profile_tells_each_nodes_time_and_memory_and_serving_goes_on(client, photos):
     """Memory is that of the shapes, known beforehand; requests are answered meanwhile, between the runs."""
     made = client.post("/v1/extractors", json=spec(model="resnet18", return_nodes=["layer1"], backend="eager")).json()

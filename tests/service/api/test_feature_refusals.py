@@ -167,6 +167,18 @@ def test_a_second_choice_is_taken_where_the_first_is_impossible(client, extracto
     assert answer.headers["content-type"] == "application/x-npz"
 
 
+def test_accept_on_two_lines_is_the_same_as_on_one(client, extractor, photos):
+    headers = [*JPEG.items(), ("accept", "text/html"), ("accept", "application/x-npz")]
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-npz")
+
+
+def test_an_encoding_on_a_second_line_is_refused_too(client, extractor, photos):
+    headers = [*JPEG.items(), ("content-encoding", "identity"), ("content-encoding", "gzip")]
+    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert (answer.status_code, answer.json()["type"]) == (415, "/problems/unsupported-media-type")
+
+
 def test_a_heat_map_is_of_one_encoded_image(client, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=C4"
     answer = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
