@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -10,17 +11,29 @@ from pydantic_core import PydanticCustomError
 # A node name, level or truncated path. The longest that torchvision gives has fewer than 100 characters.
 NodeName = Annotated[str, Field(min_length=1, max_length=256)]
 
-RESERVED_KEY = "__metadata__"
-"""What safetensors files call something else than a tensor."""
+# What safetensors files call something else than a tensor.
+_RESERVED_KEY = "__metadata__"
+# An npz file is a zip, whose names end at NUL; the others break lines and terminals that keys are shown on.
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-def _no_reserved_key(key: str) -> str:
-    if key == RESERVED_KEY:
-        raise PydanticCustomError("reserved_key", f"no output can have the key {key!r}; choose another")
+def key_fault(key: str) -> str | None:
+    """Why no output can have this key, if so."""
+    if key == _RESERVED_KEY:
+        return f"no output can have the key {key!r}; choose another"
+    if _CONTROL_CHARACTER.search(key):
+        return f"no output can have the key {key[:100]!r}, which has control characters; choose another"
+    return None
+
+
+def _output_key(key: str) -> str:
+    fault = key_fault(key)
+    if fault is not None:
+        raise PydanticCustomError("output_key", "{fault}", {"fault": fault})
     return key
 
 
-OutputKey = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no_reserved_key)]
+OutputKey = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_output_key)]
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
 WeightsName = Annotated[str, Field(min_length=1, max_length=256)]
 

@@ -25,7 +25,7 @@ from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
 from service.middleware import header, joined_header
 from service.problems import Refusal, documented
-from service.schemas import MAX_NODES, RESERVED_KEY, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
+from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery, key_fault
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute)
 
@@ -154,7 +154,7 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
     """``"layer3:C4,layer4"`` → the ``return_nodes`` of a spec.
 
     Raises:
-        Refusal: 422: an empty name or key, a name given twice with different keys, or too many.
+        Refusal: 422: an empty name, a key that no output can have, a name given twice with different keys, or too many.
     """
     pairs: list[tuple[str, str]] = []
     for part in text.split(","):
@@ -167,10 +167,9 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
             raise Refusal(
                 "invalid-request", "query parameter 'nodes': no name or key has over 256 characters", field="nodes"
             )
-        if key == RESERVED_KEY:
-            raise Refusal(
-                "invalid-request", f"query parameter 'nodes': no output can have the key {key!r}", field="nodes"
-            )
+        fault = key_fault(key or node)
+        if fault is not None:
+            raise Refusal("invalid-request", f"query parameter 'nodes': {fault}", field="nodes")
         pairs.append((node, key or node))
     if len(pairs) > MAX_NODES:
         raise Refusal("invalid-request", f"query parameter 'nodes': at most {MAX_NODES} nodes are taken", field="nodes")

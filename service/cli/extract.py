@@ -97,7 +97,7 @@ def extract(
 
 def _named_nodes(text: str) -> dict[str, str]:
     """``"layer3:C4,layer4"`` → ``{"layer3": "C4", "layer4": "layer4"}``."""
-    from service.schemas import RESERVED_KEY
+    from service.schemas import key_fault
 
     named: dict[str, str] = {}
     for part in text.split(","):
@@ -106,7 +106,8 @@ def _named_nodes(text: str) -> dict[str, str]:
             raise typer.BadParameter(f"--nodes: {part!r} is not NODE or NODE:KEY")
         if node in named:
             raise typer.BadParameter(f"--nodes: {node!r} is named twice")
-        if key == RESERVED_KEY:
-            raise typer.BadParameter(f"--nodes: no output can have the key {key!r}")
         named[node] = key or node
+        fault = key_fault(named[node])
+        if fault is not None:
+            raise typer.BadParameter(f"--nodes: {fault}")
     return named

@@ -26,6 +26,7 @@ from service.codecs import safetensors as our_safetensors
 from service.codecs.negotiation import choose, media_type
 from service.middleware import request_id
 from service.problems import Refusal
+from service.schemas import ExtractorSpec
 from service.schemas_v2 import TensorMetadata
 from tests.nasty import NASTY, photo, saved
 
@@ -120,12 +121,13 @@ def graph() -> ModelGraph:
 
 
 def node_names(data: bytes) -> None:
-    """Names of nodes, from the query to the one node that is meant."""
+    """Names of nodes, from the query to a spec and to the one node that is meant."""
     text = data.decode("utf-8", "replace")
     try:
         named = named_nodes(text)
     except Refusal:
         return
+    ExtractorSpec(model="squeezenet1_1", return_nodes=named)
     for name in named:
         with suppress(UnknownNode):
             assert graph().resolve([name])[name] in graph().eval_nodes
@@ -227,7 +229,10 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
         compressed_body,
         lambda: [b"".join(compression.compress([bytes(1000)], encoding)) for encoding in compression.ENCODINGS],
     ),
-    "nodes": (node_names, lambda: [b"features.2:a,C3", b"features", b"classifier.1,x"]),
+    "nodes": (
+        node_names,
+        lambda: [b"features.2:a,C3", b"features", b"classifier.1,x", b"__metadata__,x:a", b"x:a\0b,C3"],
+    ),
     "headers": (
         header_values,
         lambda: [b"image/png;q=0.1, */*;q=0", b'multipart/form-data; boundary="a\\"b"; x=1', b"a, b;q=1.5"],

@@ -116,6 +116,7 @@ def test_a_name_can_be_taken(client, name):
         ({"return_nodes": "layer3"}, 422, "invalid-request", {"errors"}),
         ({"return_nodes": ["x" * 300]}, 422, "invalid-request", {"errors"}),
         ({"return_nodes": {"layer3": "__metadata__"}}, 422, "invalid-request", {"errors"}),
+        ({"return_nodes": {"layer3": "a\0b", "layer4": "a\0c"}}, 422, "invalid-request", {"errors"}),
         ({"precision": "float8"}, 422, "invalid-request", {"errors"}),
         ({"backend": "inductor", "precision": "int8"}, 422, "unsupported", {"field", "available"}),
         ({"transforms": ["magic"]}, 422, "unknown-transform", {"name", "suggestions"}),

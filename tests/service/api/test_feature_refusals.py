@@ -74,6 +74,11 @@ def _post(path, status, kind, **options):
         _post("/v1/models/resnet18/features?nodes=a,,b", 422, "invalid-request", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=C4:", 422, "invalid-request", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=C4:__metadata__", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post(
+            "/v1/models/resnet18/features?nodes=__metadata__,C4:a", 422, "invalid-request", content=b"x", headers=JPEG
+        ),
+        _post("/v1/models/resnet18/features?nodes=C4:a%00b,C5:c", 422, "invalid-request", content=b"x", headers=JPEG),
+        _post("/v1/models/resnet18/features?nodes=C4%00,C5:c", 422, "invalid-request", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=C4:a,C4:b", 422, "duplicate-key", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=C4:a,C5:a", 422, "duplicate-key", content=b"x", headers=JPEG),
         _post("/v1/models/resnet18/features?nodes=C9&weights=random", 422, "unknown-node", content=b"x", headers=JPEG),

@@ -192,6 +192,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT"], 2, "'C4' is named twice"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT"], 1, "the key 'a' is given twice"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:__metadata__", "--out", "OUT"], 2, "no output can have the key"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4:a\x1bb", "--out", "OUT"], 2, "no output can have the key"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:path", "--out", "OUT"], 1, "an output cannot be called 'path'"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "CAT"], 1, "cat.jpg is a file; --out names a folder"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "image_size: "),

@@ -7,11 +7,12 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.codecs import npy
 from service.problems import Refusal
+from service.schemas import key_fault
 
 TENSORS = [
     torch.randn(2, 3, 4),
@@ -50,6 +51,16 @@ def test_numpy_reads_npz_uncompressed():
     archive = zipfile.ZipFile(io.BytesIO(file))
     assert archive.testzip() is None
     assert {entry.compress_type for entry in archive.infolist()} == {zipfile.ZIP_STORED}
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=4, unique=True))
+@example(["a\0b", "a\0c"])
+@example(["a", "a.npy", "a/", "/a", "../a"])
+def test_npz_keeps_every_key_that_an_output_can_have(keys):
+    keys = [key for key in keys if key_fault(key) is None]
+    tensors = {key: torch.tensor([i]) for i, key in enumerate(keys)}
+    loaded = np.load(io.BytesIO(joined(npy.write_npz(tensors))))
+    assert {key: loaded[key].tolist() for key in loaded.files} == {key: [i] for i, key in enumerate(keys)}
 
 
 @pytest.mark.parametrize(
