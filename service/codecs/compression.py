@@ -28,22 +28,24 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
     view = memoryview(body)
     position = 0
     while not unpacker.eof:
-        piece = bytes(view[position : position + _STEP])
-        position += len(piece)
+        piece = unpacker.unconsumed_tail
         if not piece:
+            piece = bytes(view[position : position + _STEP])
+            position += len(piece)
+        try:
+            # Of nothing too: zlib may have taken everything and hold back what a step had no room for.
+            step = unpacker.decompress(piece, _STEP)
+        except zlib.error as error:
+            raise _damaged(encoding, str(error)) from error
+        if not (piece or step or unpacker.eof):
             raise _damaged(encoding, "it is cut short")
-        while piece and not unpacker.eof:
-            try:
-                unpacked += unpacker.decompress(piece, _STEP)
-            except zlib.error as error:
-                raise _damaged(encoding, str(error)) from error
-            if len(unpacked) > limit:
-                raise Refusal(
-                    "body-too-large",
-                    f"the body unpacks to more than {limit:,} bytes, the most that is taken",
-                    limit=limit,
-                )
-            piece = unpacker.unconsumed_tail
+        unpacked += step
+        if len(unpacked) > limit:
+            raise Refusal(
+                "body-too-large",
+                f"the body unpacks to more than {limit:,} bytes, the most that is taken",
+                limit=limit,
+            )
     if unpacker.unused_data or position < len(body):
         raise _damaged(encoding, "bytes follow its end")
     return unpacked
