@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from service.engine.errors import DeadlineExceeded, NotReady, OutOfMemory, contained
+from service.engine.errors import DeadlineExceeded, NotReady, OutOfMemory, contained, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.staging import copied, copy_rows
 
@@ -105,7 +105,7 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``, unless there is an answer already or nobody waits."""
-        if isinstance(error, MemoryError):
+        if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
         if self._settled.acquire(blocking=False):
             self._outcome = contained(error)

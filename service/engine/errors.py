@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+
 from fxcore.errors import FxError
+
+# What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
 class EngineError(FxError):
@@ -98,6 +103,13 @@ class OutOfMemory(EngineError):
 
     status = 503
     retry_after = 5.0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that there was not enough memory, on the device or beside it, which may pass."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 class ComputeFailed(EngineError):

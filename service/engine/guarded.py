@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from fxcore.backends import Lowered
 from fxcore.errors import BadTensor
+from service.engine.errors import is_out_of_memory
 
 
 class Plain:
@@ -79,9 +80,9 @@ class Swapped:
             return self._eager(*inputs)
         try:
             return lowered(*inputs)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise  # the worker halves the batch
         except Exception as error:
+            if is_out_of_memory(error):
+                raise  # the worker halves the batch
             outputs = self._eager(*inputs)  # where eager fails too, it was the input's fault
             self._lowered = None
             self._failed(error)

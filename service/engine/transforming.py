@@ -32,6 +32,7 @@ from fxcore.transforms.fold_normalization import normalized
 from fxcore.transforms.registry import parse
 from fxcore.verify import Incomparable, Verification, verify
 from service.engine.checks import TOLERANCE
+from service.engine.errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -154,9 +155,9 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
         raise CannotKeep(
             f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
         ) from other
-    except (MemoryError, torch.OutOfMemoryError):
-        raise  # which says nothing of the passes
     except Exception as failure:  # what a pass put in the place of a module does not fit there
+        if is_out_of_memory(failure):
+            raise  # which says nothing of the passes
         raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
     for output in extractor.outputs:

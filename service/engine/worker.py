@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from service.engine.batching import Errand, Item, Job, Queue, Undecoded, announce
-from service.engine.errors import ComputeFailed, NotReady, OutOfMemory
+from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.sizes import by_image, row_layout
 from service.engine.staging import Staging
@@ -30,9 +30,6 @@ log = logging.getLogger("fxserve.worker")
 _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
 
 _FULL_COLLECTION_EVERY = 10.0
-
-# What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
 class DeviceWorker:
@@ -160,7 +157,7 @@ class DeviceWorker:
         try:
             self._compute(items)
         except _DEVICE_LOST as lost:
-            if not _is_out_of_memory(lost) and not self._answers():
+            if not is_out_of_memory(lost) and not self._answers():
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
@@ -170,7 +167,7 @@ class DeviceWorker:
         if error is None:
             return
         self._announce()
-        out_of_memory = _is_out_of_memory(error)
+        out_of_memory = is_out_of_memory(error)
         self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
         if out_of_memory:
             error.__context__ = None
@@ -241,7 +238,7 @@ class DeviceWorker:
                 try:
                     job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
                 except Exception as error:  # computed again, the batch would be delivered twice
-                    job.fail(_verdict(error, _is_out_of_memory(error)))
+                    job.fail(_verdict(error, is_out_of_memory(error)))
         self._done = jobs
         if self._queue.drained():
             self._announce()
@@ -308,12 +305,6 @@ def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
 
 def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:

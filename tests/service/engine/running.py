@@ -22,6 +22,13 @@ MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 POISON = 7777.0
 """Marks a row that a test's model fails on."""
 
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+]
+"""What torch raises where there is too little memory."""
+
 
 def encoded(pixels: np.ndarray, format: str = "JPEG") -> bytes:
     file = io.BytesIO()

@@ -15,7 +15,7 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.batching import Item, Job, Queue, Undecoded
 from service.engine.errors import NotReady, OutOfMemory
 from service.engine.sizes import row_size
-from tests.service.engine.running import MakeEngine, Watched, built, tensors, waiting
+from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -132,6 +132,16 @@ async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None
         with pytest.raises(NotReady, match="early"):
             await asyncio.wait_for(failed.answer(), 10)
         assert not delivered.wanted()
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()])
+async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine, error: Exception) -> None:
+    """Whoever fails a job of it, as a decoder does."""
+    async with engine() as running:
+        lost = job(await built(running), 1)
+        lost.fail(error)
+        with pytest.raises(OutOfMemory):
+            await asyncio.wait_for(lost.answer(), 10)
 
 
 def undecoded() -> Undecoded:

@@ -20,6 +20,7 @@ from service.engine.errors import (
     RequestTooLarge,
 )
 from tests.service.engine.running import (
+    OUT_OF_MEMORY,
     POISON,
     MakeEngine,
     Watched,
@@ -121,14 +122,7 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
         assert running.readiness()[0]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-        torch.AcceleratorError("CUDA error: out of memory"),
-    ],
-)
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Exception) -> None:
     async with engine() as running:
         record = await built(running)
