@@ -158,6 +158,7 @@ class Extractors:
         """
         record = self.find(id_or_name)
         del self._records[record.id]
+        self._tiers.forget(record)
         self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
             self._drop(record.model_key, "deleted")
@@ -174,6 +175,7 @@ class Extractors:
         record = self.find(id_or_name)
         empty = {"extractor": None, "run": None, "tier": None, "build": None, "held": None}
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
+        self._tiers.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         if not any(other.run is not None or other.build is not None for other in others):
             self._drop(record.model_key, "unloaded")

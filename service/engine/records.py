@@ -61,6 +61,7 @@ class ExtractorRecord:
         images: how many it has answered.
         tier: the search for a faster backend, once that has begun.
         transformed: what the transforms did, where there are any.
+        gone: whether it was deleted or unloaded; what is on its way through it ends, and nothing more begins.
     """
 
     id: str
@@ -89,6 +90,7 @@ class ExtractorRecord:
     images: int = 0
     tier: asyncio.Task[None] | None = None
     transformed: Transformed | None = None
+    gone: bool = False
 
     @property
     def model_key(self) -> ModelKey:

@@ -78,20 +78,30 @@ class Tiers:
         self._queue = queue
         self._settings = settings
         self._verdicts = Verdicts(settings)
-        self._cancelled = threading.Event()
         # What somebody waits for does not queue behind what nobody does.
         self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_on, (device, 1))
         self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_on, (device, 1))
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
+        self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
 
     def close(self) -> None:
         """End what is being lowered."""
-        self._cancelled.set()
-        for record in self._improved:
-            if record.tier is not None:
-                record.tier.cancel()
+        for record in {*self._improved, *self._lowering}:
+            self._end(record)
         for pool in (self._asked, self._unasked):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, record: ExtractorRecord) -> None:
+        """Lower nothing more for ``record``, which is gone from now on, unless requests wait for what is being lowered.
+
+        What was begun for it would keep others waiting, and memory in use, for nobody.
+        """
+        record.gone = True
+        searching = record.tier is not None and not record.tier.done()
+        if searching or not record.users:
+            self._end(record)
+        if searching:
+            self._unasked.submit(tidy)  # comes after what is being lowered there has let go of it
 
     async def first(self, record: ExtractorRecord, extractor: Extractor, pool: Executor) -> None:
         """Give ``record`` what runs its first request.
@@ -134,8 +144,8 @@ class Tiers:
             self.improve(record)
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
-        """Start looking for a faster backend, unless that was done or there is none to look for."""
-        if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None:
+        """Start looking for a faster backend, unless that was done, there is none to look for, or ``record`` went."""
+        if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
             return None
         candidates = faster_than_eager(self._device, record.spec.precision)
         if record.tier is None and candidates and not record.entry.is_quantized(record.weights):
@@ -185,15 +195,30 @@ class Tiers:
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
     ) -> tuple[Lowered, Reference]:
         """Lower in ``pool``; with it come the photographs to compare on."""
+        cancelled = self._lowering[record] = threading.Event()
+        if record.gone and not record.users:
+            cancelled.set()
 
         def work() -> tuple[Lowered, Reference]:
-            options = self._options(record)
+            if cancelled.is_set():
+                raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
+            options = replace(self._options(record), cancelled=cancelled)
             rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
             lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
             return lowered, Reference(extractor.module, rows, record.spec.precision)
 
-        return await in_pool(pool, work)
+        try:
+            return await in_pool(pool, work)
+        finally:
+            del self._lowering[record]
+
+    def _end(self, record: ExtractorRecord) -> None:
+        """End what is being lowered for ``record``, and the search that it is for."""
+        if record in self._lowering:
+            self._lowering[record].set()
+        if record.tier is not None:
+            record.tier.cancel()
 
     async def _judged(
         self,
@@ -282,7 +307,6 @@ class Tiers:
             precision=record.spec.precision,
             threads=self._settings.compute_threads,
             cache=self._settings.cache_dir,
-            cancelled=self._cancelled,
         )
 
     def _report(self, record: ExtractorRecord, serving: Candidate, candidates: list[Candidate]) -> dict[str, Any]:

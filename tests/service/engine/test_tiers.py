@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from fxcore.verify import OutputErrors, Verification
 from service.engine import Engine, ExtractorRecord
 from service.engine.checks import Candidate, Reference
 from service.engine.errors import BackendRefused
-from tests.service.engine.running import MakeEngine, built, spec
+from tests.service.engine.running import MakeEngine, built, spec, tensors
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
@@ -148,6 +150,105 @@ class Broken:
                 return {}
 
         return Run()
+
+
+class Held(Broken):
+    """Lowers once it is let go, unless it is cancelled before, as the process that OpenVINO lowers in may be."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.begun: list[list[str]] = []
+        self.cancelled: list[threading.Event] = []
+        self.open = threading.Event()
+
+    def lower(self, module: Any, example: Any, options: Options) -> Lowered:
+        self.cancelled.append(options.cancelled)
+        self.begun.append(list(module.graph.output_node().args[0]))
+        while not self.open.wait(0.01):
+            if options.cancelled.is_set():
+                raise LoweringFailed("was cancelled", backend=self.name)
+        return super().lower(module, example, options)
+
+    async def began(self, *nodes: str) -> None:
+        """Wait until extractors of a node each, ``nodes``, were begun to be lowered."""
+        for _ in range(1000):
+            if len(self.begun) >= len(nodes):
+                break
+            await asyncio.sleep(0.01)
+        assert self.begun == [[node] for node in nodes]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held()
+    monkeypatch.setitem(BACKENDS, "openvino", held)
+    yield held
+    held.open.set()
+
+
+@pytest.mark.parametrize("action", ["delete", "unload"])
+async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Held, action: str) -> None:
+    """Who is wanted does not wait for it, nor is it begun when a request ends that was on its way."""
+    async with engine(lowering=True, max_batch=2) as running:
+        nodes = ("features.3", "features.4", "features.5", "features.6")
+        lowering, queued, unused, wanted = [await built(running, nodes=[node]) for node in nodes]
+        for record in (lowering, queued):
+            await running.features(record, tensors(*range(16)))
+        await held.began("features.3")
+        for record in (lowering, queued, unused):
+            await getattr(running, action)(record.id)
+        await running.features(unused, tensors(*range(16)))
+        assert unused.tier is None
+        await running.features(wanted, tensors(0))
+        await held.began("features.3", "features.6")
+        held.open.set()
+        await settled(wanted)
+        assert [record.tier is not None and record.tier.cancelled() for record in (lowering, queued)] == [True, True]
+        assert [record.backend for record in (lowering, queued)] == ["eager", "eager"]
+        if action == "unload":
+            known = running.find(queued.id)
+            await running.features(known, tensors(*range(16)))
+            await settled(known)
+            await held.began("features.3", "features.6", "features.4")
+
+
+async def test_a_build_that_nobody_wants_lowers_nothing(engine: MakeEngine, held: Held) -> None:
+    async with engine() as running:
+        for node in ("features.3", "features.4"):
+            await running.extractor(spec(nodes=[node], backend="openvino"))
+        records = running.list()
+        builds = [record.build for record in records if record.build is not None]
+        await held.began("features.3")
+        for record in records:
+            await running.delete(record.id)
+        await asyncio.wait_for(asyncio.gather(*builds), 20)
+        for record in records:
+            assert isinstance(record.problem, BackendRefused)
+            assert "cancelled" in record.problem.detail
+        await held.began("features.3")
+
+
+async def test_a_request_has_what_it_waits_for_lowered(engine: MakeEngine, held: Held) -> None:
+    """Deleting lets it end normally."""
+    async with engine() as running:
+        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        request = asyncio.create_task(running.features(record, tensors(0)))
+        await held.began("features.3")
+        await running.delete(record.id)
+        held.open.set()
+        assert (await request).images == 1
+
+
+async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held) -> None:
+    async with engine(lowering=True) as running:
+        improved = await built(running, nodes=["features.3"])
+        await running.features(improved, tensors(0))
+        await held.began("features.3")
+        named, _ = await running.extractor(spec(nodes=["features.4"], backend="openvino"))
+        await held.began("features.3", "features.4")
+    assert named.build is not None
+    await asyncio.wait_for(named.build, 20)
+    assert [cancelled.is_set() for cancelled in held.cancelled] == [True, True]
 
 
 @pytest.mark.parametrize(
