@@ -298,8 +298,9 @@ class Tiers:
         return from_worker
 
     def _has_copy(self, record: ExtractorRecord) -> bool:
-        """Whether weights of this model are in memory a second time, in a lowered form."""
-        return any(r.model_key == record.model_key and r.tier is not None and r.run is not None for r in self._improved)
+        """Whether weights of this model are in memory a second time, in a lowered form, or about to be."""
+        known = (r for r in self._improved if r.model_key == record.model_key and not r.gone and r.run is not None)
+        return any(r.tier is not None and (r.backend != "eager" or not r.tier.done()) for r in known)
 
     def _options(self, record: ExtractorRecord) -> Options:
         return Options(

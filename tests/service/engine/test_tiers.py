@@ -251,6 +251,27 @@ async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held
     assert [cancelled.is_set() for cancelled in held.cancelled] == [True, True]
 
 
+async def test_what_is_no_copy_has_nobody_wait(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that found nothing leaves none, and what was deleted takes its own along."""
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("fails"))
+    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
+    async with engine(lowering=True, max_batch=2) as running:
+        records = [await built(running, nodes=[f"features.{i}"]) for i in range(3, 7)]
+        await running.features(records[0], jpegs)
+        await settled(records[0])
+        monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+        await running.features(records[1], jpegs)
+        await settled(records[1])
+        assert [record.backend for record in records[:2]] == ["eager", "openvino"]
+        await running.features(records[2], jpegs)
+        assert records[2].tier is None
+        await running.delete(records[1].id)
+        await running.features(records[3], jpegs)
+        assert records[3].tier is not None
+
+
 @pytest.mark.parametrize(
     ("fault", "state", "reason"),
     [
