@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 import tarfile
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fxcore.errors import BadImage, FxError
 
@@ -40,7 +42,7 @@ class Source:
     @property
     def packed(self) -> bool:
         """Whether it is in a compressed archive, which can only be read from front to back."""
-        return self.offset != WHOLE and not self.file.lower().endswith(".tar")
+        return self.offset != WHOLE and _compressed(self.file)
 
 
 def find(inputs: Iterable[str]) -> Iterator[Source]:
@@ -96,7 +98,9 @@ def _in_folder(root: str) -> Iterator[Source]:
                     name = entry.name.lower()
                     try:
                         is_folder = entry.is_dir()
-                    except OSError as error:  # a link that goes nowhere: in a circle, through a file, where none may look
+                    except (
+                        OSError
+                    ) as error:  # a link that goes nowhere: in a circle, through a file, where none may look
                         yield Source(_shown(entry.path), entry.path, error=error.strerror)
                         continue
                     if is_folder:
@@ -111,16 +115,46 @@ def _in_folder(root: str) -> Iterator[Source]:
 
 def _in_archive(path: str) -> Iterator[Source]:
     shown = _shown(path)
+    links: dict[str, list[str]] = {}
     try:
-        with tarfile.open(path, "r:*", errors="surrogateescape") as archive:
-            for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # it would remember them all
-                if member.isfile() and member.name.lower().endswith(IMAGE_SUFFIXES):
-                    yield Source(f"{shown}/{_shown(member.name)}", path, member.offset_data, member.size)
+        for member in _members(path):
+            if not member.name.lower().endswith(IMAGE_SUFFIXES):
+                continue
+            if member.isfile():
+                yield Source(f"{shown}/{_shown(member.name)}", path, member.offset_data, member.size)
+            elif member.islnk() or member.issym():
+                folder = posixpath.dirname(member.name) if member.issym() else ""
+                target = posixpath.normpath(posixpath.join(folder, member.linkname))
+                links.setdefault(target, []).append(f"{shown}/{_shown(member.name)}")
+        # Names to places of all members may be more than memory holds; those that links need are looked for again.
+        for member in _members(path) if links else ():
+            for name in links.pop(posixpath.normpath(member.name), ()) if member.isfile() else ():
+                yield Source(name, path, member.offset_data, member.size)
+        for target, names in links.items():
+            yield from (Source(name, path, error=f"a link to {target}, which the archive lacks") for name in names)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         # What was found before the damage is as good as any; zlib and lzma errors are OSError or ValueError.
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         yield Source(shown, path, error=f"the archive cannot be read to its end: {said}")
+
+
+def _members(path: str) -> Iterator[tarfile.TarInfo]:
+    with tarfile.open(path, "r:*", errors="surrogateescape") as archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # it would remember them all
+            yield member
+
+
+@lru_cache(64)
+def _compressed(path: str) -> bool:
+    """Whether the archive is, whatever it is called."""
+    try:
+        tarfile.open(path, "r:").close()
+    except tarfile.ReadError:
+        return True
+    except OSError:  # which reading it will tell
+        return False
+    return False
 
 
 def _shown(name: str) -> str:

@@ -84,7 +84,10 @@ def test_inputs_that_are_not_there_are_told(text: str, said: str, folder: Callab
         names(folder(1), folder(1) / text)
 
 
-@pytest.mark.parametrize(("suffix", "mode"), [("tar", "w"), ("tar.gz", "w:gz"), ("tgz", "w:gz"), ("tar.xz", "w:xz")])
+@pytest.mark.parametrize(
+    ("suffix", "mode"),
+    [("tar", "w"), ("tar.gz", "w:gz"), ("tgz", "w:gz"), ("tar.xz", "w:xz"), ("x.tar", "w:gz"), ("tgz", "w")],
+)
 def test_archives_give_their_images(suffix: str, mode: str, tmp_path: Path) -> None:
     members = {"b/1.png": png(1), "b/1.cls": b"3", "a/0.png": png(0), "c.json": b"{}", "a/2.PNG": png(2)}
     path = archive(tmp_path / f"shard-0.{suffix}", members, mode)
@@ -93,6 +96,25 @@ def test_archives_give_their_images(suffix: str, mode: str, tmp_path: Path) -> N
     reader = Reader(10**6)
     for name in ("a/2.PNG", "b/1.png", "a/0.png"):  # forwards and backwards
         assert reader.read(found[f"{path}/{name}"]) == members[name]
+    reader.close()
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_links_in_archives_give_what_they_are_of(mode: str, tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    (root / "deep").mkdir(parents=True)
+    (root / "a.png").write_bytes(png(1))
+    (root / "deep/hard.png").hardlink_to(root / "a.png")
+    (root / "deep/soft.png").symlink_to("../a.png")
+    (root / "deep/gone.png").symlink_to("/nowhere.png")
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        tar.add(root, ".")
+    found = {source.path.rpartition("/")[2]: source for source in find([str(path)])}
+    assert sorted(found) == ["a.png", "gone.png", "hard.png", "soft.png"]
+    assert found.pop("gone.png").error == "a link to /nowhere.png, which the archive lacks"
+    reader = Reader(10**6)
+    assert [reader.read(source) == png(1) for source in found.values()] == [True] * 3
     reader.close()
 
 
