@@ -70,6 +70,7 @@ def extract(
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     """
+    from fxcore.errors import FxError
     from service import tables
     from service.engine import FeatureOptions
     from service.offline import Job, extract
@@ -90,9 +91,13 @@ def extract(
     job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows)
     with progress() as report:
         made = extract(job, settings, report)
+    if not made.images:
+        raise FxError(f"no images found in {', '.join(inputs)}")
     tables.show(tables.outputs(made.outputs))
     unreadable = f", {made.unreadable} could not be read: see {out / 'errors.jsonl'}" if made.unreadable else ""
     print(f"{out}: {made.done} of {made.images} images in {made.shards} shard{'s' * (made.shards != 1)}{unreadable}")
+    if not made.done:
+        raise typer.Exit(1)
 
 
 def _named_nodes(text: str) -> dict[str, str]:

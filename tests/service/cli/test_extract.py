@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -52,6 +53,22 @@ def test_extract_writes_a_folder_of_shards(files: list[Path], tmp_path: Path) ->
     assert result.stderr == ""  # the bar is for terminals
     names = ["errors.jsonl", "index.sqlite", "shard-000000.safetensors", "spec.json"]
     assert sorted(path.name for path in out.iterdir()) == names
+
+
+def test_extract_fails_where_it_has_done_no_image(tmp_path: Path) -> None:
+    root, out = tmp_path / "in", tmp_path / "out"
+    root.mkdir()
+    command = ["extract", root, "--model", "squeezenet1_1", "--nodes", "features.5", "--weights", "random"]
+    command += ["--device", "cpu", "--pool", "avg", "--out", out]
+    none = fxserve(*command)
+    assert (none.exit_code, none.stdout, none.stderr) == (1, "", f"fxserve: no images found in {root}\n")
+    (root / "broken.jpg").write_bytes(b"junk")
+    broken = fxserve(*command)
+    assert broken.exit_code == 1
+    told = f"{out}: 0 of 1 images in 0 shards, 1 could not be read: see {out}/errors.jsonl"
+    assert broken.stdout.splitlines()[-1] == told
+    Image.new("RGB", (64, 64)).save(root / "right.png")
+    assert [fxserve(*command).exit_code for _ in range(2)] == [0, 0]
 
 
 def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -> None:
