@@ -47,7 +47,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
     metrics = Metrics()
-    traces = _traces() if settings.tracing else None
+    traces = traces_type()() if settings.tracing else None
     state = State(settings, Engine(settings, metrics), metrics, traces)
 
     @asynccontextmanager
@@ -132,9 +132,14 @@ async def _sample(engine: Engine) -> None:
 _SAMPLE_SECONDS = 2.0
 
 
-def _traces() -> Traces:
+def traces_type() -> type[Traces]:
+    """What sends spans.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
         from service.traces import Traces
     except ModuleNotFoundError as error:
         raise ValueError(f"FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]' ({error})") from error
-    return Traces()
+    return Traces

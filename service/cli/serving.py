@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from service.cli.settings import device_of, settings_of
+
+if TYPE_CHECKING:
+    from service.settings import Settings
 
 KeyScope = Literal["read", "admin"]
 LogFormat = Literal["text", "json"]
@@ -53,6 +56,7 @@ def serve(
     }
     settings = settings_of(given)
     chosen = device_of(settings)
+    _check(settings)
     if settings.workers > 1:
         if settings.port == 0:
             raise typer.BadParameter("--workers: several processes need one --port to share, not 0")
@@ -63,6 +67,25 @@ def serve(
     from service.app import create_app
 
     run(create_app(settings), settings, chosen, log_level)
+
+
+def _check(settings: Settings) -> None:
+    """Try what a server process needs to start: of several, one that fails is started again without end.
+
+    Raises:
+        FxError: it cannot be had.
+    """
+    from fxcore.errors import FxError
+    from service.app import traces_type
+    from service.keys import Keys
+
+    try:
+        if settings.api_keys_file is not None:
+            Keys(settings.api_keys_file)
+        if settings.tracing:
+            traces_type()
+    except ValueError as error:
+        raise FxError(str(error)) from error
 
 
 def check() -> None:

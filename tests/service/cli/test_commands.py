@@ -267,6 +267,28 @@ def test_serve_tells_of_a_port_that_is_taken() -> None:
     assert "address already in use" in result.stderr
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("nonsense\n")
+    environment = {**os.environ, "FXSERVE_API_KEYS_FILE": str(keys), "FXSERVE_WORKERS": str(workers)}
+    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "18437"]
+    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"fxserve: {keys}, line 1: not NAME:read:SHA256")
+    assert done.stderr.count("\n") == 1
+
+
+def test_serve_tells_of_tracing_that_is_not_installed() -> None:
+    script = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; main()"
+    environment = {**os.environ, "FXSERVE_TRACING": "true", "FXSERVE_WORKERS": "2"}
+    command = [sys.executable, "-c", script, "serve", "--port", "18437", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("fxserve: FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")
+    assert done.stderr.count("\n") == 1
+
+
 def test_key_prints_the_line_for_the_file_and_the_key_apart(tmp_path: Path) -> None:
     result = fxserve("key", "alice", "--scope", "admin")
     secret = result.stderr.split()[0]
