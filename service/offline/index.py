@@ -41,6 +41,7 @@ class Index:
 
     Raises:
         FxError: another process has it open, or it is damaged.
+        sqlite3.OperationalError: it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,6 +53,8 @@ class Index:
             self._database.execute("COMMIT")
             self._database.executescript(_SCHEMA)
         except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
             raise FxError(f"{folder}: another run is writing to this folder ({error})") from error
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error

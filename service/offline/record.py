@@ -13,7 +13,7 @@ from fxcore.errors import FxError
 from service.engine import FeatureOptions
 from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows
-from service.offline.shards import write_text
+from service.offline.shards import UNFINISHED, write_text
 
 FILE = "spec.json"
 
@@ -70,7 +70,8 @@ class Record:
         """
         before = read(folder)
         if before is None:
-            if folder.is_dir() and any(folder.iterdir()):
+            # A run that ended while it wrote its first file left half of that.
+            if folder.is_dir() and any(file.name != FILE + UNFINISHED for file in folder.iterdir()):
                 raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")

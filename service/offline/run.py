@@ -85,8 +85,7 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
     """Run ``job``, or what an earlier run of it left to do.
 
     Raises:
-        FxError: it cannot be done as asked, or the folder holds something else.
-        OSError: the folder cannot be written.
+        FxError: it cannot be done as asked, or the folder holds something else or cannot be written.
     """
     return asyncio.run(_extract(job, settings, report))
 
@@ -107,10 +106,12 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         probe = await computer.features([_probe()])
         chosen = shards.shard_format(job.format, list(probe), [values.dtype for values in probe.values()])
         made = record.Record(computer.described, job.options, job.format, probe)
-        made.settle(job.out)
-        index = Index(job.out)
+        with shards.writing(job.out):
+            made.settle(job.out)
+            index = Index(job.out)
         try:
-            await asyncio.to_thread(_prepare, job, chosen, index)
+            with shards.writing(job.out):
+                await asyncio.to_thread(_prepare, job, chosen, index)
             writer = Writer(job.out, chosen, index, made.about(), job.shard_rows)
             await _Run(computer, index, writer, Reader(settings.max_body_bytes), report).run(probe)
             images, done, unreadable = index.counts()

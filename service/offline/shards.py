@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sqlite3
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from service.codecs import npy, safetensors
 PATH = "path"
 """The name that the paths of a shard's images have beside the outputs."""
 
-_UNFINISHED = ".part"
+UNFINISHED = ".part"
+"""The end of the name of a file that is being written."""
 
 
 class ShardFormat(ABC):
@@ -145,7 +148,7 @@ def write_shard(
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = target.with_name(target.name + _UNFINISHED)
+    unfinished = target.with_name(target.name + UNFINISHED)
     _remove(unfinished)
     try:
         chosen.write(unfinished, rows, paths, about)
@@ -160,11 +163,28 @@ def write_shard(
 
 def write_text(target: Path, text: str) -> None:
     """Write a small file so that it is there as a whole or not at all."""
-    unfinished = target.with_name(target.name + _UNFINISHED)
-    unfinished.write_text(text, encoding="utf-8")
-    _synchronise(unfinished)
-    os.replace(unfinished, target)
-    _synchronise(target.parent)
+    unfinished = target.with_name(target.name + UNFINISHED)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        _synchronise(unfinished)
+        os.replace(unfinished, target)
+        _synchronise(target.parent)
+    finally:
+        _remove(unfinished)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Name ``folder`` in what keeps it from being written, which may be no more than a number.
+
+    Raises:
+        FxError: it cannot be written.
+    """
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise FxError(f"{folder} cannot be written: {said}") from error
 
 
 def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxcore.memory import give_back
 from service.engine.threads import compute_with
 from service.offline.index import Index
-from service.offline.shards import ShardFormat, shard_name, write_shard
+from service.offline.shards import ShardFormat, shard_name, write_shard, writing
 
 ERRORS = "errors.jsonl"
 
@@ -119,11 +119,12 @@ class Writer:
             await writing
 
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
-        if paths:
-            write_shard(self._format, self._folder / name, rows, paths, self._about)
-        self._index.commit(name, paths, errors)
-        with (self._folder / ERRORS).open("ab") as file:
-            file.writelines(error_line(path, reason) for path, reason in errors)
+        with writing(self._folder):
+            if paths:
+                write_shard(self._format, self._folder / name, rows, paths, self._about)
+            self._index.commit(name, paths, errors)
+            with (self._folder / ERRORS).open("ab") as file:
+                file.writelines(error_line(path, reason) for path, reason in errors)
         give_back()  # else what the allocator keeps of a shard's memory adds up: 1 KB an image was seen
 
 

@@ -92,6 +92,25 @@ def test_what_a_kill_may_leave_behind_is_put_right(
     assert not list(out.glob("*.part"))
 
 
+@pytest.mark.parametrize("kilobytes", [0, 4, 8, 40])  # too few for spec.json, the index or the shard
+def test_a_folder_that_cannot_be_written_is_named_and_gone_on_with_later(
+    kilobytes: int, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(20), tmp_path / "out"
+    limited = f"ulimit -f {kilobytes} && exec {sys.executable} -c 'from service.cli import main; main()' extract {root}"
+    limited += " --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
+    limited += f" --out {out} --shard-rows 20 --device cpu"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"fxserve: {out} cannot be written: ")
+    assert done.stderr.count("\n") == 1
+    if not kilobytes:
+        (out / "spec.json.part").write_text("{")  # what a kill at that moment leaves
+    extract(job(out, root, shard_rows=20), SETTINGS)
+    assert_right(rows(out), numbered(root), reference)
+    assert not list(out.glob("*.part"))
+
+
 def test_images_that_cannot_be_read_are_listed_and_tried_again(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:
