@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fxcore.errors import BadImage, FxError, ImageTooLarge
@@ -23,12 +25,27 @@ _ANY = 2**62
 """The engine's limits protect a service from its clients; here there is one, which sends what it has room for."""
 
 _PATIENCE = 600.0
-"""Seconds that a server may take for a batch; it is asked again as long as it says when."""
+"""Seconds that a server may take for a batch, and be away for; it is asked again as long as it says when."""
+
+_LONGEST_DELAY = 10.0
+"""Seconds between two attempts to reach a server that is away."""
+
+_LATE = 3
+"""How often a server may be too late with one image alone before the image is to blame."""
 
 
 # What one image can be to blame for: of the engine, and of a server.
 _OF_IMAGES = (BadImage, ImageTooLarge, OutOfMemory, ComputeFailed)
-_OF_IMAGES_SENT = (errors.OfImage, errors.OutOfMemory, errors.ComputeFailed)
+_OF_IMAGES_SENT = (
+    errors.OfImage,
+    errors.TooLarge,
+    errors.OutOfMemory,
+    errors.ComputeFailed,
+    errors.DeadlineExceeded,
+)
+
+# What another server, or the same one later, may do all the same.
+_AWAY = (errors.ConnectionFailed, errors.UnknownExtractor, errors.Draining)
 
 
 class Unreadable(FxError):
@@ -134,8 +151,57 @@ class Local:
         await self._engine.close(0.0)
 
 
+class _Server:
+    """One server, and what a run has learnt of it.
+
+    A server has a deadline of its own for a request. Once it was too late, it is sent one request at a time for the
+    rest of the run, of half as many images until it is in time. One that it is late with alone is sent again, and
+    unreadable after :data:`_LATE` times; the next run over the folder tries it again.
+
+    Attributes:
+        busy: batches that it has.
+        away_until: when to try it again, on the monotonic clock.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.extractor: AsyncExtractor | None = None
+        self.busy = 0
+        self.away_until = 0.0
+        self._most: int | None = None
+        self._alone = asyncio.Lock()
+
+    async def features(self, images: Sequence[bytes], options: Mapping[str, Any]) -> Rows:
+        """Key → ``[len(images), ...]``.
+
+        Raises:
+            FxserveError: there are none.
+        """
+        assert self.extractor is not None
+        if self._most is None:
+            try:
+                return await self.extractor(list(images), as_torch=True, **options)
+            except errors.DeadlineExceeded:
+                self._most = self._most or max(1, len(images) // 2)
+        parts: list[Rows] = []
+        start = late = 0
+        async with self._alone:
+            while start < len(images):
+                some = list(images[start : start + self._most])
+                try:
+                    parts.append(await self.extractor(some, as_torch=True, **options))
+                except errors.DeadlineExceeded:
+                    late += len(some) == 1
+                    if late == _LATE or (late and len(images) > 1):
+                        raise
+                    self._most = max(1, len(some) // 2)
+                else:
+                    start += len(some)
+        return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
 class Remote:
-    """Servers; each batch goes to the one that has the fewest.
+    """Servers; each batch goes to the one that has the fewest, and to another one where that is away.
 
     Args:
         urls: where they are.
@@ -147,11 +213,10 @@ class Remote:
         self._options = options
         key = {"Authorization": f"Bearer {api_key}"} if api_key is not None else None
         try:
-            self._clients = [AsyncClient(url, timeout=_PATIENCE, retries=10_000, headers=key) for url in urls]
+            clients = [AsyncClient(url, timeout=_PATIENCE, retries=10_000, headers=key) for url in urls]
         except ValueError as error:
             raise FxError(f"--server: {error}") from error
-        self._extractors: list[AsyncExtractor] = []
-        self._busy = [0] * len(urls)
+        self._servers = [_Server(client) for client in clients]
         self.at_a_time = 64 * len(urls)
 
     async def start(self, spec: ExtractorSpec) -> None:
@@ -160,32 +225,42 @@ class Remote:
         Raises:
             FxError: one cannot, or they do not mean the same by it.
         """
-        self._extractors = await asyncio.gather(*(self._extractor(client, spec) for client in self._clients))
-        told = [self._described(spec, extractor.description) for extractor in self._extractors]
-        for client, other in zip(self._clients, told, strict=True):
+        extractors = await asyncio.gather(*(self._extractor(server.client, spec) for server in self._servers))
+        told = [self._described(spec, extractor.description) for extractor in extractors]
+        first = self._servers[0].client.url
+        for server, extractor, other in zip(self._servers, extractors, told, strict=True):
             if (other.spec, other.fingerprint) != (told[0].spec, told[0].fingerprint):
-                raise FxError(f"{client.url} and {self._clients[0].url} make another extractor of this: {other.spec}")
+                raise FxError(f"{server.client.url} and {first} make another extractor of this: {other.spec}")
+            server.extractor = extractor
         self.described = told[0]
 
     async def features(self, images: Sequence[bytes]) -> Rows:
-        place = min(range(len(self._extractors)), key=self._busy.__getitem__)
-        self._busy[place] += 1
         given = {name: getattr(self._options, name) for name in CHOICES}
         options = {name: value for name, value in given.items() if value is not None}
-        try:
-            return await self._extractors[place](list(images), as_torch=True, **options)
-        except _OF_IMAGES_SENT as error:
-            if len(images) > 1:
-                raise
-            raise Unreadable(error.detail.removeprefix("image 0: ")) from error
-        except errors.FxserveError as error:
-            raise FxError(f"{self._clients[place].url}: {error}") from error
-        finally:
-            self._busy[place] -= 1
+        deadline = time.monotonic() + _PATIENCE
+        delay = 0.5
+        while True:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda one: (max(one.away_until, now), one.busy))
+            await asyncio.sleep(max(0.0, server.away_until - now))
+            server.busy += 1
+            try:
+                return await server.features(images, options)
+            except _OF_IMAGES_SENT as error:
+                if len(images) > 1:
+                    raise
+                raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+            except errors.FxserveError as error:
+                if not isinstance(error, _AWAY) or time.monotonic() + delay > deadline:
+                    raise FxError(f"{server.client.url}: {error}") from error
+                server.away_until = time.monotonic() + delay
+                delay = min(2 * delay, _LONGEST_DELAY)
+            finally:
+                server.busy -= 1
 
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        for server in self._servers:
+            await server.client.close()
 
     async def _extractor(self, client: AsyncClient, spec: ExtractorSpec) -> AsyncExtractor:
         fields = spec.model_dump(exclude={"model", "return_nodes", "name"})

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from fxcore.errors import FxError
@@ -30,6 +34,69 @@ def test_a_server_does_what_this_process_would(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
     with pytest.raises(FxError, match="made with pool avg, not max"):
         extract(job(out, root, servers=(server.url,), pool="max"), SETTINGS)
+
+
+def noise(side: int) -> bytes:
+    """A PNG that is as large as its pixels, about ``3 * side**2`` bytes."""
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
+    start: Callable[..., Server],
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    reference: Callable[..., Any],
+) -> None:
+    root, out = folder(10), tmp_path / "out"
+    (root / "large.png").write_bytes(noise(400))
+    server = start(max_body_bytes=300_000)
+    made = extract(job(out, root, servers=(server.url,)), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (11, 10, 1)
+    [listed] = map(json.loads, (out / "errors.jsonl").read_text().splitlines())
+    assert listed["path"] == str(root / "large.png")
+    assert "300,000" in listed["error"] or "300000" in listed["error"]
+    assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
+
+
+def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
+    start: Callable[..., Server],
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    root, out = folder(32), tmp_path / "out"
+    server = start(request_timeout=3, compute_threads=1)
+    spec = {"model": "regnet_y_16gf", "return_nodes": {"C5": "top"}}  # some 0.3 s for an image on a core
+    made = extract(job(out, root, servers=(server.url,), spec=spec), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (32, 32, 0)
+    assert server.metric(
+        'fxserve_requests_total{method="POST",route="/v1/extractors/{extractor}/features",status="504"}'
+    )
+
+
+def test_a_server_may_restart_and_another_one_end_for_good(
+    start: Callable[..., Server],
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    reference: Callable[..., Any],
+) -> None:
+    root, out = folder(300), tmp_path / "out"
+    restarted, ended = start(), start()
+    told: list[int] = []
+
+    def report(images: int, done: int, unreadable: int) -> None:
+        told.append(done)
+        if len(told) == 3:
+            for server in (restarted, ended):
+                server.process.kill()
+                server.process.wait(20)
+            restarted.begin()
+
+    made = extract(job(out, root, servers=(restarted.url, ended.url)), SETTINGS, report)
+    assert (made.images, made.done, made.unreadable) == (300, 300, 0)
+    assert told[2] < 300
+    assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("*.png")}, reference)
 
 
 def test_what_a_server_refuses_is_told(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
