@@ -142,7 +142,8 @@ class ExtractorSpec(BaseModel):
         "truncated path, which means the last node under it. The answer keeps this order.",
     )
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
-        default=None, description="A name of your own to address the extractor by, beside its id."
+        default=None,
+        description="A name of your own to address the extractor by, beside its id. It keeps the last 32 names given.",
     )
     precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
     backend: Backend = Field(

@@ -33,12 +33,15 @@ def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
     Raises:
         Refusal: 404: there is neither.
     """
+    record = state.engine.known(name)
+    if record is not None:
+        return record
     try:
-        return state.engine.find(name)
-    except UnknownExtractor as no_extractor:
+        return state.model(name)
+    except UnknownModel as no_model:
         try:
-            return state.model(name)
-        except UnknownModel as no_model:
+            return state.engine.find(name)
+        except UnknownExtractor as no_extractor:
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
             hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
             detail = f"there is no extractor or model {name!r}{hint}"

@@ -199,6 +199,10 @@ class Engine:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created
 
+    def known(self, id_or_name: str) -> ExtractorRecord | None:
+        """The extractor of that id or name, if there is one."""
+        return self._extractors.known(id_or_name)
+
     def find(self, id_or_name: str) -> ExtractorRecord:
         """The extractor of that id or name.
 

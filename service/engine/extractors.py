@@ -10,7 +10,6 @@ description, and is built again by the next request for it.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import gc
 import logging
 import time
@@ -31,6 +30,7 @@ from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, Unknown
 from service.engine.graphs import graph_bytes, graph_for, idle_graphs, named_graph
 from service.engine.memory import tidy
 from service.engine.models import ModelStore
+from service.engine.names import Names
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
 from service.engine.tiers import Tiers, chosen_backend, names_floats
@@ -53,7 +53,7 @@ _REMEMBERED_SPECS = 4096
 _TRY_AGAIN_SECONDS = 1.0
 
 REMEMBERED_RECORDS = 1024
-"""Extractors without a name that are remembered though nothing of them is in memory: evicted ones, and failures."""
+"""Extractors that are remembered though nothing of them is in memory: failures, and evicted ones without a name."""
 
 
 class Extractors:
@@ -88,7 +88,7 @@ class Extractors:
         self._memory_budget = memory_budget
         self._allowed = None if allowed is None else frozenset(allowed)
         self._records: dict[str, ExtractorRecord] = {}
-        self._names: dict[str, str] = {}
+        self._names = Names()
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[str, str] = OrderedDict()
 
@@ -120,7 +120,7 @@ class Extractors:
                 self._resolved.popitem(last=False)
         if spec.name is not None:
             self._check_name(spec.name, record.id)
-            self._names[spec.name] = record.id
+            self._names.give(spec.name, record.id)
             record.name = spec.name
         self.ensure(record)
         return record, created
@@ -132,16 +132,19 @@ class Extractors:
             record.problem = None
             record.build = asyncio.create_task(self._build(record))
 
+    def known(self, id_or_name: str) -> ExtractorRecord | None:
+        """The extractor of that id or name, if there is one."""
+        return self._records.get(id_or_name) or self._records.get(self._names.id(id_or_name) or "")
+
     def find(self, id_or_name: str) -> ExtractorRecord:
         """The extractor of that id or name.
 
         Raises:
-            UnknownExtractor: there is none.
+            UnknownExtractor: there is none. What was meant is looked for, which takes longer than finding one does.
         """
-        record = self._records.get(id_or_name) or self._records.get(self._names.get(id_or_name, ""))
+        record = self.known(id_or_name)
         if record is None:
-            known = [*self._names, *self._records]
-            suggestions = difflib.get_close_matches(id_or_name[:128], known, n=3, cutoff=0.5)
+            suggestions = self._names.near(id_or_name, reversed(self._records))
             hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; POST /v1/extractors makes one"
             raise UnknownExtractor(f"there is no extractor {id_or_name!r}{hint}", suggestions=suggestions)
         return record
@@ -157,9 +160,8 @@ class Extractors:
             UnknownExtractor: there is none of that id or name.
         """
         record = self.find(id_or_name)
-        del self._records[record.id]
+        self._remove(record)
         self._tiers.forget(record)
-        self._names = {name: id for name, id in self._names.items() if id != record.id}
         if not any(other.model_key == record.model_key for other in self._records.values()):
             self._drop(record.model_key, "deleted")
             self._pool.submit(tidy)
@@ -309,11 +311,19 @@ class Extractors:
     def _forget(self) -> None:
         """Drop what was used least recently of the records that hold nothing, so that bad specs cannot take the
         memory one by one."""
-        empty = [r for r in self._records.values() if r.run is None and r.name is None and not r.busy]
+        empty = [
+            record
+            for record in self._records.values()
+            if record.run is None and (record.name is None or record.state == "failed") and not record.busy
+        ]
         over = max(0, len(empty) - REMEMBERED_RECORDS + 1)
         for record in sorted(empty, key=lambda record: record.last_used)[:over]:
-            del self._records[record.id]
+            self._remove(record)
             self._evictions.labels("record", "unused").inc()
+
+    def _remove(self, record: ExtractorRecord) -> None:
+        del self._records[record.id]
+        self._names.forget(record.id)
 
     def _unload(self, record: ExtractorRecord) -> None:
         if record.run is not None:
@@ -332,14 +342,12 @@ class Extractors:
             self._evictions.labels("weights", reason).inc()
 
     def _check_name(self, name: str | None, id: str) -> None:
-        owner = self._names.get(name, id) if name is not None else id
-        if owner == id and name in self._records and name != id:
-            owner = str(name)
-        if owner != id:
+        owner = self.known(name) if name is not None else None
+        if owner is not None and owner.id != id:
             raise NameTaken(
-                f"the name {name!r} is taken by extractor {owner}; choose another name or delete that extractor",
+                f"the name {name!r} is taken by extractor {owner.id}; choose another name or delete that extractor",
                 name=name,
-                extractor=owner,
+                extractor=owner.id,
             )
 
 

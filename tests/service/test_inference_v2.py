@@ -74,6 +74,16 @@ def test_percent_encoded_names(tiny):
     assert tiny.get("/v2/models/a%2Fb%20c").status_code == 404
 
 
+def test_a_models_name_is_compared_with_no_extractors(tiny, monkeypatch):
+    """Which would take as long as there are extractors, for every request that asks for a model by its name."""
+    compared = []
+    monkeypatch.setattr("service.engine.names.get_close_matches", lambda *args, **options: compared.append(args) or [])
+    assert tiny.get("/v2/models/resnet18").json()["name"] == "resnet18"
+    assert not compared
+    assert tiny.get("/v2/models/tinny").status_code == 404
+    assert len(compared) == 1
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"),
     [

@@ -16,6 +16,7 @@ from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, Un
 from fxcore.graphs import kept_graphs, model_graph
 from fxcore.transforms import UnknownTransform
 from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.names import MOST_NAMES
 from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, spec
 
 pytestmark = pytest.mark.anyio
@@ -114,9 +115,28 @@ async def test_names(engine: MakeEngine) -> None:
         assert unknown.value.extra["suggestions"] == ["small"]
         await running.delete("small")
         for gone in ("small", "another", record.id):
-            with pytest.raises(UnknownExtractor):
+            with pytest.raises(UnknownExtractor) as unknown:
                 running.find(gone)
+            assert gone not in unknown.value.extra["suggestions"]
         assert (await built(running, nodes=["features.5"], name="small")).name == "small"
+
+
+async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
+    """Clients go on with the name that each gave; what names one again and again takes no more for it."""
+    async with engine() as running:
+        other = await built(running, nodes=["features.3"], name="other")
+        record = await built(running)
+        names = [f"name-{number}" for number in range(MOST_NAMES + 3)]
+        for name in [*names, names[3]]:
+            assert (await running.extractor(spec(name=name)))[0] is record
+            assert record.name == name
+        assert [running.known(name) for name in names] == [None] * 3 + [record] * MOST_NAMES
+        assert running.known("other") is other
+        await running.extractor(spec(name="another"))
+        assert [running.known(names[3]), running.known(names[4])] == [record, None]
+        with pytest.raises(UnknownExtractor):
+            running.find(names[0])
+        assert (await running.extractor(spec(nodes=["features.3"], name=names[0])))[0] is other
 
 
 async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[bytes]) -> None:
@@ -359,15 +379,23 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
     monkeypatch.setattr("service.engine.extractors.REMEMBERED_RECORDS", 4)
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
-        named, _ = await running.extractor(spec(weights="file:named.pth", name="kept"), 60)
+        named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
+        await running.unload("kept")
         for number in range(12):
-            record, created = await running.extractor(spec(weights=f"file:{number}.pth"), 60)
+            name = f"bad-{number}" if number % 2 else None
+            record, created = await running.extractor(spec(weights=f"file:{number}.pth", name=name), 60)
             assert created
             assert record.state == "failed"
         remembered = [record.spec.weights for record in running.list()]
-        assert remembered == ["random", "file:named.pth", *(f"file:{number}.pth" for number in range(8, 12))]
+        assert remembered == ["random", "random", *(f"file:{number}.pth" for number in range(8, 12))]
         assert (await running.features(good, {"x": torch.zeros(1, 3, 64, 64)})).images == 1
-        assert running.find("kept") is named
+        assert running.find("kept").id == named.id
+        found = [running.known(f"bad-{number}") is not None for number in range(1, 12, 2)]
+        assert found == [False] * 4 + [True] * 2
+        with pytest.raises(UnknownExtractor) as unknown:
+            running.find("bad-1")
+        assert set(unknown.value.extra["suggestions"]) == {"bad-9", "bad-11"}
+        assert (await built(running, name="bad-1")).name == "bad-1"
         _, created = await running.extractor(spec(weights="file:0.pth"), 60)  # a forgotten one is made anew
         assert created
 
