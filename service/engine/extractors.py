@@ -292,7 +292,7 @@ class Extractors:
             await self._tiers.first(record, extractor, self._pool)
             record.state = "ready"
         except FxError as problem:
-            record.state, record.problem = "failed", problem
+            record.state, record.problem = "failed", _kept(problem)
         except Exception as error:
             log.exception("building extractor %s over %s failed", record.id, record.spec.model)
             said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -302,10 +302,11 @@ class Extractors:
             )
         finally:
             if record.state == "failed":
-                record.held = None
+                record.held = record.extractor = None
             record.build = None
             record.last_used = time.monotonic()
-        gc.freeze()  # a new graph is not looked through either, see tidy
+        if record.state == "ready":
+            gc.freeze()  # a new graph is not looked through either, see tidy
         self.make_room()
 
     def _forget(self) -> None:
@@ -349,6 +350,12 @@ class Extractors:
                 name=name,
                 extractor=owner.id,
             )
+
+
+def _kept(problem: FxError) -> FxError:
+    """``problem`` without where it came from: frames whose variables are a model and what was built over it."""
+    problem.__cause__ = problem.__context__ = None
+    return problem.with_traceback(None)
 
 
 def _overhead(record: ExtractorRecord) -> int:

@@ -1,21 +1,25 @@
 """Extractors' life: made once, named, failed, evicted, built again, deleted."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.catalog import get_model
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
 from fxcore.graphs import kept_graphs, model_graph
 from fxcore.transforms import UnknownTransform
-from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.errors import BackendRefused, ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.memory import tidy
 from service.engine.names import MOST_NAMES
 from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, spec
 
@@ -165,6 +169,44 @@ async def test_a_failed_build_is_told_and_tried_again(engine: MakeEngine, tmp_pa
         record, created = await running.extractor(wanted, 60)
         assert (record.state, created, record.problem) == ("ready", False, None)
         assert (await running.features(record, jpegs)).images == 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "cause", "told"), [("float32", ValueError, ExtractorFailed), ("int8", LoweringFailed, BackendRefused)]
+)
+async def test_a_failed_build_keeps_nothing_in_memory(
+    engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    cause: type[Exception],
+    told: type[Exception],
+) -> None:
+    """What it had built goes at once, and its model with the budget's next eviction."""
+    built_over: list[weakref.ref[torch.nn.Module]] = []
+
+    def fail(module: torch.nn.Module, *rest: object) -> None:
+        built_over.append(weakref.ref(module))
+        raise cause("no such operation")
+
+    monkeypatch.setattr(BACKENDS["eager"], "lower", fail)
+    monkeypatch.setattr("service.engine.extractors.log.exception", lambda *said: None)  # pytest keeps what is logged
+    async with engine() as running:
+        record, _ = await running.extractor(spec(precision=precision, backend="eager"), 60)
+        assert isinstance(record.problem, told)
+        for _ in range(100):  # the thread that failed may be about to let go of it
+            gc.collect()
+            if built_over[0]() is None:
+                break
+            await asyncio.sleep(0.02)
+        assert [module() for module in built_over] == [None]
+        (model,) = running._extractors._models.loaded().values()
+        weights = weakref.ref(model.module)
+        del model
+        running._extractors._memory_budget = 1
+        running.make_room()
+        tidy()
+        assert weights() is None
+        assert "no such operation" in record.problem.detail
 
 
 async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes]) -> None:
