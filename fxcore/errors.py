@@ -6,7 +6,7 @@ is not an :class:`FxError` is a defect of this library.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 
 class FxError(Exception):
@@ -24,6 +24,12 @@ class FxError(Exception):
         super().__init__(detail)
         self.detail = detail
         self.extra = extra
+
+    def __copy__(self) -> Self:
+        """The same error, not raised yet: one that was keeps the frames that it came through, and their variables."""
+        other = type(self).__new__(type(self), *self.args)
+        vars(other).update(vars(self))
+        return other
 
 
 class UnknownModel(FxError):

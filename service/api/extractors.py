@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from copy import copy
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -136,7 +137,7 @@ async def make_extractor(
     """Make an extractor: a model, cut down to what the chosen nodes need."""
     record, created = await state.engine.extractor(spec, wait)
     if record.problem is not None:
-        raise record.problem
+        raise copy(record.problem)
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
         orjson.dumps(described(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"

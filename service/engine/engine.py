@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -242,7 +243,7 @@ class Engine:
         if record.build is not None:
             await asyncio.wait({record.build})
         if record.problem is not None:
-            raise record.problem.with_traceback(None)
+            raise copy(record.problem)
         return record
 
     async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Measured:

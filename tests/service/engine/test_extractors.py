@@ -21,7 +21,7 @@ from fxcore.transforms import UnknownTransform
 from service.engine.errors import BackendRefused, ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from service.engine.memory import tidy
 from service.engine.names import MOST_NAMES
-from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, spec
+from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, spec, tensors
 
 pytestmark = pytest.mark.anyio
 
@@ -207,6 +207,22 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         tidy()
         assert weights() is None
         assert "no such operation" in record.problem.detail
+
+
+async def test_a_failed_build_keeps_no_request(engine: MakeEngine) -> None:
+    """The problem is told to each anew; raised itself, it would keep the images of the last one."""
+    async with engine() as running:
+        record, _ = await running.extractor(spec(weights="file:mine.pth"), 60)
+        sent = tensors(0)
+        images = weakref.ref(sent["x"])
+        for _ in range(2):
+            with pytest.raises(UnknownWeights) as caught:
+                await running.features(record, sent)
+            assert (caught.value.detail, caught.value.extra) == (record.problem.detail, record.problem.extra)
+        del sent, caught
+        gc.collect()
+        assert images() is None
+        assert record.problem.__traceback__ is None
 
 
 async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes]) -> None:
