@@ -98,9 +98,7 @@ def _in_folder(root: str) -> Iterator[Source]:
                     name = entry.name.lower()
                     try:
                         is_folder = entry.is_dir()
-                    except (
-                        OSError
-                    ) as error:  # a link that goes nowhere: in a circle, through a file, where none may look
+                    except OSError as error:  # a link in a circle, through a file, or to where none may look
                         yield Source(_shown(entry.path), entry.path, error=error.strerror)
                         continue
                     if is_folder:
