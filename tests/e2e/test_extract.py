@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,39 @@ def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
 
 
+# Slow by the clock, so that it is late on every machine.
+SLOW = """
+import time
+from torch import fx, nn
+
+@fx.wrap
+def slowly(images):
+    time.sleep(0.12 * len(images))
+    return images
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, 2)
+
+    def forward(self, images):
+        return self.stem(slowly(images))
+"""
+
+
 def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
     start: Callable[..., Server],
     folder: Callable[..., Path],  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, out = folder(32), tmp_path / "out"
-    server = start(request_timeout=3, compute_threads=1)
-    spec = {"model": "regnet_y_16gf", "return_nodes": {"C5": "top"}}  # some 0.3 s for an image on a core
+    root, out, models = folder(32), tmp_path / "out", tmp_path / "models"
+    models.mkdir()
+    (models / "slow_for_tests.py").write_text(SLOW)
+    (models / "models.toml").write_text('[models.slow]\nbuilder = "slow_for_tests:Slow"\n')
+    monkeypatch.setenv("PYTHONPATH", f"{models}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    server = start(request_timeout=3, models_dir=models)
+    spec = {"model": "slow", "weights": "DEFAULT", "return_nodes": {"stem": "top"}}
     made = extract(job(out, root, servers=(server.url,), spec=spec), SETTINGS)
     assert (made.images, made.done, made.unreadable) == (32, 32, 0)
     assert server.metric(
