@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.ao.nn.quantized.modules.conv import _ConvNd
 
 from fxcore.errors import said
+from fxcore.transforms.parametrized import with_plain_weights
 
 LONGEST = 900.0
 """Seconds after which a process is given up."""
@@ -36,7 +37,7 @@ class ProcessFailed(Exception):
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     """Write ``module`` and tensors beside it for a process to read."""
     # Plain tensors and code, of which the process makes an ordinary module: no graph is traced again.
-    _, (body, imports) = module.__reduce__()[:2]
+    _, (body, imports) = with_plain_weights(module).__reduce__()[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
 
 

@@ -9,6 +9,7 @@ import ast
 import inspect
 import math
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from fxcore.exports.base import CannotExport, description, description_json, require_float, zipped
 from fxcore.extractor import Extractor
-from fxcore.transforms.base import attribute, called_modules
+from fxcore.transforms.base import attribute, called_modules, hooked
+from fxcore.transforms.parametrized import with_plain_weights
 
 # Arguments of layers that the attribute of the same name does not tell.
 _TOLD_BY = {
@@ -159,7 +161,7 @@ def folder_zip(extractor: Extractor) -> bytes:
 def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
     """The folder's files by name."""
     require_float(extractor, "fx")
-    module, about = extractor.module, description(extractor)
+    module, about = with_plain_weights(extractor.module), description(extractor)
     title = f"Features of {about['model']} ({about['weights']}): {', '.join(o.key for o in extractor.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
     code = module.graph.python_code("self", verbose=False)
@@ -240,9 +242,17 @@ def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
     """The expression that makes a layer like ``layer``, up to its weights.
 
     Raises:
-        CannotExport: its class cannot be imported without this package, or it holds more than plain values.
+        CannotExport: its class cannot be imported without this package, it holds more than plain values, or it does
+            more than its class says.
     """
     kind = type(layer)
+    if hooked(layer) or "forward" in vars(layer):
+        raise CannotExport(
+            f"{target} has {'hooks' if hooked(layer) else 'a forward of its own'}, which a folder cannot hold; "
+            "ask for another format",
+            format="fx",
+            module=target,
+        )
     if getattr(nn, kind.__name__, None) is kind and kind is not nn.Sequential:
         arguments = _arguments(layer)
         if arguments is not None:
@@ -324,6 +334,8 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
             lines.add(f"from math import {name}")
         elif name == "NoneType":
             lines.add("from types import NoneType")
+        elif isinstance(value, str):  # an annotation of the model's that was never evaluated
+            lines.add(f"{name} = {value!r}")
         elif isinstance(value, types.ModuleType):
             lines.add(f"import {value.__name__} as {name}")
         else:
@@ -334,7 +346,7 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
 def _import_of(name: str, value: Any) -> str:
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     ours = module is None or module.split(".")[0] in _OURS
-    if ours or qualified is None or "." in qualified or "<" in qualified:
+    if ours or getattr(sys.modules.get(str(module)), str(qualified), None) is not value:
         raise CannotExport(
             f"the graph calls {module}.{qualified}, which a folder without this package cannot import; "
             "ask for another format or leave that transform out",

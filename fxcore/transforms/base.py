@@ -286,6 +286,11 @@ def bare_copy(module: nn.Module) -> nn.Module:
     return made
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether it may do more than its class says."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def is_output(node: fx.Node) -> bool:
     """Whether the graph returns the node's value: it is tapped."""
     return any(user.op == "output" for user in node.users)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import json
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import fx
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import is_parametrized
+from torchvision.ops import Conv2dNormActivation
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
 from fxcore.photos import calibration_rows, check_rows, photos
 from fxcore.quantize import quantize
 from fxcore.transforms import apply_transforms
+from fxcore.user_models import UserModel, user_entry
 from fxcore.verify import verify
 
 # What each format needs to be loaded; ``inputs`` is a tuple of tensors and ``file`` what was downloaded.
@@ -205,6 +211,75 @@ def test_what_cannot_be_exported_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ExportUnavailable, match="onnx needs onnxscript") as caught:
         export(extractor, "onnx")
     assert caught.value.extra["missing"] == ["onnxscript"]
+
+
+class Small(nn.Module):
+    """A convolution with something done to it; in a container that is kept whole, and alone."""
+
+    def __init__(self, prepare: Callable[[nn.Conv2d], nn.Module]) -> None:
+        super().__init__()
+        self.inside = Conv2dNormActivation(3, 4)
+        self.inside[0] = prepare(self.inside[0])
+        self.alone = prepare(nn.Conv2d(4, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.alone(self.inside(x))
+        return out
+
+
+def small(prepare: Callable[[nn.Conv2d], nn.Module]) -> Extractor:
+    sizes = {"resize_size": 32, "crop_size": 32}
+    entry = user_entry("small", UserModel(functools.partial(Small, prepare), {}, preprocessing=sizes))
+    model = load_model(entry, entry.default_weights)
+    graph = model_graph(entry, entry.default_weights)
+    return build_extractor(graph, model, graph.resolve({"alone": "out"}))
+
+
+@pytest.mark.parametrize("format", ["fx", "torch_export"])
+@pytest.mark.parametrize("prepare", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrised_weights_are_exported_as_they_are(
+    prepare: Callable[[nn.Conv2d], nn.Module], format: str, tmp_path: Path
+) -> None:
+    extractor = small(prepare)
+    check(extractor, format, export(extractor, format), tmp_path)
+    layers = [m for m in extractor.module.modules() if isinstance(m, nn.Conv2d)]
+    assert all(is_parametrized(layer, "weight") for layer in layers)  # the extractor is what it was
+
+
+def tripled(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def with_hook(layer: nn.Conv2d) -> nn.Module:
+    layer.register_forward_hook(tripled)
+    return layer
+
+
+def with_own_forward(layer: nn.Conv2d) -> nn.Module:
+    layer.forward = lambda x: -layer._conv_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    return layer
+
+
+def of_a_local_class(layer: nn.Conv2d) -> nn.Module:
+    class Local(nn.Conv2d):
+        pass
+
+    Local.__module__, Local.__qualname__ = "torch.nn.modules.conv", "Local"  # a leaf, as parametrised classes are
+    layer.__class__ = Local
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (with_hook, r"inside\.0 has hooks"),
+        (with_own_forward, r"inside\.0 has a forward of its own"),
+        (of_a_local_class, r"torch\.nn\.modules\.conv\.Local, which a folder"),
+    ],
+)
+def test_what_a_folder_would_lose_is_refused(prepare: Callable[[nn.Conv2d], nn.Module], reason: str) -> None:
+    with pytest.raises(CannotExport, match=reason):
+        export(small(prepare), "fx")
 
 
 def test_functions_of_this_package_are_refused() -> None:

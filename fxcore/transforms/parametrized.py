@@ -1,0 +1,57 @@
+"""Weights that are computed at every call (``torch.nn.utils.parametrize``: weight norm, spectral norm), computed once.
+
+``remove_parametrizations`` is not used: it changes the class that a module has in common with its copies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from fxcore.transforms.base import add, called_modules, finish, fork
+
+
+def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
+    """``module`` with parameters and buffers where the modules that it calls, or parts of them, have parametrised
+    tensors; itself where none has.
+
+    Modules whose class is made for their parametrisations can be neither pickled nor imported.
+
+    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    >>> plain = with_plain_weights(fx.symbolic_trace(nn.Sequential(layer).eval()))
+    >>> type(plain.get_submodule("0")).__name__, sorted(plain.state_dict())
+    ('Linear', ['0.bias', '0.weight'])
+    """
+    parametrized = [
+        target
+        for target, called in called_modules(module).items()
+        if any(parametrize.is_parametrized(part) for part in called.modules())
+    ]
+    if not parametrized:
+        return module
+    private = fork(module)
+    made = {target: add(private, target, _plain(private.get_submodule(target))) for target in parametrized}
+    for node in private.graph.nodes:
+        if node.op == "call_module":
+            node.target = made.get(str(node.target), node.target)
+    return finish(private)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    children = {name: child and _plain(child) for name, child in module._modules.items()}
+    # Not copy.copy, which these classes refuse as they refuse to be pickled.
+    kind = parametrize.type_before_parametrizations(module)
+    made: nn.Module = kind.__new__(kind)
+    made.__dict__.update(vars(module))
+    made.__dict__ |= {key: dict(vars(module)[key]) for key in ("_parameters", "_buffers")} | {"_modules": children}
+    if parametrize.is_parametrized(module):
+        made._load_state_dict_pre_hooks = OrderedDict()  # weight norm's, which reads state dicts of its older kind
+        for name, tensors in made._modules.pop("parametrizations").items():  # type: ignore[union-attr,operator]
+            value = getattr(module, name).detach()
+            if next(tensors.parameters(recurse=False), None) is None:
+                made.register_buffer(name, value)
+            else:
+                made.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    return made
