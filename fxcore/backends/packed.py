@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.transforms.base import hooked
+
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
 _SHAPES = 64
 """Input shapes for which a convolution looks up the format that is best."""
@@ -51,6 +53,7 @@ def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether :class:`PackedConv2d` can do it: a float32 convolution on x86, where it was seen to be faster."""
     return (
         type(module) is nn.Conv2d
+        and not hooked(module)
         and module.padding_mode == "zeros"
         and not isinstance(module.padding, str)
         and module.weight.dtype == torch.float32
@@ -188,7 +191,8 @@ def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:
     if len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
         return None
     if node.op == "call_module":
-        return _NAMES.get(type(module.get_submodule(str(node.target))))
+        called = module.get_submodule(str(node.target))
+        return None if hooked(called) else _NAMES.get(type(called))
     return _NAMES.get(node.target) if node.op == "call_function" else None
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import PATH, add, bare_copy, constant, erase_dead, public_name, transform
+from fxcore.transforms.base import PATH, add, bare_copy, constant, erase_dead, hooked, public_name, transform
 from fxcore.transforms.replace import source_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -33,7 +33,6 @@ _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {
 _NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
 
 def affine_of_module(module: nn.Module) -> Affine | None:
     """What ``module`` does, if it is a batch norm with fixed statistics."""
-    if type(module) not in NORMS or _hooked(module):
+    if type(module) not in NORMS or hooked(module):
         return None
     # Without running statistics a batch norm uses the batch's own, in eval mode too.
     if module.training and not isinstance(module, ops.FrozenBatchNorm2d):
@@ -145,11 +144,7 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
 
 def is_convolution(module: nn.Module) -> bool:
     """A convolution of torch's own, and nothing that changes its weight on the way (a subclass, a parametrisation)."""
-    return type(module) in (*CONVOLUTIONS, *TRANSPOSED) and not _hooked(module)
-
-
-def _hooked(module: nn.Module) -> bool:
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    return type(module) in (*CONVOLUTIONS, *TRANSPOSED) and not hooked(module)
 
 
 def _fuse_inside_leaves(module: fx.GraphModule) -> int:
@@ -197,7 +192,7 @@ def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
             continue
         children[name], inner = _fused_sequence(child)
         count += inner
-        if type(child) not in (nn.Identity, nn.Dropout):
+        if type(child) not in (nn.Identity, nn.Dropout) or hooked(child):
             last = name
     if not count:
         return module, 0
@@ -265,7 +260,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _is_view(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return type(module.get_submodule(str(node.target))) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten)
+        called = module.get_submodule(str(node.target))
+        return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import erase_dead, transform
+from fxcore.transforms.base import erase_dead, hooked, transform
 
 _DROPOUT_MODULES = {
     nn.Dropout,
@@ -60,9 +60,10 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
 
 def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity: bool) -> bool:
     if node.op == "call_module":
-        kind = type(module.get_submodule(str(node.target)))
+        called = module.get_submodule(str(node.target))
         # Either may have been subclassed by something that does more.
-        return (dropout and kind in _DROPOUT_MODULES) or (identity and kind is nn.Identity)
+        nothing = (dropout and type(called) in _DROPOUT_MODULES) or (identity and type(called) is nn.Identity)
+        return nothing and not hooked(called)
     if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:
         at = _TRAINING_AT.get(node.target, 2)
         training = node.args[at] if len(node.args) > at else node.kwargs.get("training", True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, transform
+from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, hooked, transform
 from fxcore.transforms.writes import mutated_argument
 
 
@@ -191,7 +191,8 @@ def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
     if not isinstance(source_of(node), fx.Node):
         return False
     if node.op == "call_module":
-        return type(module.get_submodule(str(node.target))) is _MODULES[name]
+        called = module.get_submodule(str(node.target))
+        return type(called) is _MODULES[name] and not hooked(called)
     if node.op == "call_method":
         return str(node.target).removesuffix("_") == name
     if node.op == "call_function":

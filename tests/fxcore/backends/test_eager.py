@@ -56,6 +56,17 @@ def test_what_is_folded_is_shared(extractor: Build) -> None:
     assert 40e6 < largest <= sum(together.values()) < 1.01 * largest
 
 
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_what_a_hook_does_stays(hooked: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).eval()
+    model[hooked].register_forward_hook(lambda m, given, made: 3 * made - 1)
+    module = fx.symbolic_trace(model)
+    module.graph.find_nodes(op="output")[0].args = ({"out": list(module.graph.nodes)[-2]},)
+    module.recompile()
+    x = torch.randn(2, 3, 8, 8)
+    assert verify(module, EagerModule(module), x).relative < 1e-5
+
+
 def test_what_was_folded_with_a_batch_norm_that_is_gone_is_not_the_convolution_alone() -> None:
     conv = nn.Conv2d(3, 4, 1).eval()
     with_norm = fx.symbolic_trace(nn.Sequential(conv, nn.BatchNorm2d(4)).eval())

@@ -19,6 +19,7 @@ from fxcore.transforms import (
     applied,
     decompose,
     fold_normalization,
+    fuse_conv_bn,
     insert_after,
     op,
     out_of_place,
@@ -154,6 +155,15 @@ def test_a_dropout_of_another_kind_stays() -> None:
     model = nn.Sequential(nn.Dropout(), Always(), nn.AlphaDropout())
     module = fx.GraphModule(model.eval(), trace(model, leaf_modules=[Always]))
     assert [n.target for n in remove(module).graph.nodes if n.op == "call_module"] == ["1"]
+
+
+@pytest.mark.parametrize("kind", [nn.Identity, nn.Dropout, nn.ReLU])
+def test_what_a_hook_does_stays(kind: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), kind(), nn.BatchNorm2d(3)).eval()
+    model[1].register_forward_hook(lambda m, given, made: made.square())
+    x = torch.randn(1, 3, 4, 4)
+    for edit in (remove, decompose, fuse_conv_bn):
+        assert verify(model, edit(traced(model)), x).allclose
 
 
 def test_replacement_of_modules_by_class_and_pattern() -> None:
