@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.tracing import trace_function
-from fxcore.transforms.base import CannotTransform, add, attribute
+from fxcore.transforms.base import CannotTransform, add, attribute, hooked
 
 #: functions of one tensor and the functions that undo them; methods go by the same names
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,6 +120,8 @@ def _undo(module: fx.GraphModule, root: fx.GraphModule, node: fx.Node, source: f
     if name in _INVERSES and not others:
         return _INVERSES[name](value)
     if name in ("add", "sub", "mul", "truediv", "div", "true_divide", "pow") and len(others) == 1 and not node.kwargs:
+        if _loses(name, first, others[0]):
+            raise NotInvertible(f"{node.name}: many inputs give one output", transform="invert", node=node.name)
         other = fixed(others[0])
         if name == "pow":
             return _undo_power(node, other, first, value)
@@ -141,6 +143,16 @@ _ARITHMETIC: dict[tuple[str, bool], Callable[[Any, Any], Any]] = {
 for _name in ("truediv", "div", "true_divide"):
     _ARITHMETIC[_name, True] = operator.mul
     _ARITHMETIC[_name, False] = lambda y, c: c / y
+
+
+def _loses(name: str, first: bool, number: Any) -> bool:
+    """Whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` unless c is positive
+    and not 1."""
+    if not isinstance(number, (int, float)):
+        return False
+    if name == "pow":
+        return not first and (number <= 0 or number == 1)
+    return number == 0 and (name == "mul" or (name not in ("add", "sub") and not first))
 
 
 def _undo_power(node: fx.Node, other: Any, first: bool, value: Any) -> Any:
@@ -170,11 +182,13 @@ def _undo_move(name: str, rest: list[Any], kwargs: dict[str, Any], value: Any, n
 
 
 def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: Any, tracer: Any) -> Any:
-    if type(module) in (nn.Identity, nn.Dropout):
+    # A subclass may do more, and so may a hook.
+    kind = None if hooked(module) else type(module)
+    if kind in (nn.Identity, nn.Dropout):
         return value
-    if isinstance(module, (nn.Tanh, nn.Sigmoid)):
-        return _INVERSES[type(module).__name__.lower()](value)
-    if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+    if kind in (nn.Tanh, nn.Sigmoid):
+        return _INVERSES[kind.__name__.lower()](value)
+    if kind is nn.Linear and module.in_features == module.out_features:
         weight = module.weight.detach()
         inverse, problem = torch.linalg.inv_ex(weight.double())
         if int(problem) != 0:

@@ -115,6 +115,31 @@ def test_an_identity_that_is_none_has_no_inverse() -> None:
         invert(fx.GraphModule(model, trace(model, leaf_modules=[Doubled])))
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: 0**x, lambda x: (-2.0) ** x, lambda x: 1**x, lambda x: x * 0, lambda x: 0 / x]
+)
+def test_arithmetic_that_loses_its_input_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotInvertible, match="many inputs"):
+        invert(function)
+
+
+@pytest.mark.parametrize("kind", [nn.Identity, nn.Tanh, lambda: nn.Linear(3, 3)])
+def test_a_layer_that_does_more_than_its_class_says_has_no_inverse(kind: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(kind())
+    model[0].register_forward_hook(lambda m, given, made: 3 * made)
+    with pytest.raises(NotInvertible, match="no inverse"):
+        invert(traced(model))
+
+    class More(type(kind())):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    model[0] = kind()
+    model[0].__class__ = More
+    with pytest.raises(NotInvertible, match="no inverse"):
+        invert(fx.GraphModule(model, trace(model, leaf_modules=[More])))
+
+
 def test_singular_layers_have_no_inverse() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight.data.fill_(1)
