@@ -14,12 +14,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import fx, nn
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from fxcore.errors import FxError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _MISSING = object()
 
@@ -119,14 +122,19 @@ def _content(cell: CellType) -> Any:
         return _MISSING
 
 
-def _recorder(function: Callable[..., Any]) -> Callable[..., Any]:
+def one_node(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which whoever traces a call of it records as one node; torch.fx traces when it unpickles."""
+    return _recorder(function, lasting=True)
+
+
+def _recorder(function: Callable[..., Any], lasting: bool = False) -> Callable[..., Any]:
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
         # Only the thread that traces has traced values.
         proxy = _proxy_in((args, kwargs))
         if proxy is None:
             return function(*args, **kwargs)
-        return proxy.tracer.create_proxy("call_function", function, args, kwargs)
+        return proxy.tracer.create_proxy("call_function", record if lasting else function, args, kwargs)
 
     return record
 

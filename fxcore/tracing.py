@@ -70,7 +70,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     def __init__(
         self,
-        leaf_modules: tuple[type[nn.Module], ...],
+        leaf_modules: tuple[type[nn.Module], ...] = (),  # torch.fx makes a tracer when it unpickles a GraphModule
         patterns: Sequence[str] = (),
         closed: Mapping[str, str] | None = None,
     ) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchvision.models.swin_transformer import shifted_window_attention
 from torchvision.models.video.swin_transformer import shifted_window_attention_3d
 
+from fxcore.leaves import one_node
 from fxcore.transforms.base import PATH, transform
 
 _MODULE = "module"
@@ -39,6 +40,7 @@ class _Softmax(TorchFunctionMode):
         return value
 
 
+@one_node
 def window_attention(*args: Any, **kwargs: Any) -> Tensor:
     """Swin's attention weights ``[N, windows, heads, L, L]`` for the arguments of ``shifted_window_attention``.
 
@@ -48,11 +50,13 @@ def window_attention(*args: Any, **kwargs: Any) -> Tensor:
     return _captured(shifted_window_attention, *args, **kwargs)
 
 
+@one_node
 def window_attention_3d(*args: Any, **kwargs: Any) -> Tensor:
     """Video Swin's attention weights, as :func:`window_attention`."""
     return _captured(shifted_window_attention_3d, *args, **kwargs)
 
 
+@one_node
 def attention_weights(weights: Tensor) -> Tensor:
     """``weights`` itself, under a name of its own."""
     return weights

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.leaves import one_node
 from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, transform
 from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
 
@@ -21,6 +22,7 @@ from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
 NORMALIZED = "normalization"
 
 
+@one_node
 def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """``(images - mean) / std`` per channel, channels in dimension 1; in half precision where the images are."""
     shape = (1, -1, *[1] * (images.ndim - 2))
@@ -28,6 +30,7 @@ def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return made.to(images.dtype) if images.is_floating_point() else made
 
 
+@one_node
 def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:
     """``images`` with ``mean`` around them; ``sides`` has the padding before and after each spatial dimension."""
     spatial = images.shape[2:]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.leaves import one_node
+
 IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -34,6 +36,7 @@ _VIEWS = {
 _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 
 
+@one_node
 def written(base: Tensor, index: Any, value: Any) -> Tensor:
     """A copy of ``base`` with ``base[index] = value`` done to it."""
     copy = base.clone()
