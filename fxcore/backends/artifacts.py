@@ -95,13 +95,13 @@ def prune(home: Path, limit: int) -> None:
 
 
 def _lower(backend: str, folder: Path, options: Options) -> None:
-    environment = {}
-    if options.cache is not None and backend == "inductor":
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(options.cache / ".inductor")
+    # The package that inductor makes has all that it needs; what lies beside it is as large again.
+    beside = folder / ".inductor"
     try:
-        process.run("fxcore.backends.child", folder, environment, options.cancelled)
+        process.run("fxcore.backends.child", folder, {"TORCHINDUCTOR_CACHE_DIR": str(beside)}, options.cancelled)
     except process.ProcessFailed as error:
         raise LoweringFailed(f"lowering to {backend} {error}", backend=backend) from None
+    shutil.rmtree(beside, ignore_errors=True)
 
 
 def _key(module: fx.GraphModule, settings: Json, inputs: Sequence[Tensor], packages: Sequence[str]) -> str:

@@ -17,11 +17,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-def test_values(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+def test_values(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
+    """Also of what was kept, and nothing is kept beside it."""
     module = extractor("resnet18", "relu").module
-    lowered = BACKENDS["inductor"].lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
-    for inputs in (batch, batch[:1], batch[:3], batch[:2].contiguous(memory_format=torch.channels_last)):
-        assert verify(module, lowered, inputs).relative < 1e-4
+    made: set[int] = set()
+    for _ in range(2):
+        lowered = BACKENDS["inductor"].lower(module, (batch[:2],), Options(threads=2, cache=tmp_path))
+        for inputs in (batch, batch[:1], batch[:3], batch[:2].contiguous(memory_format=torch.channels_last)):
+            assert verify(module, lowered, inputs).relative < 1e-4
+        (kept,) = tmp_path.iterdir()
+        assert {file.name for file in kept.iterdir()} == {"model.pt2", "job.json", "log"}
+        made.add((kept / "model.pt2").stat().st_mtime_ns)
+    assert len(made) == 1
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
