@@ -1,26 +1,30 @@
 """Compiling in a process of its own, and keeping what came out.
 
-An artifact is a folder under the cache, named by a hash of everything that decides it: the graph's code, every weight,
-the versions of the compilers, and the machine where it matters.
+An artifact is a folder under the cache, named by a hash of everything that decides it: the graph's code, what its
+layers are configured with, every weight, the versions of the compilers, and the machine where it matters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import hashlib
 import importlib.metadata
 import json
+import numbers
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxcore import process
 from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, lowering, tensors_of
@@ -29,6 +33,9 @@ T = TypeVar("T")
 
 CACHE_BYTES = 4 * 1024**3
 """Most bytes of artifacts that are kept; the least recently used go first."""
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 
 def compiled(
@@ -107,15 +114,41 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
 def _key(module: fx.GraphModule, settings: Json, inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
     digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
-    digest.update(module.code.encode())
-    for name, child in module.named_modules():  # what the code calls: kernel sizes, strides, epsilons
-        kind, eps = type(child).__qualname__, getattr(child, "eps", "")
-        digest.update(f"{name} {kind} {child.extra_repr()} {eps}\n".encode())
+    for name, child in module.named_modules():  # the code, and what it calls: kernel sizes, epsilons, heads
+        digest.update(f"{name} {_told(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
     for tensor in [*tensors_of(module), *inputs]:
         value = tensor.detach().cpu().contiguous()
         digest.update(f"{list(value.shape)} {value.dtype}".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:24]
+
+
+def _configured(module: nn.Module) -> str:
+    """What a module is made with beside its tensors and parts, the same in every process."""
+    if isinstance(module, fx.GraphModule):
+        return module.code
+    return _told({name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES})
+
+
+def _told(value: object) -> str:
+    """``value`` as text without addresses; of what is no plain value, only its type."""
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, enum.Enum):
+        return f"{name}.{value.name}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{name}{[(_told(key), _told(one)) for key, one in value.items()]}"
+    if isinstance(value, (list, tuple)):
+        return f"{name}{[_told(one) for one in value]}"
+    if isinstance(value, (set, frozenset)):
+        return f"{name}{sorted(_told(one) for one in value)}"
+    if isinstance(value, partial):
+        return f"{name}{[_told(one) for one in (value.func, value.args, value.keywords)]}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{name}{_told(vars(value))}"
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
 
 
 def _processor() -> str:
