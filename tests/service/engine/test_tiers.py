@@ -377,7 +377,7 @@ async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) 
     """An untrained mobilenet's activations are so small that int8 loses them."""
     pytest.importorskip("nncf")
     async with engine(cache_dir=cache) as running:
-        record, _ = await running.extractor(spec(precision="int8"), 120)
+        record, _ = await running.extractor(spec(precision="int8"), 600)
         assert record.state == "failed"
         assert isinstance(record.problem, BackendRefused)
         assert record.problem.extra["min_cosine"] < 0.98
