@@ -219,7 +219,7 @@ def _shared_parameter(tensor: Tensor) -> nn.Parameter:
 def sums_in_place(module: fx.GraphModule) -> None:
     """Let a convolution write into the memory of what is added to it, where that is new memory and nobody reads it
     any more."""
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in order:
         if node.op == "call_module" and isinstance(modules[str(node.target)], PackedConv2d) and len(node.args) == 2:
@@ -237,7 +237,7 @@ def activations_in_place(module: fx.GraphModule) -> int:
     Returns:
         Number of activations that work in place now.
     """
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     made: dict[int, nn.Module] = {}
     count = 0
     for node in module.graph.nodes:

@@ -93,6 +93,27 @@ def test_activations_work_in_place_where_nobody_sees_it(extractor: Build) -> Non
     assert not getattr(one.get_submodule(str(tapped.target)), "inplace", False)
 
 
+def test_a_convolution_that_is_called_more_than_once() -> None:
+    """As a pyramid's head is, on each of its maps."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 3, padding=1)
+            self.relu = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            first = self.conv(x)
+            return {"first": first, "twice": self.relu(self.conv(first)), "sum": self.conv(2 * x) + (x + 1)}
+
+    model = Model().eval()
+    lowered = EagerModule(fx.symbolic_trace(model))
+    assert len(lowered.storages()) <= 2  # one weight; the bias is the model's own
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(lowered(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_view_is_never_overwritten() -> None:
     """ReLU of a view would overwrite what the view is of."""
 
