@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
 from fxcore.quantize import quantize
+from fxcore.transforms.base import hooked
 from fxcore.transforms.fuse_conv_bn import (
     _fused_sequence,
     affine_of_module,
@@ -244,8 +245,8 @@ def activations_in_place(module: fx.GraphModule) -> int:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None or len(source.users) != 1 or not _makes_new(source, modules):
             continue
-        if node.op == "call_module" and type(modules.get(str(node.target))) in _ACTIVATIONS:
-            path = str(node.target)
+        path = str(node.target)
+        if node.op == "call_module" and type(modules.get(path)) in _ACTIVATIONS and not hooked(modules[path]):
             # A copy: other extractors over this model call the original, and may have tapped its input.
             if id(modules[path]) not in made:
                 made[id(modules[path])] = copy.copy(modules[path])
@@ -265,5 +266,6 @@ def activations_in_place(module: fx.GraphModule) -> int:
 
 def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
-        return isinstance(modules.get(str(node.target)), _MAKE_NEW)
+        called = modules.get(str(node.target))
+        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may give another tensor, or keep this one
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW

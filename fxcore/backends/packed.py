@@ -50,7 +50,8 @@ _NAMES: dict[Any, str] = {
 
 
 def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether :class:`PackedConv2d` can do it: a float32 convolution on x86, where it was seen to be faster."""
+    """Whether :class:`PackedConv2d` can do it: a float32 convolution without hooks on x86, where it was seen to be
+    faster."""
     return (
         type(module) is nn.Conv2d
         and not hooked(module)

@@ -111,6 +111,41 @@ def test_nothing_is_overwritten_that_is_read_or_returned() -> None:
     torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)
 
 
+class Hooked(nn.Module):
+    """Modules whose hooks decide what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.spectral_norm(nn.Conv2d(4, 4, 3, padding=1))
+        self.doubled, self.plain, self.other = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.shifted = nn.ReLU()
+        self.given = nn.Linear(6, 6)
+        self.constant = torch.randn(2, 4, 6, 6)
+        self.doubled.register_forward_hook(lambda module, inputs, output: 2 * output)
+        self.shifted.register_forward_hook(lambda module, inputs, output: output - inputs[0])
+        self.given.register_forward_hook(lambda module, inputs, output: self.constant)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {
+            "weight": F.relu(self.normed(x)),
+            "output": F.relu(self.doubled(x)),
+            "activation": self.shifted(self.plain(x)),
+            "in place": self.shifted(self.plain(x) * 3),
+            "overwritten": F.relu(self.given(x)),
+            "sum": self.other(x) + self.given(x),
+        }
+
+
+def test_hooks_are_run() -> None:
+    torch.manual_seed(0)
+    model = Hooked().eval()
+    lowered = EagerModule(fx.symbolic_trace(model))
+    x = torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(lowered(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_sums_are_written_where_nobody_reads(extractor: Build, batch: Tensor) -> None:
     def overwriting(*nodes: str) -> int:
         lowered = EagerModule(extractor("resnet18", *nodes).module)
