@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 
@@ -145,6 +146,18 @@ def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(fx.GraphModule(model, trace(model, leaf_modules=[Branch])).eval(), rows)
     assert "branch.conv" in {layer.name for layer in found.layers}
+    assert verify(model, found.module, rows[0]).cosine > 0.99
+
+
+@pytest.mark.parametrize("engine", ["x86", "onednn"])
+def test_transposed_convolutions_are_quantized(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the ranges of machines with VNNI and of those without."""
+    monkeypatch.setattr(importlib.import_module("fxcore.quantize"), "_ranges", lambda: engine)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2, 2)).eval()
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    assert {layer.name for layer in found.layers} == {"0", "2"}
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
