@@ -188,7 +188,7 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
         return value
     if kind in (nn.Tanh, nn.Sigmoid):
         return _INVERSES[kind.__name__.lower()](value)
-    if kind is nn.Linear and module.in_features == module.out_features:
+    if kind is nn.Linear and isinstance(module, nn.Linear) and module.in_features == module.out_features:
         weight = module.weight.detach()
         inverse, problem = torch.linalg.inv_ex(weight.double())
         if int(problem) != 0:

@@ -42,7 +42,7 @@ def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
 def _plain(module: nn.Module) -> nn.Module:
     children = {name: child and _plain(child) for name, child in module._modules.items()}
     # Not copy.copy, which these classes refuse as they refuse to be pickled.
-    kind = parametrize.type_before_parametrizations(module)
+    kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     made: nn.Module = kind.__new__(kind)
     made.__dict__.update(vars(module))
     made.__dict__ |= {key: dict(vars(module)[key]) for key in ("_parameters", "_buffers")} | {"_modules": children}
