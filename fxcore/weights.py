@@ -37,6 +37,9 @@ STALL_TIMEOUT = 30.0
 
 _CHUNK = 1024**2
 
+# What only GoogLeNet's and Inception's training runs. A model saved without them computes the same.
+_TRAINED_WITH = ("aux1.", "aux2.", "AuxLogits.")
+
 # DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
 _OLD_DENSENET_KEY = re.compile(
     r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
@@ -45,6 +48,9 @@ _OLD_DENSENET_KEY = re.compile(
 
 def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None) -> nn.Module:
     """A private float32 model on the CPU, in eval mode, with ``weights`` loaded and every module out-of-place.
+
+    Weights of a file go into the model as torchvision builds it without weights. GoogLeNet and Inception do not
+    transform their input then (``transform_input``), as they do with published weights.
 
     Args:
         entry: the model.
@@ -81,7 +87,7 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
             try:
                 model = entry.build_int8(weights)
             except (RuntimeError, KeyError) as error:
-                raise _misfit(entry, info.file.name, str(info.file.parent), error) from error
+                raise _misfit(entry, info.file.name, str(info.file.parent), str(error)) from error
         else:
             model = _filled(entry, weights, state, str(info.file.parent), info.file.name)
         if weights == "COCO_V1" and entry.name in _ZERO_EPS:
@@ -112,7 +118,7 @@ def published_state_dict(info: WeightsInfo) -> StateDict:
         _download(info)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(state, Mapping):
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
             raise TypeError("it does not hold a state dict")
     except Exception as error:
         raise WeightsUnavailable(
@@ -208,7 +214,9 @@ def read_file(name: str, folder: Path | None) -> StateDict:
         loaded = loaded.get(
             "model", loaded.get("state_dict")
         )  # a training checkpoint, as torchvision's scripts save it
-    if not isinstance(loaded, Mapping) or not all(isinstance(v, Tensor) for v in loaded.values()):
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()
+    ):
         raise WeightsUnavailable(f"{name} does not hold a state dict", file=name, folder=str(folder))
     return loaded
 
@@ -220,25 +228,39 @@ def _filled(entry: ModelEntry, structure: str, state: StateDict, folder: str, fi
     if entry.name.startswith("densenet"):
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
-    # Auxiliary heads that inference never runs may be in the file and not in the model. Batch counters only matter in
-    # training, and files of frozen batch norms lack them.
+    # Auxiliary heads that inference never runs may be in the file and not in the model, or the other way round. Batch
+    # counters only matter in training, and files of frozen batch norms lack them.
+    unread = () if isinstance(entry, UserEntry) else _TRAINED_WITH
     fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
     for key, value in expected.items():
-        if key.endswith("num_batches_tracked") and key not in fitting:
+        if key not in fitting and (key.endswith("num_batches_tracked") or key.startswith(unread)):
             fitting[key] = torch.zeros_like(value, device="cpu")
+        given = fitting.get(key)
+        if isinstance(given, Tensor) and (fault := _fault(given, value)) is not None:
+            raise _misfit(entry, file, folder, f"{key} {fault}")
     # Modules read old key names by version. A file without versions (safetensors) may hold either, and modules take
     # it so; only MNASNet as a whole insists on a version.
     fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
     try:
         model.load_state_dict(fitting, assign=True)
+        # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
+        return model.float()
     except RuntimeError as error:
-        raise _misfit(entry, file, folder, error) from error
-    # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
-    return model.float()
+        raise _misfit(entry, file, folder, str(error)) from error
 
 
-def _misfit(entry: ModelEntry, file: str, folder: str, error: Exception) -> WeightsUnavailable:
-    reason = " ".join(str(error).split())[:300]
+def _fault(value: Tensor, expected: Tensor) -> str | None:
+    """Why no model computes with ``value`` in the place of ``expected``, whatever their shapes; None if one may."""
+    if value.is_meta:
+        return "is a meta tensor, which has no values"
+    if value.layout != torch.strided:
+        return f"is not dense but {value.layout}"
+    kinds = [(tensor.is_floating_point(), tensor.is_quantized) for tensor in (value, expected)]
+    return f"is {value.dtype} instead of {expected.dtype}" if kinds[0] != kinds[1] else None
+
+
+def _misfit(entry: ModelEntry, file: str, folder: str, reason: str) -> WeightsUnavailable:
+    reason = " ".join(reason.split())[:300]
     return WeightsUnavailable(f"{file} does not fit {entry.name}: {reason}", file=file, folder=folder)
 
 

@@ -230,6 +230,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "half": _half,
     "list": lambda file: torch.save([torch.zeros(2)], file),
     "tensor": lambda file: torch.save(torch.zeros(2), file),
+    "numbered": lambda file: torch.save({0: torch.zeros(2)}, file),
     "other model": _other_model,
 }
 
