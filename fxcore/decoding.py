@@ -55,7 +55,7 @@ def decode(data: bytes, max_pixels: int | None = None) -> Tensor:
     pixels = None if header is None else _jpeg(data, header[0])
     if header is None or pixels is None:
         return torch.from_numpy(_by_pil(data, max_pixels))
-    return torch.from_numpy(np.ascontiguousarray(_turned(pixels, header[1])))
+    return _tensor(_turned(pixels, header[1]))
 
 
 class Decoder:
@@ -160,7 +160,7 @@ class Decoder:
         return line
 
     def _cropped(self, pixels: Pixels) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(pixels[self.kept(*pixels.shape[:2])]))
+        return _tensor(pixels[self.kept(*pixels.shape[:2])])
 
 
 def _is_plain(preset: object) -> bool:
@@ -224,6 +224,13 @@ def _resized(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], d
         batch = interpolate(batch, target, mode="bilinear", antialias=True)
     resized: Pixels = batch.numpy()[0].transpose(1, 2, 0)
     return resized[: target[0], : target[1]]
+
+
+def _tensor(pixels: Pixels) -> Tensor:
+    """``pixels`` side by side in memory."""
+    # NumPy calls an array contiguous whatever stride an axis of one pixel has; torch takes none below zero.
+    pixels = pixels.copy() if min(pixels.strides) < 0 else np.ascontiguousarray(pixels)
+    return torch.from_numpy(pixels)
 
 
 def _turned(pixels: Pixels, turn: int) -> Pixels:

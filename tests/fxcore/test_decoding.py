@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 import skimage.data
 import torch
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.transforms._presets import ImageClassification
 from torchvision.transforms.functional import normalize
 
 from fxcore import get_model
 from fxcore.decoding import Decoder, decode
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from fxcore.images import open_image
-from fxcore.preprocessing import Preprocessing
+from fxcore.preprocessing import ImagePreprocessing, Preprocessing
 
 ORIENTATION = 0x0112
 
@@ -73,6 +75,17 @@ def plain() -> Preprocessing:
 def test_pixels_are_those_of_pil(coffee: PIL.Image.Image, mode: str, options: dict[str, object], orientation: int):
     data = encoded(coffee.crop((0, 0, 333, 201)).convert(mode), orientation=orientation, **options)
     assert np.array_equal(decode(data).numpy(), np.asarray(open_image(data)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("size", [(1, 40), (40, 1), (1, 1)])
+def test_images_of_one_line_are_turned(size: tuple[int, int], orientation: int):
+    data = encoded(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8), orientation=orientation)
+    turned = np.asarray(PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))))
+    assert np.array_equal(decode(data).numpy(), turned)
+    decoder = Decoder(ImagePreprocessing(ImageClassification(crop_size=1, resize_size=1)))
+    middle = turned[round((turned.shape[0] - 1) / 2.0), round((turned.shape[1] - 1) / 2.0)]
+    assert np.array_equal(decoder.image(data).numpy(), middle[None, None])
 
 
 @pytest.mark.parametrize(
