@@ -61,7 +61,8 @@ class GraphedModule:
         return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
-        inputs = [place for _, static, _ in self._graphs.values() for place in static]
+        # A list: this is asked while another thread may record.
+        inputs = [place for _, static, _ in list(self._graphs.values()) for place in static]
         return self._eager.storages() | storages_of(inputs) | {id(self): self._pool_bytes}
 
     def _recorded(self, size: int, device: torch.device) -> Recorded:

@@ -1,8 +1,10 @@
 import asyncio
 import json
+import math
 from typing import Annotated
 
 import httpx
+import orjson
 import pytest
 from fastapi import Body, FastAPI
 
@@ -10,7 +12,7 @@ import fxcore.errors
 import service.engine.errors
 from fxcore.errors import FxError, UnknownNode
 from service import problems
-from service.engine.errors import AdmissionFull, EngineError
+from service.engine.errors import AdmissionFull, BackendRefused, EngineError
 from service.problems import KINDS, Refusal, documented, error_response, problem, slug_of
 
 
@@ -64,6 +66,14 @@ def test_each_part_says_errors_its_way(path, v2):
     assert response.status_code == 404
     assert response.media_type == ("application/json" if v2 else "application/problem+json")
     assert (document.keys() == {"error"}) == v2
+
+
+def test_numbers_that_json_has_not_are_null():
+    """A backend whose answers hold NaN is refused with an error that is infinite."""
+    error = BackendRefused("it gave NaN", "openvino", max_rel_error=math.inf, outputs=[{"a": math.nan}, {"a": 0.5}])
+    document = orjson.loads(error_response("/v1/x", error).body)
+    assert document["max_rel_error"] is None
+    assert document["outputs"] == [{"a": None}, {"a": 0.5}]
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.01, "1"), (1.0, "1"), (1.2, "2")])
