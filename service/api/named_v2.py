@@ -28,13 +28,13 @@ VERSION = "1"
 
 
 def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
-    """The extractor of that id or name, else the model.
+    """The extractor of that id or name, else the model. One that failed stands in no model's way.
 
     Raises:
         Refusal: 404: there is neither.
     """
     record = state.engine.known(name)
-    if record is not None:
+    if record is not None and record.state != "failed":
         return record
     try:
         return state.model(name)

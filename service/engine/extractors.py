@@ -120,8 +120,7 @@ class Extractors:
                 self._resolved.popitem(last=False)
         if spec.name is not None:
             self._check_name(spec.name, record.id)
-            self._names.give(spec.name, record.id)
-            record.name = spec.name
+            self._name(record, spec.name)
         self.ensure(record)
         return record, created
 
@@ -342,9 +341,21 @@ class Extractors:
         if self._models.drop(key):
             self._evictions.labels("weights", reason).inc()
 
+    def _name(self, record: ExtractorRecord, name: str) -> None:
+        before = self.known(name)
+        self._names.give(name, record.id)
+        record.name = name
+        if before is not None and before is not record:
+            before.name = self._names.last(before.id)
+
     def _check_name(self, name: str | None, id: str) -> None:
+        """Whether the extractor ``id`` may have ``name``: what failed gives up its names to whoever asks for them.
+
+        Raises:
+            NameTaken: it may not.
+        """
         owner = self.known(name) if name is not None else None
-        if owner is not None and owner.id != id:
+        if owner is not None and owner.id != id and (owner.state != "failed" or owner.id == name):
             raise NameTaken(
                 f"the name {name!r} is taken by extractor {owner.id}; choose another name or delete that extractor",
                 name=name,

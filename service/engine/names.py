@@ -26,6 +26,10 @@ class Names:
         """The id that ``name`` stands for."""
         return self._ids.get(name)
 
+    def last(self, id: str) -> str | None:
+        """The name that ``id`` was given last, of those that it has."""
+        return next(reversed(self._names.get(id, {})), None)
+
     def give(self, name: str, id: str) -> None:
         """Make ``name`` the last one of ``id``, whichever had it before."""
         self._free(name)

@@ -291,6 +291,31 @@ def test_other_statuses(tiny):
     assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
 
 
+def test_an_extractor_that_failed_stands_in_no_models_way(make_client, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "squeezenet1_1-b8a52dc0.pth").write_bytes(b"cut short")
+    client = make_client()
+    model = client.get("/v2/models/squeezenet1_1").json()
+
+    def load(name, **config):
+        sent = {"parameters": {"config": json.dumps(config)}}
+        return client.post(f"/v2/repository/models/{name}/load", json=sent)
+
+    assert load("squeezenet1_1", return_nodes=["features.3"]).status_code == 503
+    assert client.get("/v2/models/squeezenet1_1").json() == model
+    asked = {"inputs": [x_input(parameters={}, data=[0.5] * (3 * 16 * 16))], "parameters": {"weights": "random"}}
+    inferred = client.post("/v2/models/squeezenet1_1/infer", json=asked | {"outputs": [{"name": "features.5"}]})
+    assert [output["name"] for output in inferred.json()["outputs"]] == ["features.5"]
+
+    assert load("squeezenet1_1", return_nodes=["features.3"], weights="random").status_code == 200
+    assert [output["name"] for output in client.get("/v2/models/squeezenet1_1").json()["outputs"]] == ["features.3"]
+
+    assert load("mine", model="squeezenet1_1", return_nodes=["features.4"]).status_code == 503
+    assert [output["name"] for output in client.get("/v2/models/mine").json()["outputs"]] == ["features.4"]
+
+
 def test_what_unpacks_to_too_much_is_given_up_early(make_client):
     small = make_client(max_body_bytes=1_000_000)
     bomb = gzip.compress(b"x" * 500_000_000, 9)

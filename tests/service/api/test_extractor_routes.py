@@ -100,6 +100,22 @@ def test_a_name_can_be_taken(client, name):
     assert taken.json()["type"] == "/problems/name-taken"
 
 
+def test_what_failed_can_be_asked_for_anew_under_its_name(client, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "resnet18-f37072fd.pth").write_bytes(b"cut short")
+    failed = client.post("/v1/extractors", json=spec(name=name, weights="DEFAULT"))
+    assert failed.json()["type"] == "/problems/weights-unavailable"
+    assert "weights=random" in failed.json()["detail"]
+    made = client.post("/v1/extractors", json=spec(name=name, weights="random"))
+    assert made.is_success, made.text
+    assert client.get(f"/v1/extractors/{name}").json() == made.json()
+    [left] = [e for e in client.get("/v1/extractors").json()["extractors"] if e["weights"] == "IMAGENET1K_V1"]
+    assert left["name"] is None
+    client.delete(f"/v1/extractors/{left['id']}")
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "kind", "fields"),
     [

@@ -143,6 +143,23 @@ async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
         assert (await running.extractor(spec(nodes=["features.3"], name=names[0])))[0] is other
 
 
+async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
+    async with engine() as running:
+        failed, _ = await running.extractor(spec(weights="file:none.pth", name="first"), 60)
+        await running.extractor(spec(weights="file:none.pth", name="mine"), 60)
+        assert (failed.state, failed.name) == ("failed", "mine")
+        record = await built(running, name="mine")
+        assert running.find("mine") is record
+        assert (failed.name, running.find("first")) == ("first", failed)
+        with pytest.raises(NameTaken):
+            await running.extractor(spec(weights="file:none.pth", name="mine"), 60)
+        with pytest.raises(NameTaken):  # an id is no name that could be given up
+            await running.extractor(spec(name=failed.id), 60)
+        await running.delete("mine")
+        await built(running, name="first")
+        assert (failed.name, running.find(failed.id)) == (None, failed)
+
+
 async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         record = await built(running)
