@@ -10,12 +10,18 @@ import numpy.typing as npt
 import PIL.Image
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore.images import open_image
 from fxcore.preprocessing import Preprocessing
 from service.problems import Refusal
 
 MEDIA_TYPE = "image/png"
+
+MOST_PIXELS = 2 * 1024**2
+"""Of what is drawn: a screen full, and all that a detector sees. Drawing takes 76 bytes for each, beside the bytes that
+admission counts."""
 
 # Points of matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; between them linear.
 _INFERNO = np.array(
@@ -41,6 +47,8 @@ def write(
     data: bytes, preprocessing: Preprocessing | None, tensor: Tensor, layout: str | None
 ) -> list[bytes | memoryview]:
     """A PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey image.
+
+    What has more than :data:`MOST_PIXELS` is drawn smaller.
 
     Args:
         data: the encoded image.
@@ -98,13 +106,24 @@ def _strength(tensor: Tensor, layout: str | None) -> npt.NDArray[np.float32]:
 def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[np.float32]:
     """``[H, W, 3]`` in [0, 255]: the model's input with its normalisation undone."""
     image = open_image(data)
-    if preprocessing is None:
-        return np.asarray(image, dtype=np.float32)
-    pixels = preprocessing.image(image)
-    described = preprocessing.describe()
-    mean, std = (torch.tensor(described[name]).reshape(3, 1, 1) for name in ("mean", "std"))
-    result: npt.NDArray[np.float32] = ((pixels * std + mean).clamp(0, 1) * 255).permute(1, 2, 0).numpy()
+    pixels = pil_to_tensor(image) if preprocessing is None else preprocessing.image(image)
+    height, width = pixels.shape[-2:]
+    if height * width > MOST_PIXELS:
+        size = smaller(height, width)
+        pixels = functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+    if preprocessing is not None:
+        described = preprocessing.describe()
+        mean, std = (torch.tensor(described[name]).reshape(3, 1, 1) for name in ("mean", "std"))
+        pixels = (pixels * std + mean).clamp(0, 1) * 255
+    result: npt.NDArray[np.float32] = pixels.float().permute(1, 2, 0).numpy()
     return result
+
+
+def smaller(height: int, width: int) -> tuple[int, int]:
+    """The largest size of about these proportions that has at most :data:`MOST_PIXELS`."""
+    scale = math.sqrt(MOST_PIXELS / (height * width))
+    height = min(max(1, int(height * scale)), MOST_PIXELS)
+    return height, min(max(1, int(width * scale)), MOST_PIXELS // height)
 
 
 def _colours(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
