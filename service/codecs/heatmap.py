@@ -20,8 +20,8 @@ from service.problems import Refusal
 MEDIA_TYPE = "image/png"
 
 MOST_PIXELS = 2 * 1024**2
-"""Of what is drawn: a screen full, and all that a detector sees. Drawing takes 76 bytes for each, beside the bytes that
-admission counts."""
+"""Of what is drawn: a screen full, and all that a detector sees. Drawing takes 76 bytes for each, which admission does
+not count."""
 
 # Points of matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; between them linear.
 _INFERNO = np.array(

@@ -1,39 +1,73 @@
-"""Heat-maps: what is larger than a screen is drawn smaller."""
-
-from __future__ import annotations
+"""What a heat-map shows, and that it takes no more memory for a large image than for a screen full."""
 
 import io
+import tracemalloc
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 
+from fxcore.catalog import get_model
 from service.codecs import heatmap
 
-
-def drawn(image: PIL.Image.Image) -> PIL.Image.Image:
-    """The heat-map of a feature map that grows from left to right, over ``image`` as it is."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    tensor = torch.linspace(0, 1, 8).expand(1, 3, 2, 8)
-    return PIL.Image.open(io.BytesIO(bytes(heatmap.write(buffer.getvalue(), None, tensor, "NCHW")[0])))
+COLOUR = (30, 200, 100)
 
 
-@pytest.mark.parametrize("size", [(4000, 1000), (1000, 4000), (3000, 3000), (3_000_000, 1), (1, 3_000_000)])
-def test_large_images_are_drawn_smaller(size: tuple[int, int]) -> None:
-    width, height = drawn(PIL.Image.new("RGB", size, (90, 120, 150))).size
-    assert 0.99 * heatmap.MOST_PIXELS < width * height <= heatmap.MOST_PIXELS
-    if min(size) > 1:
-        assert width / height == pytest.approx(size[0] / size[1], rel=0.01)
+def png(height: int, width: int) -> bytes:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (width, height), COLOUR).save(file, "PNG")
+    return file.getvalue()
 
 
-def test_smaller_ones_show_the_same() -> None:
-    ramp = np.linspace(0, 255, 1500).astype(np.uint8)
-    large = PIL.Image.fromarray(np.broadcast_to(ramp, (1500, 1500))).convert("RGB")
-    small = large.resize((750, 750), PIL.Image.Resampling.BILINEAR)
-    assert drawn(small).size == (750, 750)
-    both = drawn(large), drawn(small)
-    assert both[0].size[0] < 1500
-    seen = [np.asarray(one.resize((50, 50), PIL.Image.Resampling.BOX)).astype(float) for one in both]
-    assert np.abs(seen[0] - seen[1]).max() < 3
+def drawn(*args: object) -> np.ndarray:
+    [data] = heatmap.write(*args)
+    return np.asarray(PIL.Image.open(io.BytesIO(data)))
+
+
+def blended(colour: tuple[int, int, int]) -> np.ndarray:
+    """Inferno's ``colour`` over the grey of :data:`COLOUR`."""
+    return np.round(0.35 * np.mean(COLOUR) + 0.65 * np.array(colour)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"),
+    [
+        (100, 150, (100, 150)),
+        (150, 100, (150, 100)),
+        (600, 400, (150, 100)),
+        (301, 199, (150, 99)),
+        (9, 9000, (3, 3872)),
+    ],
+)
+@pytest.mark.parametrize("model", [None, "raft_small"])  # which does not resize what it is given
+def test_what_is_large_is_drawn_smaller(
+    monkeypatch: pytest.MonkeyPatch, model: str | None, height: int, width: int, size: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(heatmap, "MOST_PIXELS", 15_000)
+    tensor = torch.zeros(1, 5, 4, 4)
+    tensor[..., 2:] = 1.0
+    preprocessing = None if model is None else get_model(model).preprocessing()
+    picture = drawn(png(height, width), preprocessing, tensor, "NCHW")
+    assert picture.shape == (*size, 3)
+    assert (picture[:, 0] == blended((0, 0, 4))).all()  # weakest on the left, strongest on the right
+    assert (picture[:, -1] == blended((252, 255, 164))).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 10**8), (10**8, 1), (10**4, 10**4), (2, 10**7), (1449, 1448)])
+def test_no_image_is_drawn_larger_than_a_screen(height: int, width: int) -> None:
+    drawn = heatmap.smaller(height, width)
+    assert min(drawn) >= 1
+    assert 0.99 * heatmap.MOST_PIXELS < drawn[0] * drawn[1] <= heatmap.MOST_PIXELS
+
+
+def test_memory_is_for_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heatmap, "MOST_PIXELS", 15_000)
+    data = png(1000, 1000)
+    tracemalloc.start()
+    try:
+        heatmap.write(data, None, torch.rand(1, 5, 4, 4), "NCHW")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1000 * 1000 * 8 + 15_000 * 100
