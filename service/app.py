@@ -22,14 +22,15 @@ from service.engine import Engine
 from service.engine.threads import ANSWERING, give_way
 from service.keys import Keys
 from service.metrics import Metrics
-from service.middleware import BodyLimit, RequestContext
+from service.middleware import BodyLimit, HeadAsGet, RequestContext
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.traces import Traces
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
-ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457)."""
+ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). What answers GET
+answers HEAD, too."""
 
 
 # The reference is FastAPI's own page, which loads its scripts from where FastAPI says.
@@ -83,6 +84,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(Remembering)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,
         limit=settings.max_body_bytes,
@@ -95,7 +97,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=(
                 "Authorization",
                 "Accept",

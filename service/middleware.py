@@ -159,6 +159,24 @@ def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:
     ]
 
 
+class HeadAsGet:
+    """A HEAD is what the GET would have been: the same head, whose body the server leaves away."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+        asked = {**scope, "method": "GET"}  # the server looks into its own to know what it must leave away
+        try:
+            await self.app(asked, receive, send)
+        finally:
+            if "route" in asked:
+                scope["route"] = asked["route"]  # by which metrics and traces name it
+
+
 class BodyLimit:
     """What a body may take: at most ``limit`` bytes, so much time, and a share of the memory for all requests.
 

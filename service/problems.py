@@ -19,10 +19,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from fxcore.errors import FxError
 
 MEDIA_TYPE = "application/problem+json"
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 log = logging.getLogger("fxserve")
 
@@ -61,7 +64,7 @@ KINDS: dict[str, Kind] = {
     "not-http": Kind(400, "Not HTTP", "what came is not a request as HTTP/1.1 has it"),
     "head-too-large": Kind(431, "Head too large", "the request line and the headers have more than 65,536 bytes"),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
-    "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET"),
+    "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET, HEAD"),
     "unknown-model": Kind(
         404, "Unknown model", "there is no model 'resnet5'; did you mean resnet50?", {"suggestions": ["resnet50"]}
     ),
@@ -338,14 +341,26 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
     if error.status_code == 404:
         return Refusal("not-found", f"there is nothing at {path}; the routes are listed at /docs")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_allowed(request))
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
-        return Refusal("method-not-allowed", detail, error.headers)
+        return Refusal("method-not-allowed", detail, {"Allow": allowed})
     if error.status_code == 400:  # FastAPI's word for a body that it could not parse and does not say why
         return Refusal("invalid-request", "the body cannot be parsed: it is not UTF-8, or is nested too deeply")
     if error.status_code < 500:
         return Refusal("invalid-request", str(error.detail), error.headers)
     return Refusal("internal", KINDS["internal"].example, error.headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that a path takes. Starlette's error tells those of the first route that has this path, and there may
+    be a route for each method; it knows nothing of HEAD either, which is answered as GET is."""
+    scope = dict(request.scope)
+
+    def routed(method: str) -> bool:
+        scope["method"] = "GET" if method == "HEAD" else method
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in METHODS if routed(method)]
 
 
 def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:

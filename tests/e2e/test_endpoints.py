@@ -28,6 +28,20 @@ def test_operations(server):
     assert server.http.get("/docs").status_code == 200
 
 
+def test_a_head_has_no_body(server):
+    """The next answer of the connection begins right after it."""
+    with server.connect() as connection:
+        connection.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with connection.makefile("rb") as answers:
+            received = answers.read()
+    head, get, body = received.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    length = len(server.http.get("/v1/models").content)
+    assert b"content-length: %d" % length in head.lower()
+    assert (get[:15], body) == (b"HTTP/1.1 200 OK", b'{"status":"ok"}')
+
+
 def test_discovery(server):
     assert len(server.http.get("/v1/models").json()["models"]) == len(torchvision.models.list_models())
     assert server.http.get("/v1/models/resnet50").json()["default_weights"] == "IMAGENET1K_V2"

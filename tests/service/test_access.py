@@ -96,6 +96,18 @@ def test_a_key_to_read_changes_nothing(locked, operations, headers):
         assert ask(locked, method, path, headers["admin"]).status_code not in (401, 403)
 
 
+def test_a_head_needs_the_key_that_its_get_needs(locked, headers):
+    export = EXPORT.replace("{extractor}", "nothing")
+    for path, key, status in (
+        ("/healthz", {}, 200),
+        ("/v1/models", {}, 401),
+        ("/v1/models", headers["read"], 200),
+        (export, headers["read"], 403),
+        (export, headers["admin"], 404),
+    ):
+        assert ask(locked, "head", path, key).status_code == status, path
+
+
 def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
     read, admin = headers["read"] | JPEG, headers["admin"]
     refused = locked.post(FEATURES, content=photos["chelsea"], headers=read)
@@ -136,14 +148,16 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
 
 
 def test_web_pages_of_listed_origins_only(locked, client):
-    ask = {"origin": "https://lab.example", "access-control-request-method": "POST"}
+    ask = {"origin": "https://lab.example"}
     ask["access-control-request-headers"] = "authorization, content-encoding, inference-header-content-length"
-    granted = locked.run(locked.http.options("/v1/models", headers=ask))
-    assert granted.status_code == 200
-    assert granted.headers["access-control-allow-origin"] == "https://lab.example"
+    for method in ("GET", "HEAD", "POST", "DELETE"):
+        wanted = ask | {"access-control-request-method": method}
+        granted = locked.run(locked.http.options("/v1/models", headers=wanted))
+        assert granted.status_code == 200
+        assert granted.headers["access-control-allow-origin"] == "https://lab.example"
     shown = locked.get("/v1/models", headers={"origin": "https://lab.example"}).headers["access-control-expose-headers"]
     assert {"Inference-Header-Content-Length", "Content-Disposition"} <= set(shown.split(", "))
-    refused = locked.run(locked.http.options("/v1/models", headers=ask | {"origin": "https://other.example"}))
+    refused = locked.run(locked.http.options("/v1/models", headers=wanted | {"origin": "https://other.example"}))
     assert "access-control-allow-origin" not in refused.headers
     # Without a setting nobody is let in, not even to read.
     answer = client.get("/v1/models", headers={"origin": "https://lab.example"})
