@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Response
 from fxcore.exports import FORMATS, CannotExport, export
 from fxcore.extractor import Extractor
 from service.access import require_admin
-from service.api.extractors import DEFAULT_WAIT, IdOrName, loaded
+from service.api.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, loaded
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
 from service.engine.checks import calibration_of
@@ -40,15 +40,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
             },
             "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
         },
-        **documented(
-            "unknown-extractor",
-            "cannot-export",
-            "export-unavailable",
-            "not-ready",
-            "weights-unavailable",
-            "extractor-failed",
-            "invalid-request",
-        ),
+        **documented("unknown-extractor", "cannot-export", "export-unavailable", "invalid-request", *BUILD_PROBLEMS),
     },
 )
 async def download(

@@ -27,26 +27,32 @@ MAX_WAIT = 600.0
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
-# What making an extractor may end in; features of a model in one step may end in the same.
+# What a build may end in; all that needs an extractor built says so, and builds again what was evicted.
 BUILD_PROBLEMS = (
-    "unknown-model",
     "unknown-weights",
+    "bad-parameter",
+    "cannot-transform",
+    "cannot-keep",
+    "backend-refused",
+    "draining",
+    "not-ready",
+    "out-of-memory",
+    "weights-unavailable",
+    "extractor-failed",
+)
+
+# What making an extractor may end in; features of a model in one step may end in the same.
+MAKING_PROBLEMS = (
+    "unknown-model",
     "unknown-node",
     "duplicate-key",
     "not-traceable",
     "bad-tensor",
     "unsupported",
     "unknown-transform",
-    "bad-parameter",
-    "cannot-transform",
-    "cannot-keep",
-    "backend-refused",
     "invalid-request",
     "name-taken",
-    "draining",
-    "not-ready",
-    "out-of-memory",
-    "weights-unavailable",
+    *BUILD_PROBLEMS,
 )
 
 
@@ -117,7 +123,7 @@ async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extracto
             "headers": {"Location": {"description": "Where the extractor is.", "schema": {"type": "string"}}},
         },
         202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
-        **documented("body-too-large", "unsupported-media-type", "extractor-failed", *BUILD_PROBLEMS),
+        **documented("body-too-large", "unsupported-media-type", *MAKING_PROBLEMS),
     },
 )
 async def make_extractor(
@@ -175,14 +181,7 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     "/{extractor}/graph",
     responses={
         200: graphs.RESPONSE,
-        **documented(
-            "unknown-extractor",
-            "not-acceptable",
-            "not-ready",
-            "weights-unavailable",
-            "extractor-failed",
-            "invalid-request",
-        ),
+        **documented("unknown-extractor", "not-acceptable", "invalid-request", *BUILD_PROBLEMS),
     },
 )
 async def show_graph(
@@ -220,7 +219,7 @@ async def show_graph(
             "description": "Python.",
             "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
         },
-        **documented("unknown-extractor", "not-ready", "weights-unavailable", "extractor-failed", "invalid-request"),
+        **documented("unknown-extractor", "invalid-request", *BUILD_PROBLEMS),
     },
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:

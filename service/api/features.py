@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from service.access import may_build
-from service.api.extractors import BUILD_PROBLEMS, IdOrName
+from service.api.extractors import BUILD_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.api.models import Model
 from service.api.remembering import RememberingRoute
 from service.api.state import State, state_of
@@ -47,7 +47,6 @@ _PROBLEMS = (
     "no-heat-map",
     "admission-full",
     "compute-failed",
-    "extractor-failed",
     "deadline-exceeded",
 )
 
@@ -113,7 +112,7 @@ Timeout = Annotated[
 
 @router.post(
     "/extractors/{extractor}/features",
-    **_documentation(*_PROBLEMS, "invalid-request", "bad-tensor", "draining", "not-ready"),
+    **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, "invalid-request", "bad-tensor"),
 )
 async def extract(
     request: Request, extractor: IdOrName, asked: Annotated[FeatureQuery, Query()], timeout: Timeout = None
@@ -127,7 +126,7 @@ async def extract(
     return await _answer(request, state, find, asked, timeout)
 
 
-@router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *BUILD_PROBLEMS))
+@router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *MAKING_PROBLEMS))
 async def extract_in_one_step(
     request: Request, model: Model, asked: Annotated[OneStepQuery, Query()], timeout: Timeout = None
 ) -> Response:

@@ -14,8 +14,9 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fxcore.catalog import ModelEntry
 from service.access import may_build
 from service.api import named_v2 as named
+from service.api.extractors import MAKING_PROBLEMS
 from service.api.features import while_connected
-from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented
+from service.api.protocol_v2 import TAG, Name, Route, body, documented
 from service.api.state import Shared, State
 from service.codecs import compression, json, v2
 from service.codecs.answers import PartsResponse
@@ -134,14 +135,14 @@ _INFER: dict[str, Any] = {
             },
         },
         **documented(
-            *BUILD_PROBLEMS,
+            *MAKING_PROBLEMS,
+            "deadline-exceeded",
             "body-too-large",
             "image-too-large",
             "request-too-large",
             "response-too-large",
             "unsupported-media-type",
             "bad-image",
-            "bad-tensor",
             "admission-full",
             "compute-failed",
         ),

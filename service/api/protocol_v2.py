@@ -22,24 +22,6 @@ Name = Annotated[
     str, Path(description="An extractor's id or name, or a model's.", examples=["resnet50"], max_length=256)
 ]
 
-# What building an extractor may end in.
-BUILD_PROBLEMS = (
-    "unknown-model",
-    "unknown-weights",
-    "unknown-node",
-    "duplicate-key",
-    "not-traceable",
-    "unsupported",
-    "invalid-request",
-    "name-taken",
-    "weights-unavailable",
-    "not-ready",
-    "draining",
-    "out-of-memory",
-    "deadline-exceeded",
-    "extractor-failed",
-)
-
 Body = TypeVar("Body", bound=BaseModel)
 
 _MOST_JSON = 2 * 1024**2

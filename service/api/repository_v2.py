@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from fxcore.catalog import ModelEntry
 from service.api import named_v2 as named
-from service.api.protocol_v2 import BUILD_PROBLEMS, TAG, Name, Route, body, documented, small_json
+from service.api.extractors import MAKING_PROBLEMS
+from service.api.protocol_v2 import TAG, Name, Route, body, documented, small_json
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
@@ -41,7 +42,7 @@ async def repository_index(request: Request, state: Shared) -> Response:
     "/models/{name}/load",
     response_model=ModelReady,
     openapi_extra=body(LoadRequest, {"parameters": {"config": '{"weights": "random"}'}}, required=False),
-    responses=documented(*BUILD_PROBLEMS, "body-too-large"),
+    responses=documented(*MAKING_PROBLEMS, "body-too-large", "deadline-exceeded"),
 )
 async def load(
     request: Request,

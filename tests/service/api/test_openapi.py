@@ -77,6 +77,67 @@ def test_every_problem_is_an_example_somewhere(document):
     assert set(KINDS) == shown
 
 
+BUILDING = [
+    ("get", "/v1/extractors/{extractor}/graph"),
+    ("get", "/v1/extractors/{extractor}/code"),
+    ("get", "/v1/extractors/{extractor}/export"),
+    ("post", "/v1/extractors/{extractor}/features"),
+    ("post", "/v1/models/{model}/features"),
+    ("post", "/v1/extractors"),
+    ("post", "/v2/models/{name}/infer"),
+    ("post", "/v2/models/{name}/versions/{version}/infer"),
+    ("post", "/v2/repository/models/{name}/load"),
+]
+"""What has to wait for an extractor that may have to be built."""
+
+FAILING = {
+    "weights-unavailable": {"weights": "DEFAULT"},
+    "unknown-weights": {"weights": "file:none.pth"},
+    "cannot-transform": {"transforms": [{"name": "insert_after", "params": {"node": "layer9", "function": "relu"}}]},
+    "cannot-keep": {"transforms": [{"name": "replace_module", "params": {"old": "maxpool", "new": "identity"}}]},
+}
+"""What the build of an extractor over resnet18 may end in, whatever the machine."""
+
+OTHERS = {"bad-parameter", "backend-refused", "out-of-memory", "extractor-failed", "not-ready", "draining"}
+
+
+def shown(operation, *statuses):
+    """The kinds of problem that a route is documented to answer with these statuses."""
+    contents = [operation["responses"].get(str(status), {}).get("content", {}) for status in statuses]
+    return {kind for content in contents for one in content.values() for kind in one.get("examples", ())}
+
+
+@pytest.mark.parametrize(("method", "path"), BUILDING)
+def test_what_a_build_ends_in_is_documented_wherever_there_is_one(document, method, path):
+    operation = document["paths"][path][method]
+    assert shown(operation, *operation["responses"]) >= {*FAILING, *OTHERS}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_the_answers_of_an_extractor_that_failed_are_documented(client, document, photos, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").write_bytes(b"cut short")
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1"], "name": "failed"} | FAILING[kind]
+    assert client.post("/v1/extractors", json=spec).json()["type"] == f"/problems/{kind}"
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3, 32, 32], "data": [0.5] * (3 * 32**2)}
+    sent = {
+        "/v1/extractors/{extractor}/features": {
+            "content": photos["rocket"],
+            "headers": {"content-type": "image/jpeg"},
+        },
+        "/v2/models/{name}/infer": {"json": {"inputs": [tensor]}},
+    }
+    for method, path in BUILDING:
+        if method == "get" or path in sent:
+            url = path.format(extractor="failed", name="failed")
+            answer = client.run(client.http.request(method, url, **sent.get(path, {})))
+            assert kind in shown(document["paths"][path][method], answer.status_code), (path, answer.text)
+            if not path.startswith("/v2"):
+                assert answer.json()["type"] == f"/problems/{kind}"
+    client.delete("/v1/extractors/failed")
+
+
 def test_features_declare_their_media_types(document):
     for path in ("/v1/models/{model}/features", "/v1/extractors/{extractor}/features"):
         operation = document["paths"][path]["post"]
