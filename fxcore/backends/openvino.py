@@ -28,9 +28,9 @@ _FIXED_BYTES = 256 * 1024**2
 OpenVINO prepares a model of any size anew for each batch that is not of the last one's, and cannot choose its kernels
 for the size. On two cores a model of fixed size took 0.81 to 0.97 of the time of one of any size for 1, 4 and 8 rows of
 mobilenet_v3_small and _large, efficientnet_b0, squeezenet1_1 and shufflenet_v2_x1_0, and 0.56 to 0.97 after a batch of
-another size. The service answered 1.09 to 1.17 times as much of mobilenet_v3_small at 8 and 32 connections, and a
-single one after 0.90 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so that resnet50, where
-it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
+another size. The service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connections, 0.98 to 1.17 times
+at 32, and a single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has
+weights of its own, so that resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
 """
 
 _LIVE_ACTIVATIONS = 3
