@@ -6,6 +6,8 @@ is not an :class:`FxError` is a defect of this library.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 
@@ -72,3 +74,12 @@ def said(error: BaseException, limit: int = 300) -> str:
     """The first line of what an error says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for the numbers that JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(member) for key, member in value.items()}
+    return [finite(member) for member in value] if isinstance(value, (list, tuple)) else value

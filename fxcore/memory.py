@@ -10,6 +10,9 @@ from collections.abc import Callable
 
 from torch.fx import graph_module
 
+LIVE_ACTIVATIONS = 3
+"""How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
+
 _SOURCES = 256
 """How many generated sources are kept, the latest."""
 

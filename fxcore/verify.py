@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, finite
 
 
 class Incomparable(FxError):
@@ -74,7 +74,7 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; numbers that JSON has not are None."""
-        outputs = {key: {k: _finite(v) for k, v in asdict(errors).items()} for key, errors in self.outputs.items()}
+        outputs = {key: finite(asdict(errors)) for key, errors in self.outputs.items()}
         return {"allclose": self.allclose, "speedup": self.speedup, "outputs": outputs}
 
 
@@ -203,7 +203,3 @@ def _wait(inputs: tuple[Any, ...]) -> None:
 
 def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, finite
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -244,20 +244,11 @@ def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[st
     v2 = path == "/v2" or path.startswith("/v2/")
     shown: Mapping[str, Any] = {"error": document["detail"]} if v2 else document
     return Response(
-        json.dumps(_finite(shown), default=str).encode(),
+        json.dumps(finite(shown), default=str).encode(),
         int(document["status"]),
         dict(headers or {}),
         "application/json" if v2 else MEDIA_TYPE,
     )
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with None for the numbers that JSON has not."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(member) for key, member in value.items()}
-    return [_finite(member) for member in value] if isinstance(value, (list, tuple)) else value
 
 
 def error_response(path: str, error: FxError | Refusal) -> Response:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs
+from fxcore.memory import LIVE_ACTIVATIONS
 
 _REMEMBERED_SHAPES = 64
 
@@ -29,12 +30,9 @@ OpenVINO prepares a model of any size anew for each batch that is not of the las
 for the size. On two cores a model of fixed size took 0.81 to 0.97 of the time of one of any size for 1, 4 and 8 rows of
 mobilenet_v3_small and _large, efficientnet_b0, squeezenet1_1 and shufflenet_v2_x1_0, and 0.56 to 0.97 after a batch of
 another size. The service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connections, 0.98 to 1.17 times
-at 32, and a single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has
-weights of its own, so that resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
+at 32, and a single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so
+that resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
 """
-
-_LIVE_ACTIVATIONS = 3
-"""How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
 
 Shapes = tuple[torch.Size, ...]
 
@@ -160,7 +158,7 @@ class OpenVINOModule:
             return None
         self._reshape(self._model, shapes)
         largest = max(output.tensor.size for op in self._model.get_ops() for output in op.outputs())
-        size = self._bytes + _LIVE_ACTIVATIONS * largest
+        size = self._bytes + LIVE_ACTIVATIONS * largest
         if self._fixed_bytes + size > _FIXED_BYTES:
             self._model = None
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.leaves import one_node
-from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, transform
+from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
 from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
 
 #: key in ``GraphModule.meta`` of the mean and standard deviation that a module takes off by itself
@@ -105,11 +105,8 @@ def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Modul
     while isinstance(found[-1], nn.Sequential) and type(found[-1]).forward is nn.Sequential.forward and len(found[-1]):
         found.append(found[-1][0])
     last = found[-1]
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in found)
-    plain = (
-        type(last) in CONVOLUTIONS and not hooked and last.padding_mode in ("zeros", "circular", "reflect", "replicate")
-    )
-    return found if plain else None
+    plain = type(last) in CONVOLUTIONS and last.padding_mode in ("zeros", "circular", "reflect", "replicate")
+    return found if plain and not any(map(hooked, found)) else None
 
 
 def _channels(module: nn.Module) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxcore.transforms.base import add, bare_copy, transform
+from fxcore.transforms.base import add, bare_copy, hooked, transform
 from fxcore.transforms.fuse_conv_bn import Affine, affine_of, operation_of, take_place
 from fxcore.transforms.replace import source_of
 
@@ -50,7 +50,7 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
         if affine is None or not isinstance(linear, fx.Node) or linear.op != "call_module" or len(linear.users) != 1:
             continue
         called = module.get_submodule(str(linear.target))
-        if type(called) is not nn.Linear or called._forward_hooks or called._forward_pre_hooks:
+        if type(called) is not nn.Linear or hooked(called):
             continue
         if called.out_features != affine.scale.numel() or not (assume_2d or _is_2d(module, linear)):
             continue

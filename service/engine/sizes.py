@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxcore.extractor import OutputInfo
 from fxcore.layout import TOKENS
+from fxcore.memory import LIVE_ACTIVATIONS
 from service.engine.batching import cannot_stack
 from service.engine.errors import ResponseTooLarge
 from service.engine.inputs import RowShape
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 _CACHED_SHAPES = 256
 _CACHED_OPTIONS = 64
-
-_LIVE_ACTIVATIONS = 3
-"""How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
             outputs[info.key] = ([1, *dims] if _several_rows(info, dims[0], 1) else dims), dtype
         inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
-        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + _LIVE_ACTIVATIONS * largest
+        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
         known = RowSize(outputs, max(1, whole))  # an image may have no pixels
         while len(record.row_sizes) >= _CACHED_SHAPES:
             record.row_sizes.pop(next(iter(record.row_sizes)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor, UnknownNode, said
+from fxcore.errors import BadTensor, UnknownNode, finite, said
 from fxcore.extractor import Extractor
 from fxcore.graphs import ModelGraph
 from fxcore.photos import check_rows, photos
@@ -168,7 +167,7 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
                 "away; ask for another node or leave a transform out",
                 transform=names,
                 node=output.node,
-                max_rel_error=error if math.isfinite(error) else None,
+                max_rel_error=finite(error),
             )
     precision = str(record.dtype).removeprefix("torch.")
     return replace(extractor, module=module), Transformed(applied(module), found, precision)
