@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.ao.quantization import QConfig, QConfigMapping, default_weight_observer, get_default_qconfig_mapping
+from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
 from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx
@@ -40,6 +40,8 @@ _BATCH = 8
 _REPORT_ROWS = 2
 
 _WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
+# torch 2.15 has no int8 kernel to trust for these: oneDNN's is wrong where the channels in and out differ in number,
+# FBGEMM's for kernels of two rows (cosines of 0.3 to 0.6), and of functions it packs the arguments in another order.
 _TRANSPOSED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
@@ -86,8 +88,8 @@ class Quantized:
 def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Sequence[str] = ()) -> Quantized:
     """``module`` computed in int8 wherever torch has a kernel for that; it stays as it is.
 
-    Weights get a scale per channel, those of transposed convolutions one per tensor, activations one per tensor from
-    histograms over the calibration inputs.
+    Weights get a scale per channel, activations one per tensor from histograms over the calibration inputs. Transposed
+    convolutions stay in float32: torch's int8 kernels give wrong values for them.
 
     Args:
         module: in eval mode, on the CPU, float32.
@@ -142,12 +144,6 @@ def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> t
     private = _opened(copy.deepcopy(fork(module)).eval())
     scopes = {node.name: (public_name(node), _kind(private, node)) for node in private.graph.nodes}
     mapping = get_default_qconfig_mapping(_ranges())
-    # No kernel takes transposed weights with a scale per channel, and not every default knows.
-    default = mapping.global_qconfig
-    assert default is not None
-    per_tensor = QConfig(default.activation, default_weight_observer)  # type: ignore[no-untyped-call]
-    for kind in _TRANSPOSED:
-        mapping.set_object_type(kind, per_tensor)
     kept = _leave_in_float(private, mapping, keep)
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
@@ -223,6 +219,7 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
         if not meant:
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}
+    kept |= {node for node in module.graph.nodes if node.target in _TRANSPOSED or _kind(module, node) in _TRANSPOSED}
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)

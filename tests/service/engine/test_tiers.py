@@ -247,8 +247,9 @@ async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held
         await held.began("features.3")
         named, _ = await running.extractor(spec(nodes=["features.4"], backend="openvino"))
         await held.began("features.3", "features.4")
-    assert named.build is not None
-    await asyncio.wait_for(named.build, 20)
+        build = named.build
+    assert build is not None
+    await asyncio.wait_for(build, 20)
     assert [cancelled.is_set() for cancelled in held.cancelled] == [True, True]
 
 
