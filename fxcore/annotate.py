@@ -14,12 +14,13 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore import layout
+from fxcore.interpreter import Interpreter
 
 #: batch size of the first run. Dimensions that grow with the batch are told apart by a second run with one image.
 _BATCH = 13
 
 
-class _Recorder(fx.Interpreter):
+class _Recorder(Interpreter):
     """Keeps each node's value, which on the meta device holds no memory."""
 
     def __init__(
@@ -45,22 +46,6 @@ class _Recorder(fx.Interpreter):
         """Torch counts the writes to each tensor; inference tensors go uncounted."""
         values = (self.env.get(m) for m in n.all_input_nodes)
         return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        # torch.fx stores lists as immutable ones, which some operators do not take as lists (swin3d).
-        return mutable(args), mutable(kwargs)
-
-
-def mutable(value: Any) -> Any:
-    """``value`` with plain lists and dicts for torch.fx's immutable ones."""
-    if isinstance(value, tuple):
-        return tuple(mutable(v) for v in value) if type(value) is tuple else value
-    if isinstance(value, list):
-        return [mutable(v) for v in value]
-    if isinstance(value, dict):
-        return {k: mutable(v) for k, v in value.items()}
-    return value
 
 
 def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> None:

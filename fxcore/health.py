@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxcore.annotate import mutable
+from fxcore.interpreter import Interpreter
 from fxcore.tracing import PATH
 
 # Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
@@ -132,7 +132,7 @@ def _cause(module: fx.GraphModule, node: fx.Node) -> str:
     return "operation"
 
 
-class _Watcher(fx.Interpreter):
+class _Watcher(Interpreter):
     def __init__(self, module: fx.GraphModule, limit: float | None) -> None:
         super().__init__(module)
         self.limit = limit
@@ -182,7 +182,3 @@ class _Watcher(fx.Interpreter):
             return "relu"
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return mutable(args), mutable(kwargs)

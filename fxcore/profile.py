@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxcore.annotate import mutable
+from fxcore.interpreter import Interpreter
 from fxcore.tracing import PATH
 
 
@@ -136,7 +136,7 @@ class Profiler:
         return Profile(nodes, statistics.median(self._whole), peak, len(self._whole))
 
 
-class _Watcher(fx.Interpreter):
+class _Watcher(Interpreter):
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module)  # values are dropped once nobody needs them, as in the module itself
         self.device = device
@@ -188,10 +188,6 @@ class _Watcher(fx.Interpreter):
                 if storage.data_ptr() not in self._parameters:
                     found[storage.data_ptr()] = storage.nbytes()
         return found
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return mutable(args), mutable(kwargs)
 
 
 def _wait(device: torch.device) -> None:

@@ -23,8 +23,8 @@ from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx
 
-from fxcore.annotate import mutable
 from fxcore.errors import FxError, NotTraceable, UnknownNode
+from fxcore.interpreter import Interpreter
 from fxcore.tracing import PATH, trace
 from fxcore.transforms.base import fork, public_name, require_eval
 from fxcore.transforms.keep_float import KEPT, named
@@ -246,7 +246,7 @@ def _kind(module: fx.GraphModule, node: fx.Node) -> type:
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)
 
 
-class _Floats(fx.Interpreter):
+class _Floats(Interpreter):
     """Runs an observed module and remembers the value of every operation."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -258,10 +258,6 @@ class _Floats(fx.Interpreter):
         if isinstance(value, Tensor) and n.op not in ("placeholder", "get_attr"):
             self.values[n.name] = value
         return value
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return mutable(args), mutable(kwargs)
 
 
 class _Rounded(_Floats):

@@ -1,0 +1,35 @@
+"""Running a graph node by node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+
+class Interpreter(fx.Interpreter):
+    """torch.fx's interpreter, which also runs graphs whose arguments are lists.
+
+    torch.fx stores lists as immutable ones, and some operators do not take those for lists (swin3d).
+    """
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return mutable(args), mutable(kwargs)
+
+
+def mutable(value: Any) -> Any:
+    """``value`` with plain lists and dicts for torch.fx's immutable ones.
+
+    >>> graph = fx.symbolic_trace(lambda x: x.sum(dim=[0, 1])).graph
+    >>> dims = graph.find_nodes(op="call_method", target="sum")[0].kwargs["dim"]
+    >>> type(dims).__name__, type(mutable(dims)).__name__
+    ('immutable_list', 'list')
+    """
+    if isinstance(value, tuple):
+        return tuple(mutable(v) for v in value) if type(value) is tuple else value
+    if isinstance(value, list):
+        return [mutable(v) for v in value]
+    if isinstance(value, dict):
+        return {k: mutable(v) for k, v in value.items()}
+    return value
