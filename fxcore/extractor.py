@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.graphs import ModelGraph, TensorSpec
-from fxcore.layout import public_name
+from fxcore.layout import layout_name
 from fxcore.levels import stride_of
 from fxcore.parts import trace_model
 from fxcore.tracing import PATH, made_constants, trace
@@ -199,7 +199,7 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> Out
         node=node.meta[PATH],
         shape=shape,
         dtype=str(made).removeprefix("torch."),
-        layout=public_name(axes),
+        layout=layout_name(axes),
         stride=stride_of(node, graph.input_size),
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],

@@ -21,7 +21,7 @@ from fxcore import nodes as naming
 from fxcore.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.catalog import RANDOM, ModelEntry, get_model
 from fxcore.errors import BadTensor
-from fxcore.layout import public_name
+from fxcore.layout import layout_name
 from fxcore.levels import Level, channels_of, find_levels, stride_of
 from fxcore.parts import trace_model
 from fxcore.tracing import PATH, made_constants, names
@@ -303,7 +303,7 @@ class ModelGraph:
             users=[n.meta.get(PATH, "output") for n in node.users],
             shape=self.shape_of(node),
             dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None,
-            layout=public_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
+            layout=layout_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
             channels=channels_of(node),
             stride=stride_of(node, self.input_size),
             level=level,

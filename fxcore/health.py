@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.interpreter import Interpreter
-from fxcore.tracing import PATH
+from fxcore.tracing import public_name
 
 # Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
 _BOUNDS: dict[Any, tuple[float, float]] = {
@@ -151,9 +151,8 @@ class _Watcher(Interpreter):
         nan = sum(int(t.isnan().sum()) for t in tensors)
         inf = sum(int(t.isinf().sum()) for t in tensors)
         largest = max(float(t.abs().nan_to_num(0, 0, 0).max()) for t in tensors)
-        return NodeHealth(
-            str(node.meta.get(PATH, node.name)), nan, inf, largest, max(self._saturated(node, t) for t in tensors)
-        )
+        saturated = max(self._saturated(node, t) for t in tensors)
+        return NodeHealth(public_name(node), nan, inf, largest, saturated)
 
     def _saturated(self, node: fx.Node, value: Tensor) -> float:
         shares = [0.0]

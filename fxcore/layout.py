@@ -38,7 +38,7 @@ _DETOUR = 40
 _PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
 
 
-def public_name(axes: str | None) -> str | None:
+def layout_name(axes: str | None) -> str | None:
     """The name of a layout on the wire: letters, or ``tokens`` for ``[N, L, C]``."""
     return TOKENS if axes == "NLC" else axes
 

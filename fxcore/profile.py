@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxcore.interpreter import Interpreter
-from fxcore.tracing import PATH
+from fxcore.tracing import public_name
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Profiler:
         total = sum(medians.values()) or 1.0
         nodes = [
             NodeProfile(
-                name=str(node.meta.get(PATH, node.name)),
+                name=public_name(node),
                 fx_name=node.name,
                 op=node.op,
                 target=node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?"),

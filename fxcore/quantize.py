@@ -25,8 +25,8 @@ from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_f
 
 from fxcore.errors import FxError, NotTraceable, UnknownNode
 from fxcore.interpreter import Interpreter
-from fxcore.tracing import PATH, trace
-from fxcore.transforms.base import fork, public_name, require_eval
+from fxcore.tracing import PATH, public_name, trace
+from fxcore.transforms.base import fork, require_eval
 from fxcore.transforms.keep_float import KEPT, named
 from fxcore.verify import OutputErrors, verify
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxcore.graphs import ModelGraph, target_name
 from fxcore.svg import Box, draw, printable
-from fxcore.tracing import PATH
+from fxcore.tracing import PATH, public_name
 
 Format = Literal["table", "code", "dot", "svg", "mermaid"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -50,10 +50,10 @@ def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = Non
         raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
     if depth is not None and depth < 1:
         raise ValueError(f"a depth is at least 1, not {depth}")
-    marks, title, nodes = _keys(graph) if isinstance(graph, fx.Graph) else {}, "graph", graph
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
-    assert isinstance(nodes, fx.Graph)
+    else:
+        marks, title, nodes = _keys(graph), "graph", graph
     if format in _TEXTS:
         return _TEXTS[format](nodes)
     return _DRAWINGS[format](_boxes(nodes, marks, depth), title)
@@ -66,7 +66,7 @@ def _keys(graph: fx.Graph) -> dict[str, str]:
         if node.op == "output" and isinstance(node.args[0], dict):
             for key, value in node.args[0].items():
                 if isinstance(value, fx.Node):
-                    name = _name(value)
+                    name = public_name(value)
                     marks[name] = f"{marks[name]}, {key}" if name in marks else str(key)
     return marks
 
@@ -101,10 +101,6 @@ def _code(graph: fx.Graph) -> str:
         return graph.python_code("self").src.lstrip("\n")
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.meta.get(PATH, node.name))
-
-
 def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Box]:
     """One box for each node but the output, or for each module of ``depth`` parts, in order of execution."""
     numbers: dict[fx.Node, int] = {}
@@ -116,8 +112,8 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
         for group in [nodes] if inside else [[node] for node in nodes]:
             last, sources = group[-1], [numbers[s] for n in group for s in n.all_input_nodes if s in numbers]
             what = f"{len(group)} nodes" if inside else _what(last, graph)
-            mark = ", ".join(marks[_name(n)] for n in group if _name(n) in marks) or None
-            lines = [printable(line) for line in (inside or _name(last), what, _shape(last)) if line]
+            mark = ", ".join(marks[public_name(n)] for n in group if public_name(n) in marks) or None
+            lines = [printable(line) for line in (inside or public_name(last), what, _shape(last)) if line]
             numbers |= dict.fromkeys(group, len(boxes))
             boxes.append(Box(lines, "call_module" if inside else last.op, mark, list(dict.fromkeys(sources))))
     return boxes
@@ -125,7 +121,7 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
 
 def _module(node: fx.Node, depth: int | None) -> str:
     """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
-    parts = _name(node).split(".")
+    parts = public_name(node).split(".")
     return ".".join(parts[:depth]) if depth is not None and len(parts) > depth else ""
 
 
@@ -144,7 +140,7 @@ def _what(node: fx.Node, graph: fx.Graph) -> str:
         kind = type(graph.owning_module.get_submodule(target)).__name__ if graph.owning_module is not None else ""
     except AttributeError:
         kind = ""
-    return " ".join(part for part in (kind, target if target != _name(node) or not kind else "") if part)
+    return " ".join(part for part in (kind, target if target != public_name(node) or not kind else "") if part)
 
 
 def _shape(node: fx.Node) -> str:

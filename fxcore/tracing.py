@@ -239,6 +239,11 @@ def names(graph: fx.Graph) -> list[str]:
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
 
+def public_name(node: fx.Node) -> str:
+    """torchvision's name of the node, or its fx name where it has none."""
+    return str(node.meta.get(PATH, node.name))
+
+
 def made_constants(graph: fx.Graph) -> list[str]:
     """Attributes that tracing made of tensors that the model computes from its buffers, in order of first use.
 

@@ -17,9 +17,9 @@ from torchvision.models.swin_transformer import shifted_window_attention
 from torchvision.models.video.swin_transformer import shifted_window_attention_3d
 
 from fxcore.leaves import one_node
-from fxcore.transforms.base import PATH, transform
+from fxcore.tracing import MODULE, PATH
+from fxcore.transforms.base import transform
 
-_MODULE = "module"
 # What nn.MultiheadAttention takes by position after query, key, value and padding.
 _OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
@@ -97,14 +97,14 @@ def attention_maps(module: fx.GraphModule) -> int:
         made = _weights_of(module, node)
         if made is None:
             continue
-        home = str(node.target) if node.op == "call_module" else str(node.meta.get(_MODULE, ""))
+        home = str(node.target) if node.op == "call_module" else str(node.meta.get(MODULE, ""))
         path = f"{home}.attention".lstrip(".")
         number = 0
         while path in taken:
             number += 1
             path = f"{home}.attention_{number}".lstrip(".")
         taken.add(path)
-        made.meta = {PATH: path, _MODULE: home}
+        made.meta = {PATH: path, MODULE: home}
         count += 1
     return count
 
@@ -118,7 +118,7 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
             both = graph.call_module(
                 str(node.target), node.args[:4], {**options, "need_weights": True, "average_attn_weights": False}
             )
-        both.meta = {_MODULE: str(node.target)}
+        both.meta = {MODULE: str(node.target)}
         with graph.inserting_after(both):
             return graph.call_function(_second, (both,))
     windows = {shifted_window_attention: window_attention, shifted_window_attention_3d: window_attention_3d}

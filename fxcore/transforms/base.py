@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.errors import FxError
+from fxcore.tracing import PATH
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
 APPLIED = "transforms"
-#: key in ``node.meta`` of the node's public name; the same as ``fxcore.tracing.PATH``
-PATH = "path"
 
 # What a pass in progress added, and beside what.
 _ADDED = "added"
@@ -328,11 +327,6 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
     raise CannotTransform(
         f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name
     )
-
-
-def public_name(node: fx.Node) -> str:
-    """torchvision's name of the node, or its fx name where it has none."""
-    return str(node.meta.get(PATH, node.name))
 
 
 def _output_form(module: fx.GraphModule) -> Any:

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import PATH, add, bare_copy, constant, erase_dead, hooked, public_name, transform
+from fxcore.tracing import PATH, public_name
+from fxcore.transforms.base import add, bare_copy, constant, erase_dead, hooked, transform
 from fxcore.transforms.replace import source_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

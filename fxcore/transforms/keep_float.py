@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxcore.transforms.base import CannotTransform, public_name, transform
+from fxcore.tracing import public_name
+from fxcore.transforms.base import CannotTransform, transform
 
 #: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.quantize.quantize` leaves in float
 KEPT = "keep_float"

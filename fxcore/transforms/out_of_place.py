@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import PATH, CannotTransform, add, bare_copy, public_name, transform
+from fxcore.tracing import PATH, public_name
+from fxcore.transforms.base import CannotTransform, add, bare_copy, transform
 from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, written
 
 # In ``node.meta`` of a node that writes, and writes to a copy made for it alone.

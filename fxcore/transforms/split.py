@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fxcore.transforms.base import CannotTransform, find_node, finish, public_name, require_eval
+from fxcore.tracing import public_name
+from fxcore.transforms.base import CannotTransform, find_node, finish, require_eval
 
 
 class Halves(NamedTuple):
