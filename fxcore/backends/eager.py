@@ -22,10 +22,10 @@ from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follow
 from fxcore.quantize import quantize
 from fxcore.transforms.base import hooked
 from fxcore.transforms.fuse_conv_bn import (
-    _fused_sequence,
     affine_of_module,
     fuse_conv_bn,
     fused_module,
+    fused_sequence,
     is_convolution,
 )
 
@@ -77,11 +77,7 @@ class EagerModule:
         self._packed = [called for called in self.module.modules() if isinstance(called, PackedConv2d)]
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        if self._channels_last:
-            inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
-        with torch.inference_mode():
-            outputs: dict[str, Tensor] = self.module(*inputs)
-            return outputs
+        return _run(self.module, inputs, self._channels_last)
 
     def storages(self) -> dict[int, int]:
         held = self._held.copy()
@@ -107,14 +103,18 @@ class EagerInt8:
         self._bytes = sum(value.nbytes for value in packed if isinstance(value, Tensor))
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        if self._channels_last:
-            inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
-        with torch.inference_mode():
-            outputs: dict[str, Tensor] = self.module(*inputs)
-            return outputs
+        return _run(self.module, inputs, self._channels_last)
 
     def storages(self) -> dict[int, int]:
         return {id(self): self._bytes}
+
+
+def _run(module: fx.GraphModule, inputs: Inputs, channels_last: bool) -> dict[str, Tensor]:
+    if channels_last:
+        inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
+    with torch.inference_mode():
+        outputs: dict[str, Tensor] = module(*inputs)
+        return outputs
 
 
 def has_2d_convolutions(module: nn.Module) -> bool:
@@ -175,7 +175,7 @@ def _fold_of(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
                 return fold
         fold = None
         if isinstance(first, nn.Sequential):
-            sequence, pairs = _fused_sequence(first)
+            sequence, pairs = fused_sequence(first)
             fold = sequence.to(memory_format=torch.channels_last) if pairs else None
         elif norm is None:
             fold = PackedConv2d(first) if can_be_packed(first) else None
@@ -205,9 +205,7 @@ def _shared_parameter(tensor: Tensor) -> nn.Parameter:
     if tensor.ndim == 4:
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     channels_at_the_end = [0, *range(2, tensor.ndim), 1] if tensor.ndim > 1 else [0]
-    raw = (
-        tensor.cpu().permute(channels_at_the_end).contiguous()
-    )  # channels_last memory is walked in order, without a copy
+    raw = tensor.cpu().permute(channels_at_the_end).contiguous()  # no copy: this is the order of channels_last memory
     digest = hashlib.sha256(raw.flatten().view(torch.uint8).numpy().data).digest()
     key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
     with _guard:

@@ -156,7 +156,7 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
         if node.op != "call_module":
             continue
         leaf = module.get_submodule(str(node.target))
-        made, pairs = _fused_sequence(leaf)
+        made, pairs = fused_sequence(leaf)
         if pairs:
             if id(leaf) not in targets:
                 targets[id(leaf)] = add(module, str(node.target), made)
@@ -165,7 +165,7 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
     return count
 
 
-def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
+def fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
     """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there
     were."""
     if (
@@ -191,7 +191,7 @@ def _fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
             children[last] = fused_module(before, affine)
             count += 1
             continue
-        children[name], inner = _fused_sequence(child)
+        children[name], inner = fused_sequence(child)
         count += inner
         if type(child) not in (nn.Identity, nn.Dropout) or hooked(child):
             last = name
