@@ -81,7 +81,7 @@ def find_levels(name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, in
     """
     last = _backbone_end(graph)
     trunk = _dominators(graph, last) if last is not None else []
-    ends = _module_ends(graph, root)
+    ends = _module_ends(graph)
     by_stride: dict[int, list[fx.Node]] = {}
     for node in trunk:
         stride = stride_of(node, size)
@@ -136,7 +136,7 @@ def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
     return [node for node in graph.nodes if node in common]
 
 
-def _module_ends(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, list[str]]:
+def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
     """For each node the modules of which it is the last node."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:

@@ -108,7 +108,6 @@ class ImagePreprocessing(Preprocessing):
 
     def __init__(self, preset: Any, image_size: int | None = None) -> None:
         self._preset = preset
-        self._square = False
         if image_size is not None:
             if hasattr(preset, "crop_size"):
                 # Keep the share of the image that the published preprocessing keeps.

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxcore import process
-from fxcore.backends.base import Inputs, Json, LoweringFailed, Options, lowering, tensors_of
+from fxcore.backends.base import Inputs, LoweringFailed, Options, lowering, tensors_of
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def compiled(
     Raises:
         LoweringFailed: the child failed, took too long, or was cancelled; or what it made cannot be loaded.
     """
-    settings: Json = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
+    settings: dict[str, Any] = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
     calibration = options.calibration if options.precision == "int8" else ()
     key = _key(module, settings, [*example, *(x for row in calibration for x in row)], packages)
     with lowering(backend), contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
     shutil.rmtree(beside, ignore_errors=True)
 
 
-def _key(module: fx.GraphModule, settings: Json, inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
+def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
     digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
     for name, child in module.named_modules():  # the code, and what it calls: kernel sizes, epsilons, heads

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, fx
@@ -125,6 +125,3 @@ def tensors_of(module: torch.nn.Module) -> list[Tensor]:
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, int]:
     """Bytes of the storages of ``tensors`` by address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-Json = dict[str, Any]

@@ -290,11 +290,6 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def is_output(node: fx.Node) -> bool:
-    """Whether the graph returns the node's value: it is tapped."""
-    return any(user.op == "output" for user in node.users)
-
-
 def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
     """Erase ``nodes`` that nothing reads, then those of their inputs that they alone read.
 

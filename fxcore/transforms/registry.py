@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -192,14 +191,13 @@ def described(transform: Transform) -> dict[str, Any]:
     >>> described(get_transform("keep_float"))["parameters"]
     {'nodes': {'type': 'array', 'items': {'type': 'string'}}}
     """
-    fields = replace(transform, parameters={k: dict(v) for k, v in transform.parameters.items()})
     return {
-        "name": fields.name,
-        "description": fields.description,
-        "parameters": fields.parameters,
-        "exact": fields.exact,
-        "changes_input": fields.changes_input,
-        "adds_nodes": fields.adds_nodes,
+        "name": transform.name,
+        "description": transform.description,
+        "parameters": {name: dict(schema) for name, schema in transform.parameters.items()},
+        "exact": transform.exact,
+        "changes_input": transform.changes_input,
+        "adds_nodes": transform.adds_nodes,
     }
 
 

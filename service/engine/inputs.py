@@ -213,7 +213,7 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
                 _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
-        shapes.append(_row_shape(record.preprocessing, spec.layout, tensor, preprocess))
+        shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
 
@@ -225,7 +225,7 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
     return Plan([row_shape] * rows, decoded, [(part, partial(prepare, part)) for part in _spread(rows, step)])
 
 
-def _row_shape(preprocessing: Preprocessing, layout: str, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
+def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
     if tensor.dtype != torch.uint8:
         return tuple(tensor.shape[1:])
     *outer, height, width, channels = tensor.shape[1:]
