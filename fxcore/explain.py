@@ -185,7 +185,7 @@ def _keyword_dicts(spot: _Spot | None) -> list[str]:
 
 def _calls(code: str, names: tuple[str, ...]) -> bool:
     match = re.match(r"(?:torch\.)?(\w+)\(", code)
-    return bool(match) and match[1] in names if match else False
+    return match is not None and match[1] in names
 
 
 def _outside(spot: _Spot | None) -> str | None:

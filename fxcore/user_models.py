@@ -254,10 +254,8 @@ def _preset(input: str, parameters: Mapping[str, Any]) -> Callable[[], Any]:
         if name not in known:
             raise BadUserModel(f"preprocessing has no {name!r}; it has {', '.join(known)}")
     given = dict(parameters)
-    resize, crop = (
-        _sizes("resize_size", given.pop("resize_size", None)),
-        _sizes("crop_size", given.pop("crop_size", None)),
-    )
+    resize = _sizes("resize_size", given.pop("resize_size", None))
+    crop = _sizes("crop_size", given.pop("crop_size", None))
     for name in ("mean", "std"):
         values = given.get(name, [0.5, 0.5, 0.5])
         if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
@@ -283,7 +281,7 @@ def _preset(input: str, parameters: Mapping[str, Any]) -> Callable[[], Any]:
             preset.resize_size = list(resize)
         else:
             preset = ImageClassification(crop_size=crop[0] if crop else 224, **given)
-            preset.resize_size = list(resize or (crop if crop else [256]))
+            preset.resize_size = list(resize or crop or [256])
         return preset
 
     return make
@@ -291,9 +289,9 @@ def _preset(input: str, parameters: Mapping[str, Any]) -> Callable[[], Any]:
 
 def _sizes(name: str, value: Any) -> list[int] | None:
     """``224`` or ``[224, 320]`` as a list."""
-    sizes = value if isinstance(value, list) else [value]
     if value is None:
         return None
+    sizes = value if isinstance(value, list) else [value]
     if not 1 <= len(sizes) <= 2 or not all(type(size) is int and 0 < size <= 4096 for size in sizes):
         raise BadUserModel(f"preprocessing: {name} is a number of pixels, or [height, width], not {value!r}")
     return sizes

@@ -40,6 +40,10 @@ _CHUNK = 1024**2
 # What only GoogLeNet's and Inception's training runs. A model saved without them computes the same.
 _TRAINED_WITH = ("aux1.", "aux2.", "AuxLogits.")
 
+# Detectors whose published weights were trained with frozen batch norms of eps 0; torchvision's builders set it after
+# loading (`overwrite_eps`). Here those batch norms are ordinary ones in eval mode, which compute the same.
+_ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
+
 # DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
 _OLD_DENSENET_KEY = re.compile(
     r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
@@ -75,11 +79,10 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         model = _filled(entry, RANDOM, read_file(name, weights_dir), str(weights_dir), name)
     elif isinstance(entry, UserEntry):
         file = entry.file(weights)
-        model = (
-            entry.build()
-            if file is None
-            else _filled(entry, weights, read_file(file.name, file.parent), str(file.parent), file.name)
-        )
+        if file is None:
+            model = entry.build()
+        else:
+            model = _filled(entry, weights, read_file(file.name, file.parent), str(file.parent), file.name)
     else:
         info = entry.published[weights]
         state = published_state_dict(info)
@@ -100,11 +103,6 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]
     return model
-
-
-# Detectors whose published weights were trained with frozen batch norms of eps 0; torchvision's builders set it after
-# loading (`overwrite_eps`). Here those batch norms are ordinary ones in eval mode, which compute the same.
-_ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
 
 
 def published_state_dict(info: WeightsInfo) -> StateDict:
@@ -185,12 +183,9 @@ def read_file(name: str, folder: Path | None) -> StateDict:
         WeightsUnavailable: the file cannot be read, or would run code.
     """
     names = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder is not None and folder.is_dir() else []
-    if name not in names or folder is None:
-        where = (
-            "no weights folder is set"
-            if folder is None
-            else f"the weights folder holds {', '.join(names) or 'nothing'}"
-        )
+    if folder is None or name not in names:
+        holds = f"the weights folder holds {', '.join(names) or 'nothing'}"
+        where = "no weights folder is set" if folder is None else holds
         raise UnknownWeights(f"there is no weights file {name!r}: {where}", available=[FILE_PREFIX + n for n in names])
     path = folder / name
     try:
@@ -210,10 +205,9 @@ def read_file(name: str, folder: Path | None) -> StateDict:
         raise WeightsUnavailable(
             f"{name} cannot be read ({_first_line(error)})", file=name, folder=str(folder)
         ) from error
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("model", loaded.get("state_dict")), Mapping):
-        loaded = loaded.get(
-            "model", loaded.get("state_dict")
-        )  # a training checkpoint, as torchvision's scripts save it
+    if isinstance(loaded, Mapping):  # perhaps a training checkpoint, as torchvision's scripts save it
+        inner = loaded.get("model", loaded.get("state_dict"))
+        loaded = inner if isinstance(inner, Mapping) else loaded
     if not isinstance(loaded, Mapping) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()
     ):

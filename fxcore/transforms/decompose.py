@@ -61,23 +61,10 @@ def decompose(
         )
     count = 0
     for node in list(module.graph.nodes):
-        rule = _given_rule(node, rules or {})
-        if rule is None:
-            name = next(
-                (
-                    n
-                    for n in wanted
-                    if n in ACTIVATIONS and is_activation(module, node, n) and _by_default(module, node, n)
-                ),
-                None,
-            )
-            if name is None:
-                continue
-            built_in = RULES[name]
-            rewrite(module, node, lambda call, args, kwargs, r=built_in: r(args[0] if args else kwargs["input"]))  # type: ignore[misc]
-        else:
-            rewrite(module, node, lambda call, args, kwargs, r=rule: r(*args, **kwargs))  # type: ignore[misc]
-        count += 1
+        rule = _given_rule(node, rules or {}) or _own_rule(module, node, wanted)
+        if rule is not None:
+            rewrite(module, node, lambda call, args, kwargs, rule=rule: rule(*args, **kwargs))  # type: ignore[misc]
+            count += 1
     return count
 
 
@@ -85,6 +72,14 @@ def _given_rule(node: fx.Node, rules: Mapping[Callable[..., Any] | str, Rule]) -
     if node.op not in ("call_function", "call_method"):
         return None
     return rules.get(node.target)
+
+
+def _own_rule(module: fx.GraphModule, node: fx.Node, wanted: Iterable[str]) -> Rule | None:
+    """The first of ``wanted`` that fits ``node``, as a function of the node's own arguments."""
+    for name in wanted:
+        if name in ACTIVATIONS and is_activation(module, node, name) and _by_default(module, node, name):
+            return lambda *args, **kwargs: RULES[name](args[0] if args else kwargs["input"])
+    return None
 
 
 def _by_default(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
