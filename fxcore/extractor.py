@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.graphs import ModelGraph, TensorSpec
+from fxcore.graphs import ModelGraph, TensorSpec, dtype_name
 from fxcore.layout import layout_name
 from fxcore.levels import stride_of
 from fxcore.parts import trace_model
@@ -198,7 +198,7 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> Out
         key=key,
         node=node.meta[PATH],
         shape=shape,
-        dtype=str(made).removeprefix("torch."),
+        dtype=dtype_name(made),
         layout=layout_name(axes),
         stride=stride_of(node, graph.input_size),
         bytes_per_image=value.numel() * made.itemsize,

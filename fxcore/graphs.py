@@ -302,7 +302,7 @@ class ModelGraph:
             args=[n.meta.get(PATH, n.name) for n in node.all_input_nodes],
             users=[n.meta.get(PATH, "output") for n in node.users],
             shape=self.shape_of(node),
-            dtype=str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None,
+            dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else None,
             layout=layout_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
             channels=channels_of(node),
             stride=stride_of(node, self.input_size),
@@ -321,6 +321,11 @@ def target_name(node: fx.Node) -> str:
         return node.target
     function = node.target
     return f"{getattr(function, '__module__', '') or ''}.{getattr(function, '__name__', function)}".lstrip(".")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def type_name(module: nn.Module) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
+from fxcore.graphs import dtype_name
 from fxcore.transforms.base import applied
 
 
@@ -54,8 +55,8 @@ def description(extractor: Extractor, int8: bool = False) -> dict[str, Any]:
         "model": graph.entry.name,
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
-        "dtype": str(extractor.dtype).removeprefix("torch."),
-        "arithmetic": "int8" if int8 or holds_int8(extractor) else str(extractor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(extractor.dtype),
+        "arithmetic": "int8" if int8 or holds_int8(extractor) else dtype_name(extractor.dtype),
         "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in extractor.inputs],
         "preprocessing": graph.preprocessing.describe(),
         "outputs": [{"key": o.key, "node": o.node, "shape": o.shape, "layout": o.layout} for o in extractor.outputs],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxcore.decoding import decode
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
+from fxcore.graphs import TensorSpec, dtype_name
 from fxcore.images import image_size, open_image
 from fxcore.jpeg_batches import JpegBatches
 from fxcore.preprocessing import Preprocessing
@@ -193,23 +194,8 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
     for spec, tensor in zip(specs, ordered, strict=True):
-        images = tensor.dtype == torch.uint8
-        if not images and not tensor.is_floating_point():
-            raise BadTensor(
-                f"tensor {spec.name!r} is {_dtype(tensor)}; send float32 that is preprocessed, or uint8 images"
-            )
-        channel = tensor.ndim - 1 if images else spec.layout.index("C")
-        if tensor.ndim != len(spec.layout) or tensor.shape[channel] != spec.shape[spec.layout.index("C")]:
-            layout = "".join(c for c in spec.layout if c != "C") + "C" if images else spec.layout
-            raise BadTensor(
-                f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; this model takes "
-                f"{'uint8' if images else 'float32'} {layout} with {spec.shape[spec.layout.index('C')]} channels"
-            )
-        if 0 in tensor.shape:
-            raise BadTensor(
-                f"tensor {spec.name!r} is {_dtype(tensor)} {list(tensor.shape)}; each of its sizes is at least 1"
-            )
-        if images:
+        _check_tensor(spec, tensor)
+        if tensor.dtype == torch.uint8:
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
                 _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
@@ -223,6 +209,26 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
     # Images are worth several threads, tensors are only widened.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
     return Plan([row_shape] * rows, decoded, [(part, partial(prepare, part)) for part in _spread(rows, step)])
+
+
+def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
+    """Check what a request gives for the input ``spec``.
+
+    Raises:
+        BadTensor: its dtype or shape is wrong.
+    """
+    images = tensor.dtype == torch.uint8
+    if not images and not tensor.is_floating_point():
+        raise BadTensor(
+            f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send float32 that is preprocessed, or uint8 images"
+        )
+    given = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    channels = spec.shape[spec.layout.index("C")]
+    if tensor.ndim != len(spec.layout) or tensor.shape[-1 if images else spec.layout.index("C")] != channels:
+        wanted = f"uint8 {spec.layout.replace('C', '')}C" if images else f"float32 {spec.layout}"
+        raise BadTensor(f"tensor {spec.name!r} is {given}; this model takes {wanted} with {channels} channels")
+    if 0 in tensor.shape:
+        raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes is at least 1")
 
 
 def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
@@ -261,7 +267,3 @@ class _indexed:
             error.extra["index"] = self.index
             error.detail = f"image {self.index}: {error.detail}"
             error.args = (error.detail,)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

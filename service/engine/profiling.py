@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxcore.extractor import Extractor
+from fxcore.graphs import dtype_name
 from fxcore.photos import check_rows, photos
 from fxcore.profile import Profile, Profiler
 from service.engine.checks import Inputs, timed
@@ -65,5 +66,5 @@ async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) 
         await asyncio.wrap_future(queue.errand(lambda counts=run > 0: profiler.run(counts=counts)))  # type: ignore[misc]
         seconds = await asyncio.wrap_future(queue.errand(lambda: timed(serving, inputs)))
         taken += [1000 * seconds] if run else []
-    precision = "int8" if int8 is not None else str(extractor.dtype).removeprefix("torch.")
+    precision = "int8" if int8 is not None else dtype_name(extractor.dtype)
     return Measured(profiler.result(), precision, backend, statistics.median(taken))

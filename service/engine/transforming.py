@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor, UnknownNode, finite, said
 from fxcore.extractor import Extractor
-from fxcore.graphs import ModelGraph
+from fxcore.graphs import ModelGraph, dtype_name
 from fxcore.photos import check_rows, photos
 from fxcore.preprocessing import Preprocessing
 from fxcore.transforms import (
@@ -169,7 +169,7 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
                 node=output.node,
                 max_rel_error=finite(error),
             )
-    precision = str(record.dtype).removeprefix("torch.")
+    precision = dtype_name(record.dtype)
     return replace(extractor, module=module), Transformed(applied(module), found, precision)
 
 

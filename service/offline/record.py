@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from fxcore.errors import FxError
+from fxcore.graphs import dtype_name
 from service.engine import FeatureOptions
 from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows
@@ -37,7 +38,7 @@ class Record:
             {
                 **output,
                 "shape": list(probe[output["key"]].shape[1:]) if described.one_size else None,
-                "dtype": str(probe[output["key"]].dtype).removeprefix("torch."),
+                "dtype": dtype_name(probe[output["key"]].dtype),
             }
             for output in described.outputs
         ]
