@@ -1,10 +1,8 @@
-"""Names of dtypes on the wire, and the bytes of a tensor without a copy."""
+"""Names of dtypes on the wire."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from torch import Tensor
 
 # The Open Inference Protocol's names, which JSON answers use too.
 V2_NAMES: dict[torch.dtype, str] = {
@@ -32,10 +30,3 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The row-major little-endian bytes of a CPU tensor: its own memory where it is contiguous, as the engine's are."""
-    # By numpy, as every call of torch gives the interpreter's lock away and waits to get it back.
-    array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

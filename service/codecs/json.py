@@ -10,7 +10,8 @@ import orjson
 import torch
 from torch import Tensor
 
-from service.codecs.datatypes import V2_NAMES, raw_bytes
+from service.buffers import raw_bytes
+from service.codecs.datatypes import V2_NAMES
 
 MEDIA_TYPE = "application/json"
 

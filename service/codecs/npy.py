@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from service.buffers import raw_bytes
 from service.codecs import shapes
-from service.codecs.datatypes import raw_bytes
 from service.problems import Refusal
 
 MEDIA_TYPE = "application/x-npy"

@@ -11,8 +11,9 @@ import orjson
 import torch
 from torch import Tensor
 
+from service.buffers import raw_bytes
 from service.codecs import shapes
-from service.codecs.datatypes import SAFETENSORS_NAMES, raw_bytes
+from service.codecs.datatypes import SAFETENSORS_NAMES
 from service.problems import Refusal
 
 MEDIA_TYPE = "application/x-safetensors"

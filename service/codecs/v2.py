@@ -18,9 +18,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from service.buffers import raw_bytes
 from service.codecs import json, shapes
 from service.codecs.compression import decompress
-from service.codecs.datatypes import V2_NAMES, raw_bytes
+from service.codecs.datatypes import V2_NAMES
 from service.codecs.numbers import NUMPY_DTYPES, Document
 from service.problems import Refusal, invalid_request
 from service.schemas_v2 import InferRequest, RequestInput, TensorMetadata

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxcore.decoding import Decoder
-from service.codecs.datatypes import raw_bytes
+from service.buffers import raw_bytes
 from service.engine.threads import alone
 
 LARGEST = 64 * 1024**2
