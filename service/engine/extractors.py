@@ -17,23 +17,23 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fxcore.backends import BACKENDS
 from fxcore.catalog import get_model
 from fxcore.errors import FxError, UnknownModel
 from fxcore.extractor import build_extractor
 from fxcore.graphs import ModelGraph, forget_graph
-from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor, Unsupported
+from service.engine.backends import check_backend
+from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.graphs import graph_bytes, graph_for, idle_graphs, named_graph
 from service.engine.memory import tidy
 from service.engine.models import ModelStore
 from service.engine.names import Names
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
-from service.engine.tiers import Tiers, chosen_backend, names_floats
+from service.engine.tiers import Tiers
 from service.engine.transforming import prepared, steps, transformed
 from service.metrics import Metrics
 
@@ -199,38 +199,44 @@ class Extractors:
 
         Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
         """
-        evicted = False
+        evicted = set()
         while self.bytes() + wanted > self._memory_budget:
-            graphs = idle_graphs(self._graphs())
-            if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
-                self._forget_graph(graphs[0])
-                continue
-            over: dict[ModelKey, list[ExtractorRecord]] = {}
-            for record in self._records.values():
-                if record.run is not None or record.build is not None:
-                    over.setdefault(record.model_key, []).append(record)
-            idle = [key for key in self._models.loaded() if not any(record.busy for record in over.get(key, ()))]
-            if idle:
-                key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
-                for record in over.get(key, ()):
-                    self._unload(record)
-                self._drop(key, "memory_budget")
-                evicted = True
-                log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
-                continue
-            loose = [record for records in over.values() for record in records if not record.busy]
-            if not loose and graphs:
-                self._forget_graph(graphs[0])
-                continue
-            if not loose:
+            kind = self._evict_one()
+            if kind is None:
                 log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
                 if self._later is None:
                     self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
                 break
-            self._unload(min(loose, key=lambda record: record.last_used))
-            evicted = True
-        if evicted:
+            evicted.add(kind)
+        if evicted - {"graph"}:
             self._pool.submit(tidy)
+
+    def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
+        """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
+        graphs = idle_graphs(self._graphs())
+        if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
+            self._forget_graph(graphs[0])
+            return "graph"
+        over: dict[ModelKey, list[ExtractorRecord]] = {}
+        for record in self._records.values():
+            if record.run is not None or record.build is not None:
+                over.setdefault(record.model_key, []).append(record)
+        idle = [key for key in self._models.loaded() if not any(record.busy for record in over.get(key, ()))]
+        if idle:
+            key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
+            for record in over.get(key, ()):
+                self._unload(record)
+            self._drop(key, "memory_budget")
+            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
+            return "weights"
+        loose = [record for records in over.values() for record in records if not record.busy]
+        if loose:
+            self._unload(min(loose, key=lambda record: record.last_used))
+            return "extractor"
+        if graphs:
+            self._forget_graph(graphs[0])
+            return "graph"
+        return None
 
     def _make_room_later(self) -> None:
         self._later = None
@@ -246,7 +252,7 @@ class Extractors:
             )
         entry = get_model(spec.model)
         weights = entry.canonical_weights(spec.weights)
-        _check_backend(spec, self._device, entry.is_quantized(weights))
+        check_backend(spec, self._device, entry.is_quantized(weights))
         return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
         graph = graph_for(spec, entry, weights)
         preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
@@ -371,33 +377,3 @@ def _kept(problem: FxError) -> FxError:
 
 def _overhead(record: ExtractorRecord) -> int:
     return len(record.extractor.module.graph.nodes) * NODE_BYTES if record.extractor is not None else 0
-
-
-def _check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
-    """Whether the backend and the precision that ``spec`` names can be had here, together.
-
-    Raises:
-        Unsupported: they cannot; it says why.
-    """
-    if quantized:  # torch's own int8 kernels, which nothing else knows
-        _check_served("backend", spec.backend, ("auto", "eager"))
-        _check_served("precision", spec.precision, ("float32",))
-    names = ("auto", "eager", "openvino", "inductor")
-    if spec.backend != "auto":
-        why = BACKENDS[spec.backend].unavailable(device, "float32")
-        if why is not None:
-            here = [n for n in names if n == "auto" or BACKENDS[n].unavailable(device, "float32") is None]
-            raise Unsupported("backend", spec.backend, here, why)
-    backend = chosen_backend(spec, device)
-    why = backend.unavailable(device, spec.precision)
-    if why is not None:
-        here = [p for p in PRECISIONS if backend.unavailable(device, p) is None]
-        raise Unsupported("precision", spec.precision, here, why)
-    if spec.precision == "int8" and backend.name != "eager" and names_floats(spec):
-        why = "it quantizes every layer and takes no keep_float"
-        raise Unsupported("backend", spec.backend, ("auto", "eager"), why)
-
-
-def _check_served(field: str, value: str, available: Sequence[str]) -> None:
-    if value not in available:
-        raise Unsupported(field, value, available)

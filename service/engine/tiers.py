@@ -18,15 +18,16 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager, first_choice
+from fxcore.backends import Backend, Lowered, LoweringFailed, Options, faster_than_eager
 from fxcore.backends.eager import EagerInt8
 from fxcore.errors import said
 from fxcore.extractor import Extractor
+from service.engine.backends import chosen_backend
 from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
@@ -36,9 +37,6 @@ from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_on, in_pool
 from service.engine.verdicts import Verdicts
 from service.settings import Settings
-
-if TYPE_CHECKING:
-    from service.schemas import ExtractorSpec
 
 log = logging.getLogger("fxserve.tiers")
 
@@ -326,18 +324,6 @@ class Tiers:
             raise
         except Exception as error:
             raise PassFailed(said(error)) from error
-
-
-def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
-    """The backend that a spec names, or what answers first where it names none."""
-    if spec.backend != "auto":
-        return BACKENDS[spec.backend]
-    return BACKENDS["eager"] if names_floats(spec) else first_choice(device, spec.precision)
-
-
-def names_floats(spec: ExtractorSpec) -> bool:
-    """Whether a spec says which nodes int8 is to leave alone, which torch's own int8 can."""
-    return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)
 
 
 def int8_graph(record: ExtractorRecord) -> fx.GraphModule | None:
