@@ -23,7 +23,7 @@ from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx
 
-from fxcore.errors import FxError, NotTraceable, UnknownNode
+from fxcore.errors import FxError, NotTraceable, UnknownNode, said
 from fxcore.interpreter import Interpreter
 from fxcore.tracing import PATH, public_name, trace
 from fxcore.transforms.base import fork, require_eval
@@ -130,8 +130,7 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
     except FxError:
         raise
     except Exception as error:  # graph mode raises of every kind
-        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
-        raise CannotQuantize(f"torch cannot quantize this module: {type(error).__name__}: {reason}") from error
+        raise CannotQuantize(f"torch cannot quantize this module: {said(error)}") from error
     return Quantized(made.eval(), layers)
 
 

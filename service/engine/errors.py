@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, said
 
 # What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
@@ -109,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that there was not enough memory, on the device or beside it, which may pass."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 class ComputeFailed(EngineError):
@@ -122,8 +122,7 @@ def contained(error: BaseException) -> Exception:
     """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it."""
     if isinstance(error, Exception):
         return error
-    said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    return ComputeFailed(f"what this request needed was ended by {said}", error=said)
+    return ComputeFailed(f"what this request needed was ended by {said(error)}", error=said(error))
 
 
 class UnknownExtractor(EngineError):

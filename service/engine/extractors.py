@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from fxcore.catalog import get_model
-from fxcore.errors import FxError, UnknownModel
+from fxcore.errors import FxError, UnknownModel, said
 from fxcore.extractor import build_extractor
 from fxcore.graphs import ModelGraph, forget_graph
 from service.engine.backends import check_backend
@@ -300,10 +300,10 @@ class Extractors:
             record.state, record.problem = "failed", _kept(problem)
         except Exception as error:
             log.exception("building extractor %s over %s failed", record.id, record.spec.model)
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             record.state = "failed"
             record.problem = ExtractorFailed(
-                f"extractor {record.id} over {record.spec.model} could not be built: {said}", problem={"error": said}
+                f"extractor {record.id} over {record.spec.model} could not be built: {said(error)}",
+                problem={"error": said(error)},
             )
         finally:
             if record.state == "failed":

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxcore.errors import said
 from service.engine.batching import Errand, Item, Job, Queue, Undecoded, announce
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory
 from service.engine.options import FeatureOptions
@@ -121,7 +122,7 @@ class DeviceWorker:
     def _die(self, error: BaseException) -> None:
         """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is lost."""
         self._announce()
-        why = f"the device worker died of {_said(error)}"
+        why = f"the device worker died of {said(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
         for item in batch:
             item.job.fail(NotReady(why, retry_after=1.0))
@@ -162,7 +163,7 @@ class DeviceWorker:
             error = lost.with_traceback(None)
         except Exception as raised:
             # The traceback holds every tensor of the failed forward pass.
-            log.warning("a batch of %d rows failed: %s", _rows(items), _said(raised), exc_info=True)
+            log.warning("a batch of %d rows failed: %s", _rows(items), said(raised), exc_info=True)
             error = raised.with_traceback(None)
         if error is None:
             return
@@ -310,9 +311,4 @@ def _rows(items: Sequence[Item]) -> int:
 def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
-    return ComputeFailed(f"the model failed on this request: {_said(error)}", error=_said(error))
-
-
-def _said(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return ComputeFailed(f"the model failed on this request: {said(error)}", error=said(error))
