@@ -18,6 +18,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -305,6 +306,11 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     subject = f"{noun} {first['field']!r}" if first["field"] else "the body"
     more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
     return Refusal("invalid-request", f"{subject}: {first['message']}{more}", errors=said)
+
+
+def invalid_body(error: ValidationError) -> Refusal:
+    """:func:`invalid_request` for a JSON body that a route validates itself."""
+    return invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
 
 
 def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -24,8 +24,9 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.admission import claim_for_current_request
 from service.engine.errors import DeadlineExceeded
 from service.middleware import header, joined_header
+from service.node_pairs import node_pairs
 from service.problems import Refusal, documented
-from service.schemas import MAX_NODES, ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery, key_fault
+from service.schemas import ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute)
 
@@ -155,23 +156,10 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
     Raises:
         Refusal: 422: an empty name, a key that no output can have, a name given twice with different keys, or too many.
     """
-    pairs: list[tuple[str, str]] = []
-    for part in text.split(","):
-        node, colon, key = (piece.strip() for piece in part.partition(":"))
-        if not node or (colon and not key):
-            raise Refusal(
-                "invalid-request", f"query parameter 'nodes': {part[:100]!r} is not node or node:key", field="nodes"
-            )
-        if max(len(node), len(key)) > 256:
-            raise Refusal(
-                "invalid-request", "query parameter 'nodes': no name or key has over 256 characters", field="nodes"
-            )
-        fault = key_fault(key or node)
-        if fault is not None:
-            raise Refusal("invalid-request", f"query parameter 'nodes': {fault}", field="nodes")
-        pairs.append((node, key or node))
-    if len(pairs) > MAX_NODES:
-        raise Refusal("invalid-request", f"query parameter 'nodes': at most {MAX_NODES} nodes are taken", field="nodes")
+    try:
+        pairs = node_pairs(text)
+    except ValueError as fault:
+        raise Refusal("invalid-request", f"query parameter 'nodes': {fault}", field="nodes") from fault
     if all(node == key for node, key in pairs):
         return [node for node, _ in pairs]
     named = dict(pairs)

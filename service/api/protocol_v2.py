@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from fxcore.errors import FxError
 from service.api.state import State
-from service.problems import KINDS, Refusal, error_response, invalid_request
+from service.problems import KINDS, Refusal, error_response, invalid_body, invalid_request
 from service.schemas_v2 import ErrorV2
 
 TAG = "Open Inference Protocol"
@@ -98,4 +98,4 @@ async def small_json(request: Request, state: State, model: type[Body]) -> Body:
     except orjson.JSONDecodeError as error:
         raise Refusal("invalid-request", f"the body is not JSON: {error.msg}") from error
     except ValidationError as error:
-        raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+        raise invalid_body(error) from error

@@ -17,7 +17,7 @@ from service.api.protocol_v2 import TAG, Name, Route, body, documented, small_js
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
-from service.problems import Refusal, invalid_request
+from service.problems import Refusal, invalid_body
 from service.schemas import ExtractorSpec
 from service.schemas_v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
 
@@ -104,4 +104,4 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
             fields["return_nodes"] = own.return_nodes
         return ExtractorSpec.model_validate(fields)
     except ValidationError as error:
-        raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+        raise invalid_body(error) from error

@@ -102,17 +102,14 @@ def extract(
 
 def _named_nodes(text: str) -> dict[str, str]:
     """``"layer3:C4,layer4"`` → ``{"layer3": "C4", "layer4": "layer4"}``."""
-    from service.schemas import key_fault
+    from service.node_pairs import node_pairs
 
     named: dict[str, str] = {}
-    for part in text.split(","):
-        node, colon, key = (piece.strip() for piece in part.partition(":"))
-        if not node or (colon and not key):
-            raise typer.BadParameter(f"--nodes: {part!r} is not NODE or NODE:KEY")
-        if node in named:
-            raise typer.BadParameter(f"--nodes: {node!r} is named twice")
-        named[node] = key or node
-        fault = key_fault(named[node])
-        if fault is not None:
-            raise typer.BadParameter(f"--nodes: {fault}")
+    try:
+        for node, key in node_pairs(text):
+            if node in named:
+                raise ValueError(f"{node!r} is named twice")
+            named[node] = key
+    except ValueError as fault:
+        raise typer.BadParameter(f"--nodes: {fault}") from fault
     return named

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.codecs import multipart, npy, safetensors
 from service.codecs.negotiation import media_type
-from service.problems import Refusal, invalid_request
+from service.problems import Refusal, invalid_body
 from service.schemas import MAX_IMAGES, ImagesBody
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
@@ -95,7 +95,7 @@ def _json(chunks: list[bytes], first_input: str) -> list[bytes]:
     try:
         body = ImagesBody.model_validate(document)
     except ValidationError as error:
-        raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+        raise invalid_body(error) from error
     images = []
     for index, text in enumerate(body.images):
         try:

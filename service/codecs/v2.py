@@ -23,7 +23,7 @@ from service.codecs import json, shapes
 from service.codecs.compression import decompress
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.numbers import NUMPY_DTYPES, Document
-from service.problems import Refusal, invalid_request
+from service.problems import Refusal, invalid_body
 from service.schemas_v2 import InferRequest, RequestInput, TensorMetadata
 
 BYTES = "BYTES"
@@ -93,7 +93,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
     try:
         request = InferRequest.model_validate(document.value)
     except ValidationError as error:
-        raise invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()]) from error
+        raise invalid_body(error) from error
     images: list[bytes] | None = None
     tensors: dict[str, Tensor] = {}
     position = len(data) if length is None else length
