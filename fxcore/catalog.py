@@ -61,6 +61,13 @@ _BUILD_LOCK = threading.RLock()
 class WeightsInfo:
     """One set of published weights of a model.
 
+    Attributes:
+        name: the enum member's name, such as ``IMAGENET1K_V1``.
+        url: where torchvision downloads them from.
+        num_params: number of parameters of the model that they are for.
+        metrics: the published accuracies, by data set.
+        categories: names of the classes, in order of the outputs; empty where there are none.
+
     >>> info = get_model("resnet18").weights_info("DEFAULT")
     >>> info.name, info.num_params, info.categories[281]
     ('IMAGENET1K_V1', 11689512, 'tabby')
@@ -94,6 +101,7 @@ class ModelEntry:
         published: the published weights by name, in the order of the registry.
         default_weights: the name that ``DEFAULT`` stands for, or None where nothing is published.
         transforms: weights name → a callable that makes the preprocessing that was used with those weights.
+        meta: weights name → all that torchvision says of those weights.
 
     >>> entry = get_model("resnet50")
     >>> entry.task, entry.weights, entry.canonical_weights("DEFAULT")

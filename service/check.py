@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -163,13 +162,3 @@ def _folder(about: str, folder: Path, otherwise: str, told: str) -> Finding:
     if os.access(there, os.W_OK):
         return Finding(about, str(folder), f"{told}; writable, {free:.0f} GiB free", "ok" if free > 1 else "note")
     return Finding(about, str(folder), f"{told}; not writable: {otherwise}", "note")
-
-
-def main(settings: Settings) -> None:
-    """Print the findings; exit status 1 where one is a problem."""
-    from service import tables
-
-    found = findings(settings)
-    tables.show(tables.findings(found))
-    if any(finding.verdict == "problem" for finding in found):
-        sys.exit(1)

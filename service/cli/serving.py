@@ -95,9 +95,13 @@ def check() -> None:
     fxserve check
     FXSERVE_WORKERS=2 fxserve check
     """
-    from service.check import main
+    from service import tables
+    from service.check import findings
 
-    main(settings_of({}))
+    found = findings(settings_of({}))
+    tables.show(tables.findings(found))
+    if any(finding.verdict == "problem" for finding in found):
+        raise typer.Exit(1)
 
 
 def key(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fxcore.backends.base import storages_of, tensors_of
 from fxcore.catalog import ModelEntry
 from fxcore.weights import load_model
 from service.engine.records import PRECISIONS, ModelKey
@@ -80,9 +81,4 @@ class ModelStore:
         module = load_model(entry, weights, self._weights_dir)
         if self._device.type != "cpu" or precision != "float32":
             module.to(self._device, PRECISIONS[precision])
-        tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(module)}
-        return LoadedModel(module, sum(tensors.values()))
-
-
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+        return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))

@@ -44,20 +44,28 @@ class ExtractorRecord:
         id: hash of everything that decides the values it gives.
         spec: as it was first asked for.
         name: the name last given to it.
+        entry: its model.
         weights: canonical name of the weights.
+        device: where it runs: ``cpu``, ``cuda:0``.
         inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
         fingerprint: of the model's graph.
         held: the model's annotated graph while anything of the extractor is in memory; see :attr:`graph`.
         return_nodes: key → node, resolved, in the order asked for.
+        preprocessing: makes its inputs of images.
         state: ``building``, ``ready`` or ``failed``.
         problem: why, when it failed.
         extractor: what was built; None until then and once it was evicted from memory, after which the next request
             builds it again. ``outputs`` and the rest stay.
+        outputs: what it returns, in the order asked for; known once it was built.
         backend: what computes it.
         checks: how far the backend's values are from eager float32; None where it *is* that.
         pinned: preloaded, never evicted.
+        build: the task that builds it, while it does.
         run: what computes a batch, called with the model's inputs in order, on the device. Another backend takes over
             by replacing it; the worker reads it once a batch.
+        users: how many requests and builds keep it in memory now; see :meth:`in_use`.
+        last_used: when the last of them ended, on the clock of ``time.monotonic()``.
+        row_sizes: what a row takes, by its shape; see :mod:`service.engine.sizes`.
         images: how many it has answered.
         tier: the search for a faster backend, once that has begun.
         transformed: what the transforms did, where there are any.
