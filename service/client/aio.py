@@ -35,23 +35,18 @@ class AsyncClient(Common):
 
     async def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
         """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
-        query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
-        found: list[dict[str, Any]] = (await self._run(flows.fetch("/v1/models", self.patience, query)))["models"]
-        return found
+        return await self._run(flows.models(task, q, self.patience))
 
     async def model(self, model: str) -> dict[str, Any]:
         """One model: its weights, inputs, preprocessing and levels."""
-        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model), self.patience))
-        return found
+        return await self._run(flows.model(model, self.patience))
 
     async def nodes(self, model: str, *, transforms: Literal["attention_maps"] | None = None) -> dict[str, Any]:
         """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
 
         ``transforms``: list the nodes that this transform brings, too.
         """
-        query = {"transforms": transforms} if transforms is not None else None
-        found: dict[str, Any] = await self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience, query))
-        return found
+        return await self._run(flows.nodes(model, transforms, self.patience))
 
     async def extractor(
         self,

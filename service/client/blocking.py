@@ -36,23 +36,18 @@ class Client(Common):
 
     def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
         """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
-        query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
-        found: list[dict[str, Any]] = self._run(flows.fetch("/v1/models", self.patience, query))["models"]
-        return found
+        return self._run(flows.models(task, q, self.patience))
 
     def model(self, model: str) -> dict[str, Any]:
         """One model: its weights, inputs, preprocessing and levels."""
-        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model), self.patience))
-        return found
+        return self._run(flows.model(model, self.patience))
 
     def nodes(self, model: str, *, transforms: Literal["attention_maps"] | None = None) -> dict[str, Any]:
         """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
 
         ``transforms``: list the nodes that this transform brings, too.
         """
-        query = {"transforms": transforms} if transforms is not None else None
-        found: dict[str, Any] = self._run(flows.fetch(flows.model_path(model, "nodes"), self.patience, query))
-        return found
+        return self._run(flows.nodes(model, transforms, self.patience))
 
     def extractor(
         self,
@@ -149,7 +144,8 @@ class Client(Common):
     def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
         """Run flows at the same time; the first error ends them all."""
         if len(all_flows) == 1:
-            return self._run(all_flows[0])
+            self._run(all_flows[0])
+            return
         pool = ThreadPoolExecutor(min(self.concurrency, len(all_flows)), "fxserve-client")
         running = [pool.submit(self._run, flow) for flow in all_flows]
         try:

@@ -80,6 +80,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Answer:
+    """What came of a :class:`Send`; ``content`` is the body."""
+
     status: int
     headers: Mapping[str, str]
     content: Buffer
@@ -98,6 +100,7 @@ class Receiver:
         self._filled = 0
 
     def feed(self, chunk: bytes) -> None:
+        """Take the next piece of the body."""
         end = self._filled + len(chunk)
         if end > len(self._content):  # no Content-Length: it was sent in chunks
             larger = np.empty(max(end, 2 * len(self._content)), np.uint8)
@@ -107,6 +110,7 @@ class Receiver:
         self._filled = end
 
     def answer(self) -> Answer:
+        """The answer, once all of its body has been fed."""
         return Answer(self._response.status_code, self._response.headers, self._content[: self._filled])
 
 
@@ -155,16 +159,38 @@ def fetch(path: str, patience: Patience, query: Mapping[str, str | int] | None =
     return _json((yield from exchange(Send("GET", path, query or {}), patience)))
 
 
+def models(task: str | None, q: str | None, patience: Patience) -> Flow[list[dict[str, Any]]]:
+    """The models that are served; of one ``task``, or with ``q`` in the name."""
+    query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
+    found: list[dict[str, Any]] = (yield from fetch("/v1/models", patience, query))["models"]
+    return found
+
+
+def model(name: str, patience: Patience) -> Flow[dict[str, Any]]:
+    """What the server says of one model."""
+    found: dict[str, Any] = yield from fetch(model_path(name), patience)
+    return found
+
+
+def nodes(name: str, transforms: str | None, patience: Patience) -> Flow[dict[str, Any]]:
+    """The nodes of one model, with those that ``transforms`` brings."""
+    query = {"transforms": transforms} if transforms is not None else {}
+    found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), patience, query)
+    return found
+
+
 def delete(path: str, patience: Patience) -> Flow[None]:
     """Delete what is at ``path``."""
     yield from exchange(Send("DELETE", path), patience)
 
 
 def model_path(model: str, *rest: str) -> str:
+    """The path of a model, or of what is below it; any name is safe in it."""
     return "/".join(["/v1/models", quote(model, safe=""), *rest])
 
 
 def extractor_path(id_or_name: str, *rest: str) -> str:
+    """The path of an extractor, or of what is below it; any name is safe in it."""
     return "/".join(["/v1/extractors", quote(id_or_name, safe=""), *rest])
 
 
