@@ -1,0 +1,82 @@
+"""Backends that stand where OpenVINO stands, with a fault or under a test's control."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import torch
+
+from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
+from service.engine import ExtractorRecord
+
+
+class Broken:
+    """Eager with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size`` or ``none``."""
+
+    name = "openvino"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def unavailable(self, device: torch.device, precision: str) -> str | None:
+        return None
+
+    def lower(self, module: Any, example: Any, options: Options) -> Lowered:
+        if self.fault == "fails":
+            raise LoweringFailed("lowering to openvino failed: no such operation", backend=self.name)
+        eager = BACKENDS["eager"].lower(module, example, options)
+        fault, batches = self.fault, 0
+
+        class Run:
+            def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+                nonlocal batches
+                batches += 1
+                if fault == "slower":
+                    time.sleep(0.3)
+                if fault == "breaks later" and batches > 6:
+                    raise RuntimeError("lost its mind")
+                if fault == "one size" and inputs[0].shape[-2:] != (224, 224):
+                    raise RuntimeError("Shape mismatch")
+                return {k: v * 1.01 if fault == "differs" else v for k, v in eager(*inputs).items()}
+
+            def storages(self) -> dict[int, int]:
+                return {}
+
+        return Run()
+
+
+class Held(Broken):
+    """Lowers once it is let go, unless it is cancelled before, as the process that OpenVINO lowers in may be."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.begun: list[list[str]] = []
+        self.cancelled: list[threading.Event] = []
+        self.open = threading.Event()
+
+    def lower(self, module: Any, example: Any, options: Options) -> Lowered:
+        self.cancelled.append(options.cancelled)
+        self.begun.append(list(module.graph.output_node().args[0]))
+        while not self.open.wait(0.01):
+            if options.cancelled.is_set():
+                raise LoweringFailed("was cancelled", backend=self.name)
+        return super().lower(module, example, options)
+
+    async def began(self, *nodes: str) -> None:
+        """Wait until extractors of a node each, ``nodes``, were begun to be lowered."""
+        for _ in range(1000):
+            if len(self.begun) >= len(nodes):
+                break
+            await asyncio.sleep(0.01)
+        assert self.begun == [[node] for node in nodes]
+
+
+async def settled(record: ExtractorRecord) -> dict[str, Any]:
+    """The record's checks once the search for a faster backend is over."""
+    assert record.tier is not None
+    await asyncio.wait_for(asyncio.shield(record.tier), 120)
+    assert record.checks is not None
+    return record.checks

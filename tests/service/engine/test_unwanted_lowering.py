@@ -1,0 +1,104 @@
+"""What nobody wants any more is not lowered, and what is being lowered for it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fxcore.backends import BACKENDS
+from service.engine import Engine
+from service.engine.errors import BackendRefused
+from tests.service.engine.running import MakeEngine, built, spec, tensors
+from tests.service.engine.stand_ins import Held, settled
+
+pytestmark = pytest.mark.anyio
+pytest.importorskip("openvino")
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held()
+    monkeypatch.setitem(BACKENDS, "openvino", held)
+    yield held
+    held.open.set()
+
+
+@pytest.mark.parametrize("action", ["delete", "unload"])
+async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Held, action: str) -> None:
+    """Who is wanted does not wait for it, nor is it begun when a request ends that was on its way."""
+    async with engine(lowering=True, max_batch=2) as running:
+        nodes = ("features.3", "features.4", "features.5", "features.6")
+        lowering, queued, unused, wanted = [await built(running, nodes=[node]) for node in nodes]
+        for record in (lowering, queued):
+            await running.features(record, tensors(*range(16)))
+        await held.began("features.3")
+        for record in (lowering, queued, unused):
+            await getattr(running, action)(record.id)
+        await running.features(unused, tensors(*range(16)))
+        assert unused.tier is None
+        await running.features(wanted, tensors(0))
+        await held.began("features.3", "features.6")
+        held.open.set()
+        await settled(wanted)
+        assert [record.tier is not None and record.tier.cancelled() for record in (lowering, queued)] == [True, True]
+        assert [record.backend for record in (lowering, queued)] == ["eager", "eager"]
+        if action == "unload":
+            known = running.find(queued.id)
+            await running.features(known, tensors(*range(16)))
+            await settled(known)
+            await held.began("features.3", "features.6", "features.4")
+
+
+async def test_a_build_that_nobody_wants_lowers_nothing(engine: MakeEngine, held: Held) -> None:
+    async with engine() as running:
+        await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        await held.began("features.3")  # builds begin at once, in an order of their own
+        await running.extractor(spec(nodes=["features.4"], backend="openvino"))
+        records = running.list()
+        builds = [record.build for record in records if record.build is not None]
+        assert len(builds) == 2
+        for record in records:
+            await running.delete(record.id)
+        await asyncio.wait_for(asyncio.gather(*builds), 20)
+        for record in records:
+            assert isinstance(record.problem, BackendRefused)
+            assert "cancelled" in record.problem.detail
+        await held.began("features.3")
+
+
+async def test_a_request_has_what_it_waits_for_lowered(engine: MakeEngine, held: Held) -> None:
+    """Deleting lets it end normally."""
+    async with engine() as running:
+        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        request = asyncio.create_task(running.features(record, tensors(0)))
+        await held.began("features.3")
+        await running.delete(record.id)
+        held.open.set()
+        assert (await request).images == 1
+
+
+async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held) -> None:
+    async with engine(lowering=True) as running:
+        improved = await built(running, nodes=["features.3"])
+        await running.features(improved, tensors(0))
+        await held.began("features.3")
+        named, _ = await running.extractor(spec(nodes=["features.4"], backend="openvino"))
+        await held.began("features.3", "features.4")
+        build = named.build
+    assert build is not None
+    await asyncio.wait_for(build, 20)
+    assert [cancelled.is_set() for cancelled in held.cancelled] == [True, True]
+
+
+async def test_closing_does_not_wait_for_a_lowering(engine: MakeEngine, jpegs: list[bytes], tmp_path: Path) -> None:
+    async with engine(lowering=True, cache_dir=tmp_path) as running:
+        record = await built(running, backend="auto")
+        await running.features(record, jpegs)
+        await asyncio.sleep(0.5)
+        started = time.monotonic()
+        await Engine.close(running, 1)
+        assert time.monotonic() - started < 5
