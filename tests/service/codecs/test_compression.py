@@ -52,3 +52,9 @@ def test_the_limit_holds_within_a_step_and_after_the_last_byte():
 def test_other_libraries_unpack_what_is_packed(encoding, unpack):
     parts = [JSON, memoryview(bytes(3 * STEP + 5)), b"", JSON]
     assert unpack(b"".join(compress(parts, encoding))) == b"".join(parts)
+
+
+def test_unpacking_stops_at_the_limit():
+    assert decompress(gzip.compress(b"x" * 1000), "gzip", 1000) == b"x" * 1000
+    with pytest.raises(Refusal, match="more than 999 bytes"):
+        decompress(gzip.compress(b"x" * 1000), "gzip", 999)

@@ -1,0 +1,32 @@
+"""Long arrays of numbers, against the standard library's JSON."""
+
+import json
+
+import numpy as np
+import pytest
+
+from service.codecs.numbers import Document
+from service.problems import Refusal
+
+
+def test_long_arrays_are_read_as_a_json_parser_reads_them():
+    values = np.random.default_rng(0).normal(size=(3, 50, 41)).astype(np.float32) * 1e3
+    for indent in (None, 1):
+        text = bytearray(json.dumps({"a": values.tolist(), "b": [1, 2], "c": "[1,2" * 3000}, indent=indent), "ascii")
+        document = Document(text, len(text))
+        assert not isinstance(document.value["a"], list)
+        assert document.value["b"] == [1, 2]
+        assert document.value["c"] == "[1,2" * 3000
+        assert np.array_equal(document.numbers(document.value["a"], values.size, "FP32", "a"), values.ravel())
+        with pytest.raises(Refusal, match="needs 6151 values"):
+            document.numbers(document.value["a"], values.size + 1, "FP32", "a")
+        with pytest.raises(Refusal, match="has more"):
+            document.numbers(document.value["a"], values.size - 1, "FP32", "a")
+
+
+@pytest.mark.parametrize("spoiled", ["1 2", "1,,2", "[1]2", "--1", "1e", "[]", "01"])
+def test_long_arrays_that_are_no_numbers(spoiled):
+    text = bytearray(b'{"a":[' + b"1," * 4000 + spoiled.encode() + b"]}")
+    document = Document(text, len(text))
+    with pytest.raises(Refusal):
+        document.numbers(document.value["a"], 4001, "FP32", "a")
