@@ -1,9 +1,9 @@
 """Encoded bytes → a model's input, several times faster than :mod:`fxcore.images` and within a grey level of it.
 
-Of a 500 x 375 photograph, on one thread: 1.0 ms where PIL and torchvision's transform take 2.8.
+A 500 x 375 photograph takes 1.0 ms on one thread, where PIL and torchvision's transform take 2.8.
 
-- JPEG files are decoded by libjpeg-turbo (simplejpeg), bit for bit as PIL does, without the interpreter's lock. What it
-  does not take, or finds the slightest fault with, PIL decodes or refuses.
+- JPEG files are decoded by libjpeg-turbo (simplejpeg), bit for bit as PIL does, without the GIL. What it does not take,
+  or finds the slightest fault with, PIL decodes or refuses.
 - Bilinear resizing is torch's, on bytes, with antialiasing: 0.16 ms instead of 0.9. It rounds between its two passes as
   PIL does, so values differ by one grey level at most; by two where both passes meet an exact tie, which a few sizes
   (336 to 312 pixels) do for one value in 10,000. Resampling nothing but the crop was tried: PIL's ``box``
@@ -15,7 +15,7 @@ Of a 500 x 375 photograph, on one thread: 1.0 ms where PIL and torchvision's tra
   that are needed in each direction. Pixels are then off by 0.2 levels in the mean and by up to 10 at hard edges, and
   the cosine of features is over 0.9998. It saves a sixth of the time and most of the memory.
 
-Views are made by NumPy here: every call of torch gives the interpreter's lock away, and waits to get it back.
+Views are made by NumPy here: each call into torch releases the GIL and has to wait for it again.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def decode(data: bytes, max_pixels: int | None = None) -> Tensor:
 class Decoder:
     """Does what ``preprocessing`` does, from encoded bytes or from pixels.
 
-    It is safe to call from several threads; set torch to one thread in each of them.
+    Several threads may use it; torch should be set to one thread in each of them.
 
     Attributes:
-        dtype: of the rows that images become: uint8, resized and cropped but not normalised yet; or float32, where the
-            preprocessing is another than resizing, cropping and normalising.
-        plain: whether it is no other: resizing (bilinear, antialiased), cropping and normalising.
+        plain: whether the preprocessing is no more than bilinear, antialiased resizing, cropping and normalising.
+        dtype: of the rows that images become: uint8 where ``plain``, resized and cropped but not normalised yet; else
+            float32.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:
@@ -149,8 +149,7 @@ class Decoder:
         return lines, columns
 
     def _line(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
-        """What normalises a line of pixels, ``[width, 3]`` each: torch computes whole lines at once then, where it
-        would go through pixels of three values one by one."""
+        """Bias and scale for a line of pixels, ``[width, 3]`` each: with ``[3]`` torch would compute pixel by pixel."""
         line = self._lines.get((device, width))
         if line is None:
             if len(self._lines) >= _REMEMBERED_WIDTHS:

@@ -16,35 +16,35 @@ from fxcore.errors import BadImage, ImageTooLarge
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
-# Blocks of a JPEG file that say nothing of its pixels or of which side is up (ITU-T T.81, table B.1): tables, comments,
-# and what applications put there, all but APP1, which is EXIF or XMP.
-_JPEG_PASSED_OVER = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
+# Segments of a JPEG file that decide neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
+# and the applications' own, all but APP1, which is EXIF or XMP.
+_JPEG_SKIPPED = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
 _JPEG_PROGRESSIVE = 0xC2
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
-_JPEG_BLOCK = struct.Struct(">BBHBHHB")
-"""A marker, a length, and what a frame says: bits of a value, height, width, components. A scan says its components
-first."""
-_JPEG_BLOCKS = 64
-"""More blocks than cameras and programs write before the first scan."""
+_JPEG_SEGMENT = struct.Struct(">BBHBHHB")
+"""A marker, a length, and what follows in a frame: bits of a value, height, width, components. In a scan the components
+come first."""
+_MAX_JPEG_SEGMENTS = 64
+"""More segments than cameras and programs write before the first scan."""
 
 MAX_SCANS = 100
-"""Of a JPEG file, as libtiff has it; progressive ones have ten or so. Each costs a pass over all pixels, however few
-bytes it has: a file of 78 KB with 500 took 19 s."""
+"""Most scans of a JPEG file, the limit that libtiff has too; progressive files have about ten. Each scan costs a pass
+over all pixels, however few bytes it has: a file of 78 KB with 500 took 19 s."""
 
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _JPEG_END = 0xD9
 
-# What may say how a PNG is turned. It may come after the pixels.
+# Chunks of a PNG that may hold its orientation. They may come after the pixels.
 _PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 
-# The largest size is decided by the caller from the header; PIL's own limit would only add a second answer.
+# The caller limits the size, by the header; PIL's own limit would only add a second answer.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
-# Palettes with transparency and odd EXIF are converted all the same. Said once for the process: ``catch_warnings`` is
-# made for one thread, and in several its list of filters grew with every image.
+# Palettes with transparency and odd EXIF are converted all the same. Filtered once for the process: ``catch_warnings``
+# is made for one thread, and in several its list of filters grew with every image.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
@@ -68,9 +68,9 @@ def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
 
 
 def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int] | None:
-    """Height and width of a JPEG file in grey or colour that nothing turns; None of anything else, for PIL to look at.
+    """Height and width of a JPEG file in grey or colour without an EXIF orientation; None of anything else.
 
-    It takes a tenth of what PIL does, and never waits for the interpreter's lock.
+    It takes a tenth of the time that PIL does, and never waits for the GIL.
 
     Raises:
         BadImage: over :data:`MAX_SCANS` scans.
@@ -81,13 +81,13 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
     size: tuple[int, int] | None = None
     components = frame = 0
     place = 2
-    for _ in range(_JPEG_BLOCKS):
-        if place + _JPEG_BLOCK.size > len(data):
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        if place + _JPEG_SEGMENT.size > len(data):
             return None
-        start, kind, length, first, height, width, last = _JPEG_BLOCK.unpack_from(data, place)
+        start, kind, length, first, height, width, last = _JPEG_SEGMENT.unpack_from(data, place)
         if start != 0xFF:
             return None
-        if kind == _JPEG_SCAN:  # PIL heeds every block before this one
+        if kind == _JPEG_SCAN:  # PIL reads every segment before this one
             if frame == _JPEG_PROGRESSIVE or first != components:  # else this scan is the only one
                 _check_scans(data)
             return size
@@ -96,7 +96,7 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
             if first != 8 or components not in (1, 3) or 0 in size:
                 return None
             _check_pixels(height, width, max_pixels)
-        elif kind not in _JPEG_PASSED_OVER:
+        elif kind not in _JPEG_SKIPPED:
             return None
         place += 2 + length
     return None

@@ -24,14 +24,15 @@ _REMEMBERED_SHAPES = 64
 _FIXED_ROWS = 8
 _FIXED_WEIGHTS = 32 * 1024**2
 _FIXED_BYTES = 256 * 1024**2
-"""Batches of up to so many rows have a model of their size, where weights take at most that, and all of them this.
+"""Batches of at most ``_FIXED_ROWS`` rows get a model of their own size, where the weights take at most
+``_FIXED_WEIGHTS`` bytes and all such models together at most ``_FIXED_BYTES``.
 
-OpenVINO prepares a model of any size anew for each batch that is not of the last one's, and cannot choose its kernels
-for the size. On two cores a model of fixed size took 0.81 to 0.97 of the time of one of any size for 1, 4 and 8 rows of
-mobilenet_v3_small and _large, efficientnet_b0, squeezenet1_1 and shufflenet_v2_x1_0, and 0.56 to 0.97 after a batch of
-another size. The service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connections, 0.98 to 1.17 times
-at 32, and a single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so
-that resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
+OpenVINO prepares a model of any size anew whenever the batch size changes, and cannot choose its kernels for it. On two
+cores a model of fixed size took 0.81 to 0.97 of the time of one of any size for 1, 4 and 8 rows of mobilenet_v3_small
+and _large, efficientnet_b0, squeezenet1_1 and shufflenet_v2_x1_0, and 0.56 to 0.97 after a batch of another size. The
+service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connections, 0.98 to 1.17 times at 32, and a
+single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so that
+resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
 """
 
 Shapes = tuple[torch.Size, ...]
@@ -125,12 +126,12 @@ class OpenVINOModule:
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         shapes = tuple(x.shape for x in inputs)
         known = self._fixed.get(shapes) or self._fix(shapes) or self._seen.get(shapes)
-        # Which shapes come out is known only afterwards; from then on, unless the values decide it, their memory is
-        # given beforehand.
+        # The outputs' shapes are known only after a first pass; from then on, unless they depend on values, their
+        # memory is allocated beforehand.
         request = self._any_size.create_infer_request() if known is None else known.request
         given = []  # OpenVINO does not keep the memory that it is given
         for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
-            # By NumPy, as every call of torch gives the interpreter's lock away and waits to get it back.
+            # By NumPy: each call into torch releases the GIL and has to wait for it again.
             array = (x.detach() if x.requires_grad else x).numpy()
             given.append(np.ascontiguousarray(array.transpose(0, 2, 3, 1) if channels_last else array))
             request.set_input_tensor(place, self._tensor(given[place], shared_memory=True))
@@ -138,7 +139,7 @@ class OpenVINOModule:
             arrays = [np.empty(shape, dtype) for shape, dtype in known.outputs]
             for place, array in enumerate(arrays):
                 request.set_output_tensor(place, self._tensor(array, shared_memory=True))
-            request.infer(share_outputs=True)  # else it returns a copy of them all, which nobody looks at
+            request.infer(share_outputs=True)  # otherwise it returns copies of them all, which nobody reads
         else:
             request.infer(share_outputs=True)
             arrays = [tensor.data.copy() for tensor in request.output_tensors]

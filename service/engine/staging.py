@@ -1,8 +1,8 @@
 """Memory that batches are put together in, and copies out of them.
 
-Every call of torch gives the interpreter's lock away, and on a busy server waits for 0.1 ms to get it back: with a
-dozen calls a batch and two a row the device worker lost a tenth of its time. So it makes few of them: views are kept,
-and NumPy allocates.
+Each call into torch releases the GIL, and on a busy server waits 0.1 ms to get it back: with a dozen calls a batch and
+two a row the device worker lost a tenth of its time. So there are few of them here: views are kept, and NumPy
+allocates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from service.engine.threads import alone
 LARGEST = 64 * 1024**2
 """Bytes that stay taken for each input of a model; larger batches get memory of their own."""
 
-_HELD = 1024**2
-"""Up to so many bytes, copying takes less than getting the interpreter's lock back after giving it away."""
+_COPIED_WITH_GIL = 1024**2
+"""Most bytes that are copied without releasing the GIL: copying them takes less time than getting it back would."""
 
 _REMEMBERED_VIEWS = 64
 
@@ -136,7 +136,7 @@ def copy_rows(whole: Tensor, start: int, values: Tensor) -> None:
 
 
 def _copy(to: memoryview, of: memoryview) -> None:
-    if len(of) <= _HELD:
+    if len(of) <= _COPIED_WITH_GIL:
         to[:] = of
     else:
         np.frombuffer(to, np.uint8)[:] = np.frombuffer(of, np.uint8)

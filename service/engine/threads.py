@@ -20,18 +20,18 @@ T = TypeVar("T")
 _SWITCH_SECONDS = 0.001
 
 ANSWERING, DECODING = 5, 10
-"""How much less urgent than computing they are, in steps of nice, each of which is worth a fifth of a core's time."""
+"""How far below computing their priority is, in steps of nice, each worth a fifth of a core's time."""
 
 # Read once: a thread that serves a second time must not go lower still, and cannot come back up.
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 
 def switch_often() -> None:
-    """Have threads of this process give the interpreter's lock away after a millisecond to those that wait for it.
+    """Have threads of this process release the GIL after a millisecond when others wait for it.
 
-    The usual five are a fifth of a batch. The device worker waits for the lock after every forward pass, while the
-    event loop answers for the batch before. With one, resnet50 was answered 1.03 times as often at 8 connections, and
-    mobilenet_v3_small 1.02 to 1.05 times at 32 and 0.98 to 1.10 times at 8 (medians of seven turns, 2 cores).
+    Python's default of five is a fifth of a batch. The device worker waits for the GIL after every forward pass, while
+    the event loop answers for the batch before. With one, resnet50 was answered 1.03 times as often at 8 connections,
+    and mobilenet_v3_small 1.02 to 1.05 times at 32 and 0.98 to 1.10 times at 8 (medians of seven turns, 2 cores).
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
 
@@ -55,10 +55,10 @@ def compute_on(device: torch.device, threads: int) -> None:
 
 
 def give_way(steps: int) -> None:
-    """Where cores are short, let the calling thread, and those it starts from now on, go after the device worker.
+    """Lower the priority of the calling thread, and of those it starts from now on, below the device worker's.
 
-    Nothing goes on without that one, and its layers' work is shared among threads, so that what holds one up holds up
-    all. Decoding comes last because it is ahead anyway. With decoders at 3 to 10 two cores answered 1.08 to 1.11 times
+    Everything waits for that one, and each layer's work is shared among its threads, so that a delay of one delays all.
+    Decoding comes last because it is ahead anyway. With decoders at 3 to 10 two cores answered 1.08 to 1.11 times
     as much of mobilenet_v3_small at 8 connections, and 1.02 to 1.04 times at 32; with the event loop at 5, too, and
     decoders at 10, 1.04 times that at both, resnet50 and a single connection as before (medians of 15 to 40 turns).
     OpenVINO's own threads come from one that lowers, and keep its priority; with the device worker's it was 0.97 to
@@ -73,7 +73,7 @@ def give_way(steps: int) -> None:
 
 
 def decode_only() -> None:
-    """Make the calling thread one that decodes beside threads that compute: alone, and after them."""
+    """Make the calling thread a decoder: torch uses no other thread for it, and it comes after those that compute."""
     compute_with(1)
     give_way(DECODING)
 

@@ -279,9 +279,9 @@ def _split(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 
 def _on_cpu(values: Tensor) -> Tensor:
-    """``values.cpu()``, which gives the interpreter's lock away even where there is nothing to do.
+    """``values.cpu()``, not called where there is nothing to do, because it releases the GIL even then.
 
-    What comes from a device was put into the order of an answer there, many times faster than it would be here.
+    Values are made contiguous on their device, which is many times faster there than on the CPU.
     """
     return values.contiguous().cpu() if values.device.type != "cpu" else values
 
