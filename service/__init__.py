@@ -2,6 +2,6 @@
 
 import os
 
-# OpenMP threads that wait for each other spin by default, and one that spins keeps the core from whom it waits for:
-# with others on the same cores, eager batches took up to eighty times as long. Read when torch is loaded, so set here.
+# By default OpenMP threads spin while they wait, which keeps a shared core from the very thread they wait for: eager
+# batches took up to eighty times as long. The variable is read when torch is loaded, so it is set here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

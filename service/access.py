@@ -31,7 +31,7 @@ _KEY = "fxserve.key"
 
 
 class Access:
-    """Names the client of a request for admission's sake, and lets in only who may do what it asks.
+    """Tells admission who each request's client is, and refuses what the client's key does not allow.
 
     Args:
         app: what comes next.
@@ -90,7 +90,7 @@ class Access:
         return key
 
     def _check_origin(self, origin: bytes | None) -> None:
-        """A browser sends some POSTs of any page to anywhere, without asking first and with no right to the answer."""
+        """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight."""
         if "*" not in self.origins and (origin or b"").decode("latin-1") not in self.origins:
             raise Refusal("forbidden", "web pages of other origins may not do this; FXSERVE_CORS_ORIGINS lists who may")
 
@@ -105,13 +105,13 @@ def forbidden(key: Key, what: str) -> Refusal:
 
 
 def may_build(request: Request) -> bool:
-    """Whether a request may make extractors and load weights, also on its way to something else."""
+    """Whether a request may have extractors made and weights loaded, be it only as a step towards its answer."""
     key: Key | None = request.scope.get(_KEY)
     return key is None or key.scope == "admin"
 
 
 async def require_admin(request: Request) -> None:
-    """A dependency of routes that are reads by their method only.
+    """A dependency of routes that need a key of scope admin though their method only reads.
 
     Raises:
         Refusal: 403.
@@ -122,7 +122,7 @@ async def require_admin(request: Request) -> None:
 
 
 def address(scope: Scope) -> str:
-    """Where a request comes from. One IPv6 client has 2**64 addresses: what counts is its network."""
+    """The IP address that a request comes from; of IPv6 its /64 network, all of which one client may use."""
     client = scope.get("client")
     return "" if client is None else _network(client[0])
 

@@ -33,7 +33,7 @@ ones you want, POST images, get tensors. Errors are `application/problem+json` (
 answers HEAD, too."""
 
 
-# The reference is FastAPI's own page, which loads its scripts from where FastAPI says.
+# The page at /docs is FastAPI's own, which loads its scripts from these hosts.
 DOCS_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; style-src 'unsafe-inline' "
     "https://cdn.jsdelivr.net; img-src data: https://fastapi.tiangolo.com; connect-src 'self'; frame-ancestors 'none'"

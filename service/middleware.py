@@ -1,4 +1,4 @@
-"""What happens to every request: an id, a count, limits on its body, and an answer even where our code is wrong.
+"""What every request gets: an id, metrics, limits on its body, and an answer even where our code is wrong.
 
 Plain ASGI, because ``BaseHTTPMiddleware`` hides a client's leaving from the routes.
 """
@@ -33,17 +33,17 @@ access = logging.getLogger("fxserve.access")
 REQUEST_ID_LENGTH = 128
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
-# Unread bytes make closing a connection a reset, which can take the answer with it. So a client that is sending when it
-# is refused gets this long to notice. What comes is thrown away, until it pauses or there is too much of it.
+# Closing a connection with unread bytes resets it, and the client may lose the answer. So a client that is still
+# sending when it is refused gets this long to notice; what it sends is thrown away, until it pauses or sends too much.
 LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
 LINGER_BYTES = 16 * 1024**2
 
 MIN_BYTES_PER_SECOND = 64 * 1024
-"""Half a megabit: what is slower holds memory that others could use."""
+"""Half a megabit; slower clients hold memory that others could use."""
 
 MAX_OTHER_BYTES = 2 * 1024**2
-"""Of a body that carries no images: a spec of the most nodes with the longest names is half of it. Some are parsed on
-the event loop, at two hundred megabytes a second, into objects of ten times their size."""
+"""Largest body without images: twice a spec of the most nodes with the longest names. Some bodies are parsed on the
+event loop, at 200 MB/s, into objects of ten times their size."""
 
 _WITH_IMAGES = ("/features", "/infer")
 
@@ -160,7 +160,7 @@ def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:
 
 
 class HeadAsGet:
-    """A HEAD is what the GET would have been: the same head, whose body the server leaves away."""
+    """Answers HEAD as GET; the server leaves out the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -169,7 +169,7 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
-        asked = {**scope, "method": "GET"}  # the server looks into its own to know what it must leave away
+        asked = {**scope, "method": "GET"}  # a copy: the server leaves out the body by the method in its own
         try:
             await self.app(asked, receive, send)
         finally:
@@ -178,7 +178,7 @@ class HeadAsGet:
 
 
 class BodyLimit:
-    """What a body may take: at most ``limit`` bytes, so much time, and a share of the memory for all requests.
+    """Limits each body: its bytes, its time, and its share of the memory for all requests.
 
     One that is too large is refused by its Content-Length before a byte is read, a chunked one on the way. Bytes count
     towards admission from their arrival until the answer is sent, so clients that send and never finish, or that do
@@ -187,8 +187,7 @@ class BodyLimit:
     Args:
         app: what comes next.
         limit: most bytes of one body that carries images; others have a smaller limit.
-        timeout: seconds that a client may keep the server waiting for its body; every 64 KiB that come make good for
-            one of them.
+        timeout: seconds that a client may keep the server waiting for its body; every 64 KiB received win back one.
         admission: what the bytes count towards.
     """
 

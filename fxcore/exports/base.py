@@ -32,9 +32,10 @@ def holds_int8(extractor: Extractor) -> bool:
 
 
 def require_float(extractor: Extractor, format: str) -> None:
-    """
+    """Refuse an extractor that computes in torch's own int8, which TorchScript alone can hold.
+
     Raises:
-        CannotExport: the extractor computes in torch's own int8, which of all formats TorchScript can hold.
+        CannotExport: it does.
     """
     if holds_int8(extractor):
         raise CannotExport(

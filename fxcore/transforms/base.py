@@ -182,9 +182,10 @@ def finish(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def require_eval(module: fx.GraphModule, name: str) -> None:
-    """
+    """Check that ``module`` is a GraphModule in eval mode; in train mode, values depend on the batch and on chance.
+
     Raises:
-        CannotTransform: something in ``module`` is in train mode, where values depend on the batch and on chance.
+        CannotTransform: it is not; ``name`` is the pass that needs it.
     """
     if not isinstance(module, fx.GraphModule):
         raise CannotTransform(
@@ -286,7 +287,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether it may do more than its class says."""
+    """Whether forward hooks are registered on ``module``, so that it may do more than its class says."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -110,9 +110,10 @@ def list_transforms() -> list[Transform]:
 
 
 def get_transform(name: str) -> Transform:
-    """
+    """The pass called ``name``.
+
     Raises:
-        UnknownTransform: no pass of that name.
+        UnknownTransform: there is none of that name.
 
     >>> get_transform("remove").description
     'Take out operations that do nothing in eval mode.'

@@ -74,7 +74,8 @@ async def download(
 def _written(
     state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
 ) -> bytes:
-    """
+    """The bytes of the export: of the int8 graph where eager serves one, else of the extractor itself.
+
     Raises:
         CannotExport: ``format`` cannot hold the int8 that serves.
     """

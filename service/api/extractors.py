@@ -27,7 +27,8 @@ MAX_WAIT = 600.0
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
-# What a build may end in; all that needs an extractor built says so, and builds again what was evicted.
+# Problems that a build may end in. Every route that needs a built extractor documents them: an evicted one is built
+# anew.
 BUILD_PROBLEMS = (
     "unknown-weights",
     "bad-parameter",
@@ -41,7 +42,7 @@ BUILD_PROBLEMS = (
     "extractor-failed",
 )
 
-# What making an extractor may end in; features of a model in one step may end in the same.
+# Problems that making an extractor may end in, as features of a model in one step make one on the way.
 MAKING_PROBLEMS = (
     "unknown-model",
     "unknown-node",
@@ -56,7 +57,7 @@ MAKING_PROBLEMS = (
 )
 
 
-# Of what computes on eager in float32: it is what others are measured against.
+# The checks of an extractor on eager in float32, which is what others are measured against.
 _IS_THE_REFERENCE = {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
 
 
@@ -85,7 +86,11 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
 
 
 async def require_json(request: Request) -> None:
-    """415 for a body that does not say it is JSON; a browser's form cannot make an extractor."""
+    """A dependency that refuses bodies without a JSON content type, such as a browser's form.
+
+    Raises:
+        Refusal: 415.
+    """
     kind, _ = media_type(request.headers.get("content-type"))
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise Refusal(

@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute
 Result = TypeVar("Result")
 
 _UNWATCHED_SECONDS = 0.1
-"""A client that leaves sooner is noticed then."""
+"""How long a request runs before it is watched for its client's leaving."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
@@ -180,7 +180,7 @@ async def _answer(
     asked: FeatureQuery,
     timeout: float | None,
 ) -> Response:
-    """Everything that both routes share, under the request's deadline."""
+    """Answer a request of either route within its deadline."""
     seconds = min(timeout or math.inf, state.settings.request_timeout)
     deadline = time.monotonic() + seconds
     encoding = joined_header(request.scope, b"content-encoding")
@@ -260,15 +260,15 @@ def _source(record: ExtractorRecord) -> answers.Source:
 _sources: WeakKeyDictionary[ExtractorRecord, answers.Source] = WeakKeyDictionary()
 
 
-@functools.cache  # there are as many as there are combinations
+@functools.cache  # there are few combinations
 def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str) -> FeatureOptions:
     return FeatureOptions(pool, dtype, normalize, preprocess)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """``work``, cancelled as soon as the client leaves. The request's body must have been read.
+    """Await ``work``, and cancel it when the client leaves. The request's body must have been read.
 
-    Only what takes long is watched, as work that is nearly done is not worth a task beside it.
+    Short work is not watched, since it is not worth a task of its own.
 
     Raises:
         ClientDisconnect: the client left first.

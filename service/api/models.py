@@ -17,7 +17,7 @@ from service.schemas_graphs import GraphFormat
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
-# Annotating a graph for a size runs it on meta tensors: no memory, but time that grows with nothing a size needs.
+# No model needs a larger input. Annotating a graph runs it on meta tensors: that takes time, if no memory.
 MAX_SIDE = 4096
 
 Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
@@ -42,7 +42,7 @@ async def list_models(
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
     ] = None,
 ) -> Response:
-    """All models that can be asked, by name."""
+    """All models that are served, by name."""
     loaded = {model for model, _ in state.engine.models_loaded()}
     found = [
         {

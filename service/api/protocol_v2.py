@@ -74,6 +74,14 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def body(model: type[BaseModel], example: Any, *binary: str, required: bool = True) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that parses its body itself.
+
+    Args:
+        model: the JSON body.
+        example: of that body.
+        binary: media types that are taken beside JSON.
+        required: whether there must be a body.
+    """
     schema = model.model_json_schema()
     content: dict[str, Any] = {
         "application/json": {"schema": _inlined(schema, schema.get("$defs", {})), "example": example}

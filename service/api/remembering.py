@@ -1,4 +1,4 @@
-"""Routes that remember what their parameters were found to be, and what calls them again without looking for them."""
+"""Routes that cache their validated parameters, and the middleware that calls them from the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.problems import Refusal, error_response
 
 _REMEMBERED = 1024
 _LONGEST = 1024
-"""Of query and header together; the path is bounded by its parameters."""
+"""Most characters of query and header together that are cached; the path is bounded by its parameters."""
 
 _PARAMETERS = b"x-request-timeout"
 """The header that such a route may take a parameter from, beside its path and query."""
@@ -29,11 +29,11 @@ Call = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Remembering:
-    """Innermost middleware, for :class:`RememberingRoute`: what a request asks that was asked before goes straight to
-    the endpoint.
+    """Innermost middleware, for :class:`RememberingRoute`: a request whose path, query and timeout are known goes
+    straight to the endpoint.
 
-    Clients ask the same of image after image. For a request of a few milliseconds, validation and what FastAPI keeps
-    for dependencies are a quarter of what the event loop has to do, and finding the route is a sixth of the rest.
+    Clients ask the same for image after image. In a request of a few milliseconds, validation and FastAPI's handling of
+    dependencies are a quarter of the event loop's work, and finding the route is a sixth of the rest.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -61,8 +61,8 @@ class RememberingRoute(APIRoute):
     """Validates the parameters of each distinct path, query and timeout once; from then on :class:`Remembering` calls
     the endpoint with them.
 
-    An endpoint's parameters must be of the path, the query or ``X-Request-Timeout``, must not be changed by it, and
-    beside them it takes only ``request``; it returns a response.
+    An endpoint takes ``request``, and parameters of the path, the query or ``X-Request-Timeout``, which it must not
+    change; it returns a response.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Response]], **options: Any) -> None:

@@ -90,9 +90,9 @@ class State:
     def answer_headers(
         self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:
-        """What every answer with features says beside them; metrics and traces are told how long its stages took.
+        """The headers of every answer with features; metrics and traces are told how long its stages took.
 
-        Weights are called as their file is, in whatever script, and headers are ASCII: the name is percent-encoded.
+        Weights may have a file's name, in any script, and headers are ASCII: the name is percent-encoded.
         """
         scope[STAGES_TAKEN] = milliseconds
         if self.traces is not None:
@@ -103,13 +103,13 @@ class State:
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on a graph, which it may have traced, off the event loop."""
+        """Run ``work``, which may trace a graph, off the event loop."""
         result = await anyio.to_thread.run_sync(work, limiter=self.tracing)
         self.engine.make_room()
         return result
 
     async def in_exporter(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which writes an extractor down, off the event loop. It is left alone when this is cancelled."""
+        """Run ``work``, which exports an extractor, off the event loop; it runs on when this is cancelled."""
         return await anyio.to_thread.run_sync(work, limiter=self.exporting, abandon_on_cancel=True)
 
 
@@ -126,9 +126,9 @@ def state_of(request: Request) -> State:
 
 
 async def get_state(request: Request) -> State:
-    """:func:`state_of` as a dependency: async, since a plain function would be run in a thread.
+    """:func:`state_of` as a dependency: async, since FastAPI would run a plain function in a thread.
 
-    A dependency takes as long as a third of what else FastAPI does for a request, so the hottest routes go without.
+    A dependency adds a third to what FastAPI takes for a request, so the hottest routes call :func:`state_of`.
     """
     return state_of(request)
 

@@ -9,15 +9,16 @@ from typing import Any
 from service.problems import Refusal
 from service.schemas import MAX_DIMENSIONS
 
-# Of items of up to 16 bytes. numpy and torch count bytes in 63 bits, and leave sizes of 0 out while they do.
+# numpy and torch count bytes in 63 bits, and leave out sizes of 0; an element has at most 16 bytes.
 _MAX_ELEMENTS = 2**56
 
 
 def check(shape: Sequence[Any], where: str) -> None:
-    """
+    """Check a shape that a request gives; ``where`` says what has it.
+
     Raises:
-        Refusal: 422 ``bad-tensor``: there are more dimensions than are taken, a size is no whole number from 0, or the
-            others than 0 make more elements than an array can have. ``where`` says what has the shape.
+        Refusal: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or sizes (0 counted
+            as 1) that make more elements than an array can have.
     """
     if len(shape) > MAX_DIMENSIONS:
         raise Refusal("bad-tensor", f"{where} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are taken")

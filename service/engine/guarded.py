@@ -1,4 +1,4 @@
-"""A lowered module within its limits: what serves the inputs that it does not, and goes on should it fail."""
+"""Lowered modules with a guard: for inputs that they do not take, and for when they fail."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ class OneSize:
         return self.lowered(*inputs)
 
     def check(self, row: tuple[tuple[int, ...], ...]) -> None:
-        """
+        """Check the shape of one row of each input.
+
         Raises:
-            BadTensor: ``row``, the shape of one row of each input, is not of the usual size.
+            BadTensor: it is not the usual one.
         """
         if row != self._row_shapes:
             raise BadTensor(

@@ -1,4 +1,4 @@
-"""What a request carries, and what it becomes: headers are read to know its size, then it is decoded in parts.
+"""What a request carries, and how it is decoded: its size is read from the headers, then it is decoded in parts.
 
 Everything here runs in pool threads and touches no shared state.
 """
@@ -33,7 +33,7 @@ RowShape = tuple[tuple[int, ...], ...]
 _FLOAT_BYTES = 4
 
 _PARTS = 16
-"""Parts that the images of a request are decoded in: enough to share fairly, and few beside the work in them."""
+"""Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
 
 log = logging.getLogger("fxserve.inputs")
 
@@ -119,7 +119,7 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
     def together(indices: range, batches: JpegBatches) -> tuple[Tensor]:
         try:
             return (batches.rows([images[index] for index in indices]),)
-        except Exception as error:  # of a file, of the device or of its memory: decoded one by one, a file says its own
+        except Exception as error:  # one file's, or the device's: decoded one by one, each file raises its own
             log.info("%d JPEG files are decoded one by one: %.300r", len(indices), error)
         return (torch.cat([prepare(index)[0] for index in indices]),)
 
@@ -143,15 +143,16 @@ def _grouped(
 
 
 def _spread(count: int, size: int | None = None) -> list[range]:
-    """``range(count)`` in pieces of ``size``, or in so many that several threads share them fairly."""
+    """``range(count)`` in pieces of ``size``; without it, in at most :data:`_PARTS` pieces."""
     size = size or -(-count // _PARTS)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _check_pixels(height: int, width: int, max_pixels: int) -> None:
-    """
+    """Hold the images of an array to the limit that those in files have.
+
     Raises:
-        ImageTooLarge: an array's images are over ``max_pixels``, as those of files may not be.
+        ImageTooLarge: they have more than ``max_pixels``.
     """
     pixels = height * width
     if pixels > max_pixels:
