@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 _YOUNG = 10_000
-"""New objects that the collector waits for; 700 is usual. A request makes and frees a hundred, so with 32 of them on
-their way it looked through what they were using 70 times a second, for 3 % of the time in which no other thread could
-go on, and never found a thing to free. With 5,000 it does not look at all."""
+"""New objects after which a collection starts; Python's default is 700. A request makes and frees a hundred: with 32 of
+them under way there were 70 collections a second, which held the GIL for 3 % of the time and found nothing. With 5,000
+there are none."""
 
 
 def collect_rarely() -> None:
-    """Have the collector wait for as many new objects as do not come and go with requests.
+    """Raise the threshold above the number of objects that come and go with requests.
 
-    Called first of all, it also makes a start shorter: importing torch and torchvision makes a million objects that
-    stay, which are looked through again and again, for a fifth of the five seconds that all imports take.
+    Called first of all, it also shortens the start: importing torch and torchvision makes a million objects that stay,
+    and collections among them take a fifth of the five seconds that all imports take.
     """
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])

@@ -42,7 +42,7 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-metrics-") as folder:
         os.environ.setdefault(SHARED_DIR, folder)
-        print(_told(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
+        print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
         options = _options(settings, log_level)
         # A process that imports torch on a busy machine may be silent for over uvicorn's own five seconds.
         uvicorn.run(
@@ -65,7 +65,7 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
     }
 
 
-def _told(host: str, port: int, how: str) -> str:
+def _greeting(host: str, port: int, how: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
     return f"fxserve on {url} ({how}), docs at {url}/docs, Ctrl-C ends it"
@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(_told(host, port, self._device), flush=True)
+            print(_greeting(host, port, self._device), flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

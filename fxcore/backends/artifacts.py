@@ -34,7 +34,7 @@ T = TypeVar("T")
 CACHE_BYTES = 4 * 1024**3
 """Most bytes of artifacts that are kept; the least recently used go first."""
 
-_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 
@@ -115,7 +115,7 @@ def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tens
     versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
     digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
     for name, child in module.named_modules():  # the code, and what it calls: kernel sizes, epsilons, heads
-        digest.update(f"{name} {_told(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
+        digest.update(f"{name} {_stable_repr(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
     for tensor in [*tensors_of(module), *inputs]:
         value = tensor.detach().cpu().contiguous()
         digest.update(f"{list(value.shape)} {value.dtype}".encode())
@@ -124,14 +124,14 @@ def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tens
 
 
 def _configured(module: nn.Module) -> str:
-    """What a module is made with beside its tensors and parts, the same in every process."""
+    """A module's settings as text: its attributes without tensors and submodules, or a GraphModule's code."""
     if isinstance(module, fx.GraphModule):
         return module.code
-    return _told({name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES})
+    return _stable_repr({name: value for name, value in vars(module).items() if name not in _COMMON_ATTRIBUTES})
 
 
-def _told(value: object) -> str:
-    """``value`` as text without addresses; of what is no plain value, only its type."""
+def _stable_repr(value: object) -> str:
+    """``value`` as text that is the same in every process; of what is no plain value, only its type."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, enum.Enum):
@@ -139,15 +139,15 @@ def _told(value: object) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Mapping):
-        return f"{name}{[(_told(key), _told(one)) for key, one in value.items()]}"
+        return f"{name}{[(_stable_repr(key), _stable_repr(one)) for key, one in value.items()]}"
     if isinstance(value, (list, tuple)):
-        return f"{name}{[_told(one) for one in value]}"
+        return f"{name}{[_stable_repr(one) for one in value]}"
     if isinstance(value, (set, frozenset)):
-        return f"{name}{sorted(_told(one) for one in value)}"
+        return f"{name}{sorted(_stable_repr(one) for one in value)}"
     if isinstance(value, partial):
-        return f"{name}{[_told(one) for one in (value.func, value.args, value.keywords)]}"
+        return f"{name}{[_stable_repr(one) for one in (value.func, value.args, value.keywords)]}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{name}{_told(vars(value))}"
+        return f"{name}{_stable_repr(vars(value))}"
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
 
 

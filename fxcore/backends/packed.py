@@ -88,7 +88,7 @@ class PackedConv2d(nn.Module):
         assert not isinstance(conv.padding, str)
         self.bias = conv.bias
         self._size = conv.weight.shape
-        self._where = (conv.padding, conv.stride, conv.dilation, conv.groups)
+        self._geometry = (conv.padding, conv.stride, conv.dilation, conv.groups)
         self._plain: Tensor | None = conv.weight.detach()
         self._bytes = {self._plain.untyped_storage().data_ptr(): self._plain.untyped_storage().nbytes()}
         self._formats: dict[bytes, Tensor] = {}
@@ -102,17 +102,17 @@ class PackedConv2d(nn.Module):
         ready = self._ready(x)
         if ready is None or (other is not None and not _alike(other, x.dtype, ready.shape)):
             return self._in_steps(x, other, activation)
-        where = (ready.weight, self.bias, *self._where)
+        convolution = (ready.weight, self.bias, *self._geometry)
         numbers = ACTIVATIONS[activation].numbers
         made: Tensor
         if other is None:
-            made = torch.ops.mkldnn._convolution_pointwise(x, *where, activation, numbers, "")
+            made = torch.ops.mkldnn._convolution_pointwise(x, *convolution, activation, numbers, "")
         else:
             after = ("add", 1.0, None if activation == "none" else activation, numbers, "")
             if overwrite:
-                made = torch.ops.mkldnn._convolution_pointwise_(other, x, *where, *after)
+                made = torch.ops.mkldnn._convolution_pointwise_(other, x, *convolution, *after)
             else:
-                made = torch.ops.mkldnn._convolution_pointwise(x, other, *where, *after)
+                made = torch.ops.mkldnn._convolution_pointwise(x, other, *convolution, *after)
         return made
 
     def storages(self) -> dict[int, int]:
@@ -121,7 +121,7 @@ class PackedConv2d(nn.Module):
 
     def _in_steps(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
         """By torch's own operations, which take what oneDNN's do not, and say what is wrong with ``x``."""
-        padding, stride, dilation, groups = self._where
+        padding, stride, dilation, groups = self._geometry
         made = F.conv2d(x, self._dense(), self.bias, stride, padding, dilation, groups)
         return ACTIVATIONS[activation].function(made if other is None else made + other)
 
@@ -143,14 +143,14 @@ class PackedConv2d(nn.Module):
         return ready if x.dtype == torch.float32 else None
 
     def _output_shape(self, shape: torch.Size) -> torch.Size | None:
-        if len(shape) != 4 or shape.numel() == 0 or shape[1] != self._size[1] * self._where[3]:
+        if len(shape) != 4 or shape.numel() == 0 or shape[1] != self._size[1] * self._geometry[3]:
             return None
-        sides = zip(shape[2:], self._size[2:], *self._where[:3], strict=True)
+        sides = zip(shape[2:], self._size[2:], *self._geometry[:3], strict=True)
         made = [(side + 2 * pad - far * (kernel - 1) - 1) // step + 1 for side, kernel, pad, step, far in sides]
         return torch.Size([shape[0], self._size[0], *made]) if min(made) > 0 else None
 
     def _pack(self, shape: torch.Size) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(self._dense(), *self._where, shape)
+        made: Tensor = torch.ops.mkldnn._reorder_convolution_weight(self._dense(), *self._geometry, shape)
         described = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(made).tolist())
         made = self._formats.setdefault(described, made)
         self._plain = None

@@ -19,7 +19,7 @@ class Commands(TyperGroup):
         except typer.Abort:
             sys.exit(130)
         except Exception as error:
-            told = _told(error)
+            told = _message_of(error)
             if told is None:
                 raise  # a defect of ours: its traceback is what is wanted
             message, code = told
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _told(error: Exception) -> tuple[str, int] | None:
+def _message_of(error: Exception) -> tuple[str, int] | None:
     """What to say of an error and the exit code; None where it is not the user's."""
     # Where a module has not been imported, none of its errors can have been raised.
     fx_errors, pydantic = sys.modules.get("fxcore.errors"), sys.modules.get("pydantic")

@@ -41,9 +41,9 @@ T = TypeVar("T")
 class Job:
     """One request on its way through the device worker; made on the event loop that waits for its answer.
 
-    Whoever comes first settles it: the worker when all rows are there, a decoder when one cannot be had, or the event
-    loop when nobody waits any more. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues its
-    rows; everything else belongs to the worker.
+    The first of these settles it: the worker once all rows are there, a decoder that fails, or the event loop when
+    nobody waits any more. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues its rows;
+    everything else belongs to the worker.
 
     Args:
         record: the extractor.
@@ -192,7 +192,7 @@ class Undecoded:
 
 
 class Errand:
-    """Something else that the device worker does: when nothing waits, or once it has waited long enough itself.
+    """Other work for the device worker: done when no batch waits, or once its patience is over.
 
     Args:
         function: what to do.
@@ -290,8 +290,8 @@ class Queue:
     def drained(self) -> bool:
         """Whether no rows wait, asked by the worker when it is done with a batch.
 
-        If so it counts as idle from now on, though it has yet to come for more: whoever gets its answer may send the
-        next image before that, as one of eight did over a single connection.
+        If so it counts as idle from now on, though it has yet to call :meth:`take`: a client may send its next image
+        before that, as it did for one answer in eight over a single connection.
         """
         with self._changed:
             # A part that was offered is there to be fetched; another one would take its place.
@@ -374,8 +374,8 @@ class Queue:
 def usual_size(rows: int) -> int:
     """The largest batch made of ``rows`` rows: a power of two, or three times one.
 
-    Compilers and CUDA graphs prepare themselves for each size anew, which took 0.3 s of a first batch where the second
-    took 0.03; of these sizes there are ten up to 32.
+    Compilers and CUDA graphs prepare for each size anew: a first batch took 0.3 s where the second took 0.03. Up to 32
+    there are only ten of these sizes.
     """
     power = 1 << (rows.bit_length() - 1) if rows else 0
     return power + power // 2 if rows >= power + power // 2 else power

@@ -20,7 +20,7 @@ import torch
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
-from fxcore.memory import keep_together
+from fxcore.memory import use_one_heap
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
 from service.engine.batching import Job, Queue
@@ -50,7 +50,7 @@ log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
 
-# The headers of so much are read in less time than it takes to go to another thread and back.
+# Up to this, reading headers takes less time than going to another thread and back.
 _SMALL_IMAGES = 8
 _SMALL_BYTES = 256 * 1024
 
@@ -67,8 +67,8 @@ class Engine:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.device = pick_device(settings.device)
-        # Turns for four batches: one that is computed, one that waits for that, one that is decoded, and one for those
-        # that are just answered and for what comes in their place.
+        # Turns for four batches: one is computed, one waits for that, one is decoded, and one is being answered and
+        # replaced.
         self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 4 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
@@ -98,7 +98,7 @@ class Engine:
 
         The operator's own models are in the catalog then.
         """
-        keep_together()
+        use_one_heap()
         switch_often()
         collect_rarely()
         if self.device.type == "cuda":
@@ -110,9 +110,10 @@ class Engine:
         self._preloading = asyncio.create_task(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
-        """The block that a request is in from its acceptance to the end of its answer.
+        """The context that a request runs in from its acceptance to the end of its answer.
 
-        :meth:`drain` waits for it, and nothing that it asks for is refused meanwhile. What comes only then is in none.
+        :meth:`drain` waits for it, and refuses nothing that it asks for. Once draining has begun, new requests get a
+        context that does nothing.
         """
         return nullcontext() if self.draining else self._unfinished
 
@@ -257,7 +258,7 @@ class Engine:
             await asyncio.wait({search})
 
     def make_room(self) -> None:
-        """Bring what is kept under the memory budget, after graphs were traced for whoever lists or draws them."""
+        """Evict down to the memory budget, after graphs were traced for listing or drawing."""
         self._extractors.make_room()
 
     def models_loaded(self) -> set[tuple[str, str]]:

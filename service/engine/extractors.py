@@ -2,9 +2,9 @@
 
 An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
 of them live under one memory budget. What was used least recently goes first: a whole model with its extractors, or,
-where every model is in use, single extractors. Graphs that nothing in memory is of are small and slow to trace; they go
-first where they take more than their share, and else last. An evicted extractor keeps its id, its name and its
-description, and is built again by the next request for it.
+where every model is in use, single extractors. Graphs of models that are not in memory are small and slow to trace:
+they go first where they take more than their share, and otherwise last. An evicted extractor keeps its id, its name and
+its description, and is built again by the next request for it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ NODE_BYTES = 3 * 1024
 """What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
 
 GRAPH_SHARE = 1 / 4
-"""Of the memory budget; graphs of models that are in memory may take more."""
+"""Share of the memory budget that graphs of models not in memory may take."""
 
 _REMEMBERED_SPECS = 4096
 
 _TRY_AGAIN_SECONDS = 1.0
 
 REMEMBERED_RECORDS = 1024
-"""Extractors that are remembered though nothing of them is in memory: failures, and evicted ones without a name."""
+"""Most extractors that are remembered without being in memory: failed ones, and evicted ones without a name."""
 
 
 class Extractors:

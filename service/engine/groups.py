@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEWEST = 4
-"""JPEG files that are worth a call of their own. CPU threads decode fewer side by side, in a millisecond each, before a
-device gets to it. A guess: it was not measured on one yet."""
+"""Fewest JPEG files that are decoded together: CPU threads decode fewer than these, at a millisecond each, before a
+device would begin. A guess, not measured on a device yet."""
 
 MOST = 32
-"""As many as there are in a batch that the model computes, unless the settings say otherwise."""
+"""Most files that are decoded together: the rows of a batch on a GPU, by default."""
 
 MOST_PIXELS = 64 * 1024**2
-"""Of the files that are decoded together. One of over a quarter of it is left to a CPU decoder, which makes it smaller
-while it decodes."""
+"""Most pixels of the files that are decoded together. A file with over a quarter of these is left to a CPU decoder,
+which scales it down while it decodes."""
 
 
 def groups(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int]) -> list[range]:

@@ -1,4 +1,4 @@
-"""Memory of a process that serves: freed pages go back to the system, and the collector has little to look through."""
+"""Memory of a process that serves: freed pages go back to the system, and garbage collections stay short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxcore.memory import give_back
 
 
 def tidy() -> None:
-    """Collect everything once, then keep what is left out of later collections until this is called again.
+    """Collect garbage once, then exempt what is left from later collections, until this is called again.
 
     torch and the graphs of models are a million objects that stay. A full collection looks at each and stops every
     thread meanwhile, for 0.3 s: as long as ten batches take.
@@ -19,6 +19,5 @@ def tidy() -> None:
 
 
 def release() -> None:
-    """Have the collector look at everything again, for the process's end: libraries in C++ tell at length of what is
-    left of theirs when they are unloaded."""
+    """End the exemption, for the process's end: C++ libraries report at length what is left of theirs on unloading."""
     gc.unfreeze()

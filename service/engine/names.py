@@ -7,11 +7,10 @@ from difflib import get_close_matches
 from itertools import chain, islice
 
 MOST_NAMES = 32
-"""Of one extractor, so that naming it again and again takes no memory: more than clients that share one would give it,
-each its own."""
+"""Names of one extractor, so that naming it again and again takes no memory: more than clients that share it need."""
 
 COMPARED = 256
-"""Names and ids that a wrong one is compared with: some milliseconds of the event loop for names of twenty letters."""
+"""Names and ids that a wrong one is compared with, which takes the event loop milliseconds for names of 20 letters."""
 
 
 class Names:

@@ -30,10 +30,10 @@ class Measured:
 
     Attributes:
         profile: of the graph that torch.fx runs, node by node.
-        precision: in which that graph computes. It is what serves only for int8 on eager: other backends run no graph,
-            and eager itself one with batch norms folded.
+        precision: what that graph computes in. It is the graph that serves only for int8 on eager: other backends run
+            no graph, and eager in float one with batch norms folded.
         backend: what serves.
-        milliseconds: of a pass of that on the same photograph, as a median.
+        milliseconds: median time that what serves takes for the same photograph.
     """
 
     profile: Profile

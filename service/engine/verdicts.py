@@ -1,8 +1,8 @@
 """What was found when a backend was compared and tried, kept for the next start.
 
-Of resnet50 that takes six seconds, which are half of what a server that preloads it needs to be ready. Only what spoke
-for a backend is kept. It holds as long as everything is the same that it depends on, and it is not the last word:
-whoever uses it confirms on a photograph that the backend still agrees.
+For resnet50 that takes six seconds, half of the time in which a server that preloads it is ready. Only verdicts in
+favour of a backend are kept. A verdict is valid while everything that it depends on stays the same, and even then it is
+confirmed on one photograph.
 """
 
 from __future__ import annotations
