@@ -274,7 +274,7 @@ def _weightless() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what builders say about arguments that are left at their defaults on purpose."""
+    """Silence builders' warnings about arguments that are left at their defaults on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -312,7 +312,7 @@ def _registry() -> dict[str, ModelEntry]:
     return {name: _entry(name) for name in tv.list_models()}
 
 
-# Models of users' own, and descriptions of such that are wrong, by name.
+# Users' own models, and errors in the descriptions of others, by name.
 _registered: dict[str, ModelEntry] = {}
 _refused: dict[str, FxError] = {}
 
@@ -323,10 +323,10 @@ def is_torchvisions(name: str) -> bool:
 
 
 def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
-    """Have ``entries`` in the catalog beside torchvision's models, in place of those that were registered before.
+    """Put ``entries`` into the catalog beside torchvision's models, in place of all that were registered before.
 
     Args:
-        entries: name → the model, or why it cannot be had, which :func:`get_model` then says.
+        entries: name → the model, or what is wrong with its description.
     """
     global _registered, _refused
     _registered = {name: entry for name, entry in entries.items() if isinstance(entry, ModelEntry)}

@@ -31,8 +31,8 @@ from fxcore.transforms.registry import apply_transforms
 #: frames of a clip that video graphs are annotated for; MViT accepts no other number
 VIDEO_FRAMES = 16
 
-# What a node takes in Python objects, its share of the modules included; 7.0 to 7.8 KiB were measured on resnet18,
-# swin_t and others, and 2.3 to 2.4 of these are a copy's own.
+# Memory of a node as Python objects, with its share of the modules; 7.0 to 7.8 KiB were measured on resnet18, swin_t
+# and others, of which a copy's own are 2.3 to 2.4.
 _NODE_BYTES, _COPIED_NODE_BYTES = 8 * 1024, 5 * 512
 
 
@@ -124,12 +124,12 @@ class ModelGraph:
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory, by estimate; graphs made of it come on top."""
+        """Estimated bytes in memory, without the graphs that were derived from it."""
         return len(self.graph.nodes) * self._node_bytes + self._tensor_bytes
 
     @property
     def opened(self) -> list[ModelGraph]:
-        """The graphs that :meth:`with_nodes_of` made of it, and that go with it."""
+        """The graphs that :meth:`with_nodes_of` derived from it; they are dropped together with it."""
         return list(self._opened.values())
 
     @functools.cached_property
@@ -282,8 +282,10 @@ class ModelGraph:
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
 
     def _refusal(self, shapes: Sequence[Sequence[int]], error: Exception) -> str:
-        """Why inputs of ``shapes`` are not taken. A model's own assertion was written down while it was traced, with
-        placeholders where its numbers would be, and says nothing then."""
+        """Why inputs of ``shapes`` are not taken.
+
+        The message of a model's own assertion was recorded with proxies in place of its numbers, and is left out.
+        """
         shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
         usual = " x ".join(map(str, self.preprocessing.nominal_size()))
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -377,7 +379,7 @@ def kept_graphs() -> list[ModelGraph]:
 
 
 def forget_graph(graph: ModelGraph) -> None:
-    """Keep ``graph`` no longer: who holds it can go on with it, and the next to ask has it traced again."""
+    """Drop ``graph`` from the cache: holders may go on using it, and the next :func:`model_graph` traces it again."""
     with _guard:
         for key in [key for key, kept in _cache.items() if kept is graph]:
             del _cache[key]

@@ -43,13 +43,13 @@ class JpegBatches:
     def takes(self, data: bytes) -> bool:
         """Whether a file is for :meth:`rows`, by its header and its last two bytes.
 
-        Such files are JFIF, in grey or colour, that nothing turns, and end where a JPEG ends: nvJPEG may make an image
-        of one that is cut short, which PIL refuses.
+        Those are complete JFIF files in grey or colour without EXIF: nvJPEG may make an image of a file that is cut
+        short, which PIL refuses.
 
         Raises:
             BadImage: see :func:`fxcore.images.plain_jpeg_size`.
         """
-        # Of a file without JFIF's block, libjpeg asks others whether it holds RGB or YCbCr; nvJPEG need not agree.
+        # Without a JFIF segment libjpeg looks at others to tell RGB from YCbCr, and nvJPEG may decide otherwise.
         jfif = data[:4] == b"\xff\xd8\xff\xe0" and data[6:11] == b"JFIF\0"
         return jfif and data[-2:] == b"\xff\xd9" and plain_jpeg_size(data) is not None
 
@@ -65,7 +65,7 @@ class JpegBatches:
         """
         encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files]
         with _own_stream(self._device):
-            # By its full name: a torchvision without it, as is announced, must not keep this module from loading.
+            # Looked up here: torchvision has announced its removal, and this module must load without it.
             images = torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, self._device)
             rows = torch.stack([self._row(image) for image in images])
             # Averages of bytes, so nothing has to be clamped.

@@ -25,24 +25,25 @@ from fxcore.errors import said
 from fxcore.transforms.parametrized import with_plain_weights
 
 LONGEST = 900.0
-"""Seconds after which a process is given up."""
+"""Seconds after which a process is killed."""
 
 _FILE = "module.pt"
 
 
 class ProcessFailed(Exception):
-    """The process failed, took too long or was cancelled; a clause that says which."""
+    """The process failed, took too long or was cancelled; the message is a clause that says which."""
 
 
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
-    """Write ``module`` and tensors beside it for a process to read."""
-    # Plain tensors and code, of which the process makes an ordinary module: no graph is traced again.
+    """Write ``module``, and tensors ``beside`` it, for another process to :func:`load <load_module>`."""
+    # Plain tensors and code, from which the other process makes an ordinary module without tracing a graph again.
     _, (body, imports) = with_plain_weights(module).__reduce__()[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
 
 
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """What :func:`save_module` wrote, on the CPU, the module in eval mode; the file is deleted."""
+    """Read and delete what :func:`save_module` wrote: the module, in eval mode on the CPU, and the tensors beside
+    it."""
     file = folder / _FILE
     _let_int8_convolutions_load()
     # Written by the parent process a moment ago, into a folder of its own.
@@ -58,7 +59,7 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _let_int8_convolutions_load() -> None:
-    """Torch's int8 convolutions fill in their attributes when they are unpickled, and forget to be a module first."""
+    """Torch's int8 convolutions set attributes when unpickled, before ``nn.Module.__init__`` has run: run it first."""
     fill = _ConvNd.__setstate__
 
     def module_first(self: Any, state: Any) -> None:
@@ -69,14 +70,14 @@ def _let_int8_convolutions_load() -> None:
 
 
 def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None) -> None:
-    """``python -m program folder``, on one thread; ``folder/log`` has what it printed.
+    """Run ``python -m program folder`` with one thread; what it prints goes to ``folder/log``.
 
     Args:
         environment: added to this process's own.
         cancelled: once set, the process is ended.
 
     Raises:
-        ProcessFailed: the last line that it printed is taken for the reason.
+        ProcessFailed: the reason is the last line that it printed.
     """
     # One thread: it works beside a service that answers requests.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"} | dict(environment)
@@ -106,9 +107,9 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
 
 
 def main(work: Callable[[Path], None]) -> None:
-    """What the program of :func:`run` is: ``work`` in the folder that its command line names.
+    """The program that :func:`run` starts: call ``work`` with the folder on its command line.
 
-    Where it fails, the last line that it prints is the reason.
+    If that fails, the last line printed is the reason.
     """
     os.nice(10)  # a service answers requests meanwhile
     try:

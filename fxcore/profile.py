@@ -84,7 +84,7 @@ def profile(module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, runs: int
 
 
 class Profiler:
-    """:func:`profile` run by run, for who has other things to do between two.
+    """:func:`profile`, one run at a time, for callers that do other work in between.
 
     Args:
         module, inputs: see there.
@@ -138,7 +138,7 @@ class Profiler:
 
 class _Watcher(Interpreter):
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(module)  # values are dropped once nobody needs them, as in the module itself
+        super().__init__(module)  # it drops values after their last use, as the module itself does
         self.device = device
         self.times: dict[fx.Node, list[float]] = {}
         self.peaks: dict[fx.Node, list[int]] = {}
@@ -149,7 +149,7 @@ class _Watcher(Interpreter):
         self._parameters = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
 
     def begin(self, counts: bool) -> None:
-        """Start a run; whether it counts."""
+        """Start a run; ``counts`` says whether it is recorded."""
         self._counts = counts
 
     def run_node(self, n: fx.Node) -> Any:

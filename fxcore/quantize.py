@@ -151,8 +151,8 @@ def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> t
 
 
 def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
-    """Let all who read an int8 layer read its rounded value: where a float layer read it beside an int8 one, torch's
-    lowering would take the unrounded one away from it (`Tried to erase Node`)."""
+    """Make all readers of an int8 layer read its rounded value: where a float layer read the unrounded one beside an
+    int8 layer, torch's lowering would erase it while it is still read (`Tried to erase Node`)."""
     for node in list(observed.graph.nodes):
         seen_by = [user for user in node.users if str(user.target).startswith("activation_post_process")]
         if seen_by and public_name(_computed_by(observed, node)) not in kept:
@@ -161,8 +161,8 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
 
 
 def _ranges() -> str:
-    """Whose ranges activations get. Without VNNI, x86 kernels add two products in 16 bits, which would overflow: their
-    default leaves one bit of eight unused. With it that bit is torch's to use, as the ranges of oneDNN have it."""
+    """The engine whose activation ranges are used. Without VNNI, x86 kernels add two products in 16 bits, so to avoid
+    overflow their default leaves one of eight bits unused. With VNNI oneDNN's ranges use all eight."""
     engine = torch.backends.quantized.engine
     return "onednn" if engine in ("x86", "fbgemm") and torch.cpu._is_vnni_supported() else engine
 
@@ -207,7 +207,7 @@ def _opened(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Nothing(nn.Module):
-    """A class of which there is no module: every module is traced into."""
+    """A class that no module has: with it as the only leaf, every module is traced into."""
 
 
 def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:

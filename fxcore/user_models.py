@@ -44,7 +44,7 @@ FILE = "models.toml"
 GROUP = "fxcore.models"
 
 BUILT = "builder"
-"""The name of the weights of a model without a file: as its builder makes it."""
+"""Name of the weights of a model without a weights file: those that its builder makes."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INPUTS: dict[str, tuple[Task, ...]] = {"image": ("classification", "segmentation"), "video": ("video",)}
@@ -101,7 +101,7 @@ class UserEntry(ModelEntry):
         return info.path if isinstance(info, FileWeights) else None
 
     def build_weightless(self, weights: str = "random") -> nn.Module:
-        """Without weights where the builder stands that: one that reads its parameters while it builds does not."""
+        """Without weights where the builder allows it; one that reads its parameters while it builds does not."""
         try:
             return super().build_weightless(weights)
         except Exception:
@@ -148,7 +148,7 @@ def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserM
 
 
 def wrong(name: str, error: Exception) -> BadUserModel:
-    """What ``error``, out of whatever was done with the model ``name``, says of it."""
+    """``error``, raised while something was done with the model ``name``, as an error of that model."""
     return BadUserModel(f"model {name!r}: {error.detail if isinstance(error, FxError) else said(error)}", name=name)
 
 

@@ -1,4 +1,4 @@
-"""An extractor on its way to the process that torch traces it in."""
+"""An extractor as it is handed to the process that exports it, and the result on its way back."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from fxcore.interpreter import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.writes import mutated_argument
 
-# What they hold is chance too.
+# Uninitialised memory is as random as dropout.
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -71,7 +71,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
                 with watch:
                     values[node] = _run(module, node, values)
             except Exception:
-                # Then it will fail, or not, where it always did; and what it writes to is no constant.
+                # It stays in the graph, to fail there as it always did or not; and what it writes to is no constant.
                 values = {n: v for n, v in values.items() if watch.written.isdisjoint(_memory(v))}
     return values
 

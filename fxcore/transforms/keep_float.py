@@ -1,4 +1,4 @@
-"""Nodes that int8 leaves alone, named in a module itself so that they travel with it."""
+"""Nodes that int8 leaves in float, recorded in the module itself so that they travel with it."""
 
 from __future__ import annotations
 

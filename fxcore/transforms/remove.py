@@ -39,8 +39,8 @@ _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 
 def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = True) -> int:
     """Take out dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
 
-    A dropout function that is told to be random in eval mode stays. Who asked for the value of a node that is taken out
-    gets its input, which is the same.
+    A dropout function that is called with ``training`` set stays. Whatever read the value of a node that is taken out
+    reads the node's input, which is the same.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Dropout()).eval())

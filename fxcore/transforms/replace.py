@@ -173,7 +173,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
 
 
 def hand_on(module: fx.GraphModule, node: fx.Node) -> None:
-    """Let whoever reads what ``node`` has overwritten read the node's own value, so that the node can be replaced."""
+    """Redirect later readers of what ``node`` overwrites to the node's own value, so that the node can be replaced."""
     base = overwritten(module, node)
     if base is not None:
         base.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
