@@ -1,7 +1,7 @@
-"""A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up clients that do not go on.
+"""A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
 
-uvicorn itself waits for the end of a request's head, and for a client to read its answer, as long as the connection
-lasts, and holds heads of any size in memory.
+uvicorn itself waits without end for the rest of a request's head, and for a client to read its answer, and holds heads
+of any size in memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of the request line and all headers."""
 
 LAST_SECONDS = 0.1
-"""For what a client has sent before it could know that the server ends."""
+"""How long a connection without a request stays open when the server ends, for what its client has sent already."""
 
 UNREAD_SECONDS, UNREAD_BYTES = 10.0, 256 * 1024
-"""A client that is waited for reads so much of its answer in that time. Answers are written in pieces of this size."""
+"""A client that has to be waited for must read that many bytes of its answer in that time; pieces of it are that
+large."""
 
 
 class Connection(HttpToolsProtocol):
@@ -65,7 +66,7 @@ class Connection(HttpToolsProtocol):
         self._head_only = self._in_head or not self._in_message
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            # How much of it is the head's is not known where a request before it ends in the same piece.
+            # Where an earlier request ends in the same piece, it is not known how much of it belongs to this head.
             self._head_bytes += len(data) if self._head_only else 1
             if self._head_bytes > MAX_HEAD_BYTES:
                 detail = f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes"

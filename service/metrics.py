@@ -91,8 +91,10 @@ class Metrics:
         self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "The device's memory.", ("device",))
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one finished request, and the stages that it took; ``status`` 0 is one that broke off before its
-        answer began. Its client has the answer by then, and does not wait for this."""
+        """Count one finished request and its stages; ``status`` 0 is one that broke off before its answer began.
+
+        The client has its answer by then, and does not wait for this.
+        """
         route = route_template(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         series = self._series.get((method, route, status))

@@ -20,7 +20,7 @@ _SECURITY_SCHEME = {
 
 
 _OF_NO_ROUTE = ("not-http", "head-too-large", "not-found", "method-not-allowed", "internal")
-"""What a request may be answered with before it has a route, or whichever it has."""
+"""Problems that may be answered before a route is found, or by any of them."""
 
 
 def install(app: FastAPI) -> None:

@@ -241,7 +241,7 @@ def problem(error: FxError | Refusal) -> dict[str, Any]:
 
 
 def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """``document`` as the part of the service that ``path`` belongs to says errors."""
+    """``document`` as an answer, in the form that errors have under ``/v2`` or elsewhere."""
     v2 = path == "/v2" or path.startswith("/v2/")
     shown: Mapping[str, Any] = {"error": document["detail"]} if v2 else document
     return Response(
@@ -265,7 +265,7 @@ def error_response(path: str, error: FxError | Refusal) -> Response:
 
 
 def internal_response(path: str) -> Response:
-    """The answer to a request that met a defect of ours; what it was is for the log alone."""
+    """The answer to a request that met a defect of ours; only the log says what it was."""
     return problem_response(path, problem(Refusal("internal", KINDS["internal"].example)))
 
 
@@ -314,8 +314,8 @@ def invalid_body(error: ValidationError) -> Refusal:
 
 
 def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of a field that may be a list or a map, pydantic tells what is wrong with it as either. Leave what is wrong with
-    it as what it is; where it is neither, one error."""
+    """For a field that may be a list or a map, pydantic reports errors of both kinds. Keep those of the kind that was
+    sent; where it was neither, make one of them."""
     shown: list[Mapping[str, Any]] = []
     for _, group in groupby(errors, key=lambda error: [str(part) for part in error["loc"][:2]]):
         members = list(group)
@@ -349,8 +349,8 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that a path takes. Starlette's error tells those of the first route that has this path, and there may
-    be a route for each method; it knows nothing of HEAD either, which is answered as GET is."""
+    """The methods that a path takes. Starlette's error has those of the first route with this path only, and there may
+    be a route for each method; nor does it have HEAD, which is answered as GET is."""
     scope = dict(request.scope)
 
     def routed(method: str) -> bool:

@@ -18,7 +18,7 @@ from service.engine.profiling import Measured
 from service.middleware import joined_header
 from service.schemas_graphs import GraphDocument, GraphFormat
 
-# Media type of each format, and what else in Accept means it. The first line is the answer to */*.
+# The media type of each format, and the format that Accept means by a media type; the first is the answer to */*.
 MEDIA_TYPES: dict[GraphFormat, str] = {
     "json": "application/json",
     "table": "text/plain",
@@ -58,7 +58,7 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
 
 
 def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
-    """What was written as ``wanted``, which Accept has chosen where there was no ``format``."""
+    """The answer in the format ``wanted``, which Accept has chosen unless the query named a ``format``."""
     return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
 
 

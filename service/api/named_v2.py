@@ -28,7 +28,7 @@ VERSION = "1"
 
 
 def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
-    """The extractor of that id or name, else the model. One that failed stands in no model's way.
+    """The extractor of that id or name, else the model. A failed extractor does not hide a model of its name.
 
     Raises:
         Refusal: 404: there is neither.
@@ -49,7 +49,7 @@ def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
 
 
 def own_nodes(graph: ModelGraph) -> list[str]:
-    """The nodes that a model answers with where none is named."""
+    """The nodes that a model answers with where a request names none."""
     if graph.levels:
         return list(graph.levels)
     return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
@@ -131,7 +131,7 @@ def _values(
 
 
 def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
-    """The state of each: an extractor's own, a model's is that of its default weights."""
+    """The state of each extractor, and of each model that of its default weights."""
     loaded = state.engine.models_loaded()
     building = {(record.spec.model, record.weights) for record in state.engine.list() if record.build is not None}
     for target in targets:

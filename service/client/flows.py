@@ -41,15 +41,14 @@ DEFAULT_WAIT = 300.0
 """Seconds to wait for an extractor: its weights may have to be downloaded first."""
 
 _GRACE = 2.0
-"""Seconds by which the server's own word about a deadline may come late."""
+"""Seconds past the deadline that the server has to say itself that it was missed."""
 
 _LONGEST_POLL = 30.0
 
 _REMAKES = 16
-"""How often one request may have its extractor made again. Of several processes on a port each knows what was made
-over its own connections, and whichever connection is free takes a request: making may reach another process than the
-repetition does. Each making leaves one process fewer that does not know it; of 16 processes picked at random, all
-makings miss for one request in 6,000."""
+"""How often one request may have its extractor made again. Each of several processes on a port knows only what was made
+over its own connections, and making it may reach another process than repeating the request does. Each time one process
+fewer does not know it; with 16 processes picked at random, all attempts miss for one request in 6,000."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Patience:
 
 
 def exchange(send: Send, patience: Patience) -> Flow[Answer]:
-    """Send a request, again if the server asks for it, until it is answered by success.
+    """Send a request until it succeeds, repeating it when the server asks for that.
 
     Raises:
         Problem: the server refused.

@@ -15,8 +15,8 @@ Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Preprocess = Literal["default", "fast", "none"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 
-# A request that is large enough to fill a batch and small enough that one is decoded while another is computed. What
-# a server takes less of it says, and is sent in smaller requests then.
+# A request that is large enough to fill a batch and small enough that one is decoded while another is computed. A
+# server that takes less says so, and is then sent smaller ones.
 MAX_ROWS = 16
 MAX_BODY_BYTES = 16 * 1024**2
 MAX_ANSWER_BYTES = 64 * 1024**2

@@ -63,14 +63,14 @@ class Staging:
         wanted = dtype if rows.is_floating_point() else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
-        # Both at once, a copy to CUDA first makes one in pageable memory, in another order.
+        # In one call, a copy to CUDA would first make one in pageable memory, with another memory format.
         return rows.to(self._device, non_blocking=True).to(wanted)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """One tensor of several; a single one is handed on as it is."""
         there = [part for part in parts if not part.is_cpu]
         for part in there:
-            if part.is_cuda:  # from a decoder's stream, which must not fill its memory anew before this one has read it
+            if part.is_cuda:  # its memory must not be reused on the decoder's stream before this stream has read it
                 part.record_stream(torch.cuda.current_stream(part.device))
         if len(parts) == 1:
             return parts[0]

@@ -43,13 +43,13 @@ Step = dict[str, Any]
 FOLD = "fold_normalization"
 
 _WORTH_TIMING = 0.5
-"""Seconds in which both modules must have run for their speed to be compared, so that nobody waits long for that."""
+"""Both modules are timed only if they ran within this many seconds, so that nobody waits long for that."""
 
 _RUNS = 3
 
 
 def parameters(transform: Transform) -> dict[str, Any]:
-    """The parameters that an extractor takes for it: what is folded in is its own preprocessing's mean and std."""
+    """The parameters that an extractor takes for a transform; mean and std to fold in are its own preprocessing's."""
     return {} if transform.name == FOLD else described(transform)["parameters"]
 
 

@@ -22,10 +22,10 @@ from service.settings import Settings
 Rows = dict[str, Tensor]
 
 _ANY = 2**62
-"""The engine's limits protect a service from its clients; here there is one, which sends what it has room for."""
+"""No limit: the engine's protect a service from its clients, and here the only client sends what there is room for."""
 
 _PATIENCE = 600.0
-"""Seconds that a server may take for a batch, and be away for; it is asked again as long as it says when."""
+"""Seconds that a server may take for a batch, or be away; it is asked again whenever it says when to."""
 
 _LONGEST_DELAY = 10.0
 """Seconds between two attempts to reach a server that is away."""

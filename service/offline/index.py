@@ -37,7 +37,7 @@ _BLOCK = 1024
 
 
 class Index:
-    """The index in ``folder``, made if there is none. It is this process's alone until it is closed.
+    """The index in ``folder``, made if there is none. No other process can open it until it is closed.
 
     Raises:
         FxError: another process has it open, or it is damaged.
@@ -67,7 +67,7 @@ class Index:
             self._database.executemany(_ENTER, map(_values, sources))
 
     def keep(self, shards: Iterable[str]) -> None:
-        """Have what is in other shards than these done again."""
+        """Keep only these shards; images in any other are to be done again."""
         kept = set(shards)
         with self._lock, self._database:
             self._database.execute("BEGIN")
@@ -89,7 +89,7 @@ class Index:
             return found[0], found[1], found[2]
 
     def left(self) -> Iterator[list[Source]]:
-        """What is to be done, some at a time: files by name, members of an archive by their place in it."""
+        """What is still to be done, in blocks: files by name, members of an archive by their place in it."""
         after: tuple[object, int] = ("", -2)
         while True:
             with self._lock:
@@ -130,7 +130,7 @@ class Index:
             after = block[-1][0]
 
     def close(self) -> None:
-        """Let others have it."""
+        """Close the file, so that another process may open it."""
         with self._lock:
             self._database.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from torch import Tensor
 
 from fxcore.errors import FxError
 from fxcore.graphs import dtype_name
@@ -124,7 +125,7 @@ def _agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return True
 
 
-def _statistics(values: Any) -> list[float | None]:
-    """Mean and standard deviation; what is not a number is none in JSON."""
+def _statistics(values: Tensor) -> list[float]:
+    """Mean and standard deviation; 0 in place of what is not finite, which JSON cannot hold."""
     wide = values.double()
     return [n if math.isfinite(n) else 0.0 for n in (float(wide.mean()), float(wide.std(correction=0)))]

@@ -175,7 +175,7 @@ def write_text(target: Path, text: str) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Name ``folder`` in what keeps it from being written, which may be no more than a number.
+    """Turn errors of writing into ones that name ``folder``; the system's own may be no more than a number.
 
     Raises:
         FxError: it cannot be written.
@@ -207,7 +207,7 @@ def _remove(file: Path) -> None:
 
 
 def _synchronise(file: Path) -> None:
-    """Have the disk hold what was written to ``file``, or of a folder, which names are in it."""
+    """Flush to the disk what was written to ``file``, or the names that are in a folder."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
