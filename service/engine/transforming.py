@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxcore.errors import BadTensor, UnknownNode, finite, said
 from fxcore.extractor import Extractor
@@ -134,8 +134,6 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
         {**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(record.graph, step) for step in after
     ]
     module = apply_transforms(extractor.module, given)
-    rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
-    inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
     original: Callable[..., Any] = extractor.module
     if any(step["name"] == FOLD for step in after):
         shift, scale = (torch.tensor(v, dtype=record.dtype, device=record.device) for v in (mean, std))
@@ -143,6 +141,24 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
         def original(*images: Tensor) -> Any:
             return extractor.module(*(normalized(x, shift, scale) for x in images))
 
+    found = _verified(record, extractor, original, module, wanted)
+    return replace(extractor, module=module), Transformed(applied(module), found, dtype_name(record.dtype))
+
+
+def _verified(
+    record: ExtractorRecord,
+    extractor: Extractor,
+    original: Callable[..., Any],
+    module: fx.GraphModule,
+    wanted: Sequence[Step],
+) -> Verification:
+    """How far ``module``, which ``wanted`` made, is from ``original`` on a photograph.
+
+    Raises:
+        CannotTransform: ``module`` cannot run, or an output is not what it was though every transform is exact.
+    """
+    rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
+    inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
     names = ", ".join(step["name"] for step in wanted)
     try:
         started = time.monotonic()
@@ -159,9 +175,10 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
             raise  # which says nothing of the passes
         raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
+    exact = all(get_transform(step["name"]).exact for step in wanted)
     for output in extractor.outputs:
         error = found.outputs[output.key].relative
-        if all(get_transform(step["name"]).exact for step in wanted) and not error <= limit:
+        if exact and not error <= limit:
             raise CannotKeep(
                 f"{names} cannot keep the node {output.node!r}, which is asked for: its value would be {error:.1e} "
                 "away; ask for another node or leave a transform out",
@@ -169,8 +186,7 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
                 node=output.node,
                 max_rel_error=finite(error),
             )
-    precision = dtype_name(record.dtype)
-    return replace(extractor, module=module), Transformed(applied(module), found, precision)
+    return found
 
 
 def _named(graph: ModelGraph, step: Step) -> Step:
