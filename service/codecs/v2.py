@@ -94,27 +94,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
         request = InferRequest.model_validate(document.value)
     except ValidationError as error:
         raise invalid_body(error) from error
-    images: list[bytes] | None = None
-    tensors: dict[str, Tensor] = {}
-    position = len(data) if length is None else length
-    for entry in request.inputs:
-        where = f"input {entry.name!r}"
-        if entry.name in tensors or (entry.name == IMAGE and images is not None):
-            raise Refusal("bad-tensor", f"{where} is sent twice")
-        size = _binary_size(entry, where)
-        if size is not None and position + size > len(data):
-            raise Refusal("bad-tensor", f"{where}: its {size} bytes are not there; the body ends before them")
-        if entry.datatype == BYTES:
-            if entry.name != IMAGE:
-                raise Refusal("bad-tensor", f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
-            images = _images(entry, data, position, size, where)
-        else:
-            tensors[entry.name] = _tensor(document, entry, data, position, size, where)
-        position += size or 0
-    if position != len(data):
-        raise Refusal("bad-tensor", f"{len(data) - position} bytes follow the last tensor")
-    if images is not None and tensors:
-        raise Refusal("bad-tensor", f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
+    images, tensors = _inputs(request, document, data, len(data) if length is None else length)
     return Request(images, tensors, list(_wanted(request)), request.id, request.parameters)
 
 
@@ -141,6 +121,33 @@ def write(
             head += [*json.numbers(tensor), b"]}"]
     head.append(b"]}")
     return [*head, *tail], sum(map(len, head)) if any(binary.values()) else None
+
+
+def _inputs(
+    request: InferRequest, document: Document, data: bytearray, position: int
+) -> tuple[list[bytes] | None, dict[str, Tensor]]:
+    """The encoded images or the tensors of a request; raw ones begin at ``position`` and fill the rest of ``data``."""
+    images: list[bytes] | None = None
+    tensors: dict[str, Tensor] = {}
+    for entry in request.inputs:
+        where = f"input {entry.name!r}"
+        if entry.name in tensors or (entry.name == IMAGE and images is not None):
+            raise Refusal("bad-tensor", f"{where} is sent twice")
+        size = _binary_size(entry, where)
+        if size is not None and position + size > len(data):
+            raise Refusal("bad-tensor", f"{where}: its {size} bytes are not there; the body ends before them")
+        if entry.datatype == BYTES:
+            if entry.name != IMAGE:
+                raise Refusal("bad-tensor", f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
+            images = _images(entry, data, position, size, where)
+        else:
+            tensors[entry.name] = _tensor(document, entry, data, position, size, where)
+        position += size or 0
+    if position != len(data):
+        raise Refusal("bad-tensor", f"{len(data) - position} bytes follow the last tensor")
+    if images is not None and tensors:
+        raise Refusal("bad-tensor", f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
+    return images, tensors
 
 
 def _json_length(header: str | None, size: int) -> int | None:
