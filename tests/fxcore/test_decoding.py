@@ -153,7 +153,7 @@ def test_every_kind_of_preprocessing(coffee: PIL.Image.Image, model: str):
     assert (made(preprocessing, data) - exact(preprocessing, data)).abs().max() < 1.01 / 255 / 0.22
 
 
-def test_published_presets_take_the_fast_way(monkeypatch: pytest.MonkeyPatch, coffee: PIL.Image.Image):
+def test_published_presets_take_the_fast_way(monkeypatch: pytest.MonkeyPatch):
     """Without this, a preset that changes upstream would silently become slow."""
     monkeypatch.setattr(PIL.Image, "fromarray", None)
     for model in ("mobilenet_v3_small", "resnet50", "vit_b_16", "deeplabv3_resnet50"):

@@ -112,7 +112,7 @@ def test_parameters_are_shared_with_the_model(models: dict[str, nn.Module]) -> N
         assert {p.data_ptr() for p in parameters} <= own
 
 
-def test_building_disturbs_neither_the_model_nor_other_extractors(models: dict[str, nn.Module]) -> None:
+def test_building_disturbs_neither_the_model_nor_other_extractors() -> None:
     """HAZARDS 5: torchvision leaves the model in train mode when a name is unknown."""
     model, graph, x = load_model(get_model("resnet18"), "random"), model_graph("resnet18"), noise(2, 3, 64, 64)
     before = {key: value.clone() for key, value in model.state_dict().items()}

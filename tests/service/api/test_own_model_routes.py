@@ -191,7 +191,7 @@ def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client
 
 
 def test_the_list_of_models_that_are_served_holds_for_ones_own(
-    folder: Path, make_client: Callable[..., Client], caplog: pytest.LogCaptureFixture
+    folder: Path, make_client: Callable[..., Client]
 ) -> None:
     client = make_client(models_dir=folder, models=("resnet18",))
     assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]

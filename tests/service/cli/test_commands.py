@@ -289,7 +289,7 @@ def test_serve_tells_of_tracing_that_is_not_installed() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_key_prints_the_line_for_the_file_and_the_key_apart(tmp_path: Path) -> None:
+def test_key_prints_the_line_for_the_file_and_the_key_apart() -> None:
     result = fxserve("key", "alice", "--scope", "admin")
     secret = result.stderr.split()[0]
     assert result.stdout == f"alice:admin:{hashlib.sha256(secret.encode()).hexdigest()}\n"

@@ -100,7 +100,7 @@ async def test_a_damaged_verdict_is_none(start: Callable[..., Any], tmp_path: Pa
     assert (record.backend, again) == ("openvino", compared)
 
 
-async def test_a_verdict_is_of_what_it_was_measured_with(start: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_verdict_is_of_what_it_was_measured_with(start: Callable[..., Any]) -> None:
     _, compared = await start()
     for settings in ({"compute_threads": 3}, {"max_batch": 1}, {"cache_dir": None}):
         _, again = await start(**settings)

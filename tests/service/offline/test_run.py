@@ -189,7 +189,7 @@ def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path],
         extract(job(out, root, **mine), settings)
 
 
-def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Path]) -> None:
     root = folder(2)
     with pytest.raises(FxError, match=r"is not empty and holds no spec.json; name a new folder"):
         extract(job(root, root), SETTINGS)
