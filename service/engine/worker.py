@@ -87,12 +87,14 @@ class DeviceWorker:
         return threading.Thread(target=self._main, name=f"fxserve-{self.device}", daemon=True)
 
     def _main(self) -> None:
+        began = False
         try:
             compute_on(self.device, self._threads)
+            began = True
             self._work()
         except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
             log.exception("the device worker died")
-            self._die(error)
+            self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
 
     def _work(self) -> None:
         work: Sequence[Item] | Undecoded | Errand | None
@@ -120,14 +122,15 @@ class DeviceWorker:
         done, self._done = self._done, ()
         announce(done)
 
-    def _die(self, error: BaseException) -> None:
-        """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is lost."""
+    def _die(self, error: BaseException, lost: bool) -> None:
+        """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is ``lost``:
+        so it is when a thread could not even begin, as the next one could not either, and so on without end."""
         self._announce()
         why = f"the device worker died of {said(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
         for item in batch:
             item.job.fail(NotReady(why, retry_after=1.0))
-        if not isinstance(error, _DEVICE_LOST):
+        if not lost:
             with self._replacing:  # the fresh one may die as well, and be replaced, before it is known here
                 try:
                     fresh = self._fresh_thread()

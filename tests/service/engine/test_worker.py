@@ -79,6 +79,42 @@ async def test_two_device_threads_that_die_at_once_are_replaced_in_order(
         assert (await running.features(record, tensors(0))).images == 1
 
 
+async def test_a_device_thread_that_cannot_begin_is_not_replaced_without_end(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the device is gone by the time that another thread asks for it."""
+    asked = []
+
+    def refuse(device: torch.device, threads: int) -> None:
+        asked.append(threading.current_thread())
+        if len(asked) > 20:  # the test ends, at least
+            threading.Event().wait(10)
+        raise RuntimeError("no such device")
+
+    async with engine(max_batch=1) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.fault = failing_on_poison(SystemExit("gone"))
+        watched.open.clear()
+        poison = asyncio.create_task(running.features(record, tensors(POISON)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        other = asyncio.create_task(running.features(record, tensors(1)))
+        await waiting(running, 1)
+        monkeypatch.setattr("service.engine.worker.compute_on", refuse)
+        watched.open.set()
+        with pytest.raises(NotReady, match="the device worker died of SystemExit: gone"):
+            await poison
+        with pytest.raises(NotReady, match="the device worker died of RuntimeError: no such device"):
+            await other
+        ready, why = running.readiness()
+        assert not ready
+        assert "no such device" in why
+        with pytest.raises(NotReady, match="no such device"):
+            await running.features(record, tensors(1))
+        assert len(asked) == 1
+        assert running.admission.requests == 0
+
+
 async def test_a_lost_device_is_told_to_everyone(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an illegal access a CUDA context answers every call with the same error: nothing can go on in it."""
 
