@@ -138,6 +138,7 @@ class Engine:
             self._preloading.cancel()
         await self.drain(grace)
         self._tiers.close()
+        self._extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
         for pool in (self._intake, self._builders, self._encoders):

@@ -28,7 +28,7 @@ from fxcore.graphs import ModelGraph, forget_graph
 from service.engine.backends import check_backend
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.graphs import graph_bytes, graph_for, idle_graphs, named_graph
-from service.engine.memory import tidy
+from service.engine.memory import Leaving, tidy
 from service.engine.models import ModelStore
 from service.engine.names import Names
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
@@ -82,6 +82,7 @@ class Extractors:
         self._tiers = tiers
         self._evictions = metrics.evictions
         self._later: asyncio.TimerHandle | None = None
+        self._leaving = Leaving(pool)
         self._models = models
         self._device = device
         self._pool = pool
@@ -161,9 +162,8 @@ class Extractors:
         record = self.find(id_or_name)
         self._remove(record)
         self._tiers.forget(record)
-        if not any(other.model_key == record.model_key for other in self._records.values()):
-            self._drop(record.model_key, "deleted")
-            self._pool.submit(tidy)
+        shared = any(other.model_key == record.model_key for other in self._records.values())
+        self._let_go(record, None if shared else "deleted")
 
     def unload(self, id_or_name: str) -> None:
         """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
@@ -178,9 +178,14 @@ class Extractors:
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
         self._tiers.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
-        if not any(other.run is not None or other.build is not None for other in others):
-            self._drop(record.model_key, "unloaded")
-            self._pool.submit(tidy)
+        loaded = any(other.run is not None or other.build is not None for other in others)
+        self._let_go(record, None if loaded else "unloaded")
+
+    def close(self) -> None:
+        """Make no more room."""
+        self._leaving.close()
+        if self._later is not None:
+            self._later.cancel()
 
     def bytes(self) -> int:
         """What the loaded models, the built extractors and the traced graphs take."""
@@ -338,6 +343,15 @@ class Extractors:
         record.run = None
         record.tier = None
         record.images = 0
+
+    def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:
+        """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
+        if reason is not None:
+            self._drop(record.model_key, reason)
+        if reason is not None and not record.working:
+            self._pool.submit(tidy)
+        else:
+            self._leaving.add(record)
 
     def _forget_graph(self, graph: ModelGraph) -> None:
         forget_graph(graph)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import weakref
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 from fxcore.memory import give_back
+
+if TYPE_CHECKING:
+    from service.engine.records import ExtractorRecord
+
+TIDY_SECONDS = 10.0
+"""What left in so many seconds is collected at once, as a full collection is felt by every request."""
 
 
 def tidy() -> None:
@@ -21,3 +31,46 @@ def tidy() -> None:
 def release() -> None:
     """End the exemption, for the process's end: C++ libraries report at length what is left of theirs on unloading."""
     gc.unfreeze()
+
+
+class Leaving:
+    """Extractors that are known no more, of which :func:`tidy` has to collect what refers to itself, as their graphs
+    do, once nobody has a hand on them any more. For one event loop.
+
+    Args:
+        pool: the threads that tidy.
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        # With each, whether it was idle when it was looked for last.
+        self._left: list[tuple[weakref.ref[ExtractorRecord], bool]] = []
+        self._later: asyncio.TimerHandle | None = None
+
+    def add(self, record: ExtractorRecord) -> None:
+        """Collect what is left of ``record`` within :data:`TIDY_SECONDS` of the end of its last request."""
+        self._left.append((weakref.ref(record), False))
+        if self._later is None:
+            self._wait()
+
+    def close(self) -> None:
+        """Collect nothing more."""
+        if self._later is not None:
+            self._later.cancel()
+
+    def _wait(self) -> None:
+        self._later = asyncio.get_running_loop().call_later(TIDY_SECONDS, self._tidy)
+
+    def _tidy(self) -> None:
+        records = [(left, left(), idle) for left, idle in self._left]
+        if not all(record is not None and record.working for _, record, _ in records):
+            self._pool.submit(tidy)
+        # Who sent the last request may hold an idle one for a moment more: it is looked for twice.
+        self._left = [
+            (left, not record.working)
+            for left, record, idle in records
+            if record is not None and (record.working or not idle)
+        ]
+        self._later = None
+        if self._left:
+            self._wait()

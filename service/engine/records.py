@@ -132,9 +132,14 @@ class ExtractorRecord:
         return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.plain else None
 
     @property
+    def working(self) -> bool:
+        """Whether it is being built, or requests are on their way through it."""
+        return self.users > 0 or self.build is not None
+
+    @property
     def busy(self) -> bool:
         """Whether it must stay in memory now."""
-        return self.pinned or self.users > 0 or self.build is not None
+        return self.pinned or self.working
 
     def storages(self) -> dict[int, int]:
         """Bytes that what runs it holds beside the model's weights, by address."""

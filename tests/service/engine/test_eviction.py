@@ -141,6 +141,42 @@ async def test_graphs_are_kept_under_the_budget(
         assert running._extractors.bytes() == taken
 
 
+@pytest.mark.parametrize("how", ["delete", "unload"])
+@pytest.mark.parametrize("why", ["shared", "in use"])
+async def test_what_was_given_back_is_freed(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, how: str, why: str
+) -> None:
+    """Though its weights stay for another extractor, or a request is on its way through it: graphs refer to themselves,
+    and the collector leaves what was built alone."""
+    monkeypatch.setattr("service.engine.memory.TIDY_SECONDS", 0.3)
+    async with engine() as running:
+        if why == "shared":
+            await built(running, nodes=["features.1"])
+        record = await built(running)
+        assert record.extractor is not None
+        module = weakref.ref(record.extractor.module)
+        watched = Watched(record)
+        if why == "in use":
+            watched.open.clear()
+        request = asyncio.create_task(running.features(record, tensors(1)))
+        await asyncio.to_thread(watched.entered.wait, 10)
+        identity = record.id
+        if why == "shared":
+            assert (await request).images == 1
+            del record, watched, request
+        await getattr(running, how)(identity)
+        if why == "in use":
+            await asyncio.sleep(1)
+            assert module() is not None
+            watched.open.set()
+            assert (await request).images == 1
+            del record, watched, request
+        deadline = time.monotonic() + 30
+        while module() is not None and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        assert module() is None
+
+
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), 60)
