@@ -6,6 +6,7 @@ Everything here runs in pool threads and touches no shared state.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,10 @@ _FLOAT_BYTES = 4
 
 _PARTS = 16
 """Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
+
+_THIN = 8
+"""Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
+takes 224 of 256 pixels."""
 
 log = logging.getLogger("fxserve.inputs")
 
@@ -167,16 +172,18 @@ def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: 
     """The largest size that an image takes while it is preprocessed.
 
     Raises:
-        ImageTooLarge: it is over ``max_pixels``.
+        ImageTooLarge: it is over ``max_pixels``, and over what images of no unusual shape take.
     """
     size = preprocessing.largest_size(height, width)
     pixels = size[0] * size[1]
-    if pixels > max_pixels:
+    # A small image may be resized to more than max_pixels, as the model has it; only its shape can make it too many.
+    limit = max(max_pixels, _THIN * math.prod(preprocessing.nominal_size()))
+    if pixels > limit:
         raise ImageTooLarge(
             f"the image has {width} x {height} pixels, which resizing makes {size[1]} x {size[0]} = {pixels}; at most "
-            f"{max_pixels} are taken",
+            f"{limit} are taken",
             pixels=pixels,
-            limit=max_pixels,
+            limit=limit,
         )
     return size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -57,6 +58,18 @@ def test_a_thin_image_cannot_grow_without_bounds(record: ExtractorRecord, shape:
     with pytest.raises(ImageTooLarge, match="resizing"):
         plan(record, {"x": torch.from_numpy(pixels[None])}, "default", LIMIT)
     assert decoded(record, [encoded(pixels)], "none").shape == (1, 3, *shape)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "ssdlite320_mobilenet_v3_large"])
+def test_what_a_model_resizes_images_to_is_not_bounded_by_their_largest_size(model: str) -> None:
+    small = record_alone(model, ("C4",))
+    for shape, preprocess in product([(100, 100), (50, 200), (200, 50)], ["default", "fast", "none"]):
+        pixels = np.zeros((*shape, 3), dtype=np.uint8)
+        for sent in ([encoded(pixels)], {small.inputs[0].name: torch.from_numpy(pixels[None])}):
+            assert len(plan(small, sent, preprocess, 100 * 100).shapes) == 1
+            with pytest.raises(ImageTooLarge) as caught:
+                plan(small, sent, preprocess, 100 * 100 - 1)
+            assert (caught.value.extra["pixels"], caught.value.extra["limit"]) == (100 * 100, 100 * 100 - 1)
 
 
 @pytest.mark.parametrize("preprocess", ["default", "fast", "none"])
