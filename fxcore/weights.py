@@ -223,13 +223,17 @@ def _filled(entry: ModelEntry, structure: str, state: StateDict, folder: str, fi
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
     # Auxiliary heads that inference never runs may be in the file and not in the model, or the other way round. Batch
-    # counters only matter in training, and files of frozen batch norms lack them.
+    # counters only matter in training: files of frozen batch norms lack them, and who halves every tensor of a state
+    # dict halves them too.
     unread = () if isinstance(entry, UserEntry) else _TRAINED_WITH
     fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
     for key, value in expected.items():
-        if key not in fitting and (key.endswith("num_batches_tracked") or key.startswith(unread)):
-            fitting[key] = torch.zeros_like(value, device="cpu")
         given = fitting.get(key)
+        counts = key.endswith("num_batches_tracked")
+        if (given is None and (counts or key.startswith(unread))) or (
+            counts and isinstance(given, Tensor) and given.is_floating_point()
+        ):
+            given = fitting[key] = torch.zeros_like(value, device="cpu")
         if isinstance(given, Tensor) and (fault := _fault(given, value)) is not None:
             raise _misfit(entry, file, folder, f"{key} {fault}")
     # Modules read old key names by version. A file without versions (safetensors) may hold either, and modules take
