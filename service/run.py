@@ -14,7 +14,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from service import logs
-from service.connection import Connection
 from service.metrics import SHARED_DIR
 from service.settings import Settings
 
@@ -43,11 +42,10 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
     with tempfile.TemporaryDirectory(prefix="fxserve-metrics-") as folder:
         os.environ.setdefault(SHARED_DIR, folder)
         print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        options = _options(settings, log_level)
-        # A process that imports torch on a busy machine may be silent for over uvicorn's own five seconds.
-        uvicorn.run(
-            "service.app:create_app", factory=True, workers=settings.workers, timeout_worker_healthcheck=15, **options
-        )
+        # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
+        # has to be imported and each model of one's own to be tried, on a machine that is busy.
+        options = _options(settings, log_level) | {"timeout_worker_healthcheck": 60}
+        uvicorn.run("service.app:create_app", factory=True, workers=settings.workers, **options)
 
 
 def _options(settings: Settings, log_level: str) -> dict[str, Any]:
@@ -58,7 +56,8 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         "log_level": log_level,
         "access_log": False,  # ours knows the request's id and how long it took
         "server_header": False,
-        "http": Connection,
+        # By name: a server process gets these before it can say that it lives, and the class needs torch.
+        "http": "service.connection:Connection",
         "ws": "none",
         # What was accepted has had its grace period by then; this is for answers that nobody reads.
         "timeout_graceful_shutdown": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -18,12 +19,15 @@ from typing import Any
 
 import pytest
 import typer.main
+import uvicorn
 from torchvision.models import list_models
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import get_model, model_graph
 from fxcore.render import render
 from service.cli import app
+from service.run import run_workers
+from service.settings import Settings
 from tests.service.cli.running import fxserve, rows
 
 
@@ -265,6 +269,27 @@ def test_serve_tells_of_a_port_that_is_taken() -> None:
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert "address already in use" in result.stderr
+
+
+def test_server_processes_say_that_they_live_before_they_import_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options, app=app))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    run_workers(Settings(workers=2), "cpu", "warning")
+    script = """
+import pickle, sys
+config = pickle.load(sys.stdin.buffer)
+config.configure_logging()
+print("torch" in sys.modules, end=" ")
+config.load()
+print("torch" in sys.modules)
+"""
+    config = pickle.dumps(uvicorn.Config(**given))
+    child = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, timeout=120)
+    assert child.stdout.decode() == "False True\n", child.stderr
 
 
 @pytest.mark.parametrize("workers", [1, 2])
