@@ -30,10 +30,12 @@ def extract(
     model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
     nodes: Annotated[str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY names an output.")],
     out: Annotated[Path, typer.Option(help="Folder to write; one that an earlier run began is gone on with.")],
-    format: Annotated[ShardFormat, typer.Option(help="Of the shards; parquet and zarr need fxserve[offline].")] = (
+    format: Annotated[ShardFormat, typer.Option(help="Of the shards; parquet and zarr need fxserve\\[offline].")] = (
         "safetensors"
     ),
-    weights: Annotated[str, typer.Option(help="DEFAULT, a name, random, or file:NAME.")] = "DEFAULT",
+    weights: Annotated[
+        str, typer.Option(help="DEFAULT, a name, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")
+    ] = "DEFAULT",
     pool: Annotated[Pool, typer.Option(help="Pool each map to one vector an image.")] = "none",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of floating outputs; without it, the model's.", show_default=False)

@@ -91,6 +91,13 @@ def test_every_example_in_a_help_is_a_command_that_can_be_typed(command: str) ->
     assert all(example.split(" --")[0] in fxserve(command, "--help").stdout for example in examples)
 
 
+def test_the_help_names_what_extract_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = fxserve("extract", "--help").stdout
+    assert "parquet and zarr need fxserve[offline]." in shown
+    assert "file:NAME in FXSERVE_WEIGHTS_DIR." in shown
+
+
 def test_models_lists_what_torchvision_lists() -> None:
     result = fxserve("models")
     assert [row[0] for row in rows(result.stdout, "model")] == list_models()
