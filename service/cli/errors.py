@@ -23,7 +23,8 @@ class Commands(TyperGroup):
             if told is None:
                 raise  # a defect of ours: its traceback is what is wanted
             message, code = told
-            print(f"fxserve: {' '.join(message.split())}", file=sys.stderr)
+            # pydantic, which reads options and variables, puts its word for the error before ours.
+            print(f"fxserve: {' '.join(message.split()).replace('Value error, ', '')}", file=sys.stderr)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -194,7 +194,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
         (["grph"], 2, "No such command 'grph'. Did you mean 'graph'"),
         (["--verbose"], 2, "No such option: --verbose"),
-        (["models", "--task", "poetry"], 2, "'poetry' is not one of 'classification'"),
+        (["models", "--task", "poetry"], 2, "Invalid value for '--task': 'poetry' is not one of 'classification'"),
         (["serve", "--port", "70000"], 2, "port: Input should be less than or equal to 65535 (it is 70000)"),
         (["serve", "--device", "toaster"], 2, "device: "),
         (["serve", "--device", "cuda:77"], 2, "device 'cuda:77' is not here"),
