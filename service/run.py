@@ -44,7 +44,7 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
         # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
         # has to be imported and each model of one's own to be tried, on a machine that is busy.
-        options = _options(settings, log_level) | {"timeout_worker_healthcheck": 60}
+        options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
         uvicorn.run("service.app:create_app", factory=True, workers=settings.workers, **options)
 
 

@@ -286,6 +286,8 @@ def test_server_processes_say_that_they_live_before_they_import_torch(
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options, app=app))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     run_workers(Settings(workers=2), "cpu", "warning")
+    # Where SIGHUP's new process is not ready by then, uvicorn keeps the old ones, and the keys that were taken back.
+    assert given["timeout_worker_healthcheck"] >= 120
     script = """
 import pickle, sys
 config = pickle.load(sys.stdin.buffer)
