@@ -31,7 +31,7 @@ from service.engine.inputs import Inputs, Plan, RowShape
 from service.engine.memory import release, tidy
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
-from service.engine.own_models import register_models
+from service.engine.own_models import register_models, tell_unknown
 from service.engine.preload import preload_spec
 from service.engine.profiling import Measured, profiled
 from service.engine.records import ExtractorRecord
@@ -104,6 +104,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # float32 means it, in convolutions as torch has it elsewhere
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
+        tell_unknown(self.settings.models or ())
         await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()

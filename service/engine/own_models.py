@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
-from fxcore.catalog import ModelEntry, register
+from fxcore.catalog import ModelEntry, get_model, register
 from fxcore.errors import FxError
 from fxcore.graphs import model_graph
 from fxcore.user_models import UserEntry, read_models, wrong
@@ -33,6 +34,15 @@ def register_models(folder: Path | None, try_each: bool) -> None:
     except FxError as error:
         log.error("no models of your own: %s", error.detail)
     register(found)
+
+
+def tell_unknown(names: Iterable[str]) -> None:
+    """Log an error for each of ``names``, the setting ``models``, that is in no catalog and so cannot be served."""
+    for name in names:
+        try:
+            get_model(name)
+        except FxError as error:
+            log.error("FXSERVE_MODELS: %s", error.detail)
 
 
 def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:

@@ -202,6 +202,15 @@ async def test_preload(engine: MakeEngine) -> None:
         assert not created
 
 
+async def test_a_model_that_is_to_be_served_and_is_not_there_is_told_of(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine(models="resnet18,resnet5"):
+        pass
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "fxserve.models"]
+    assert told.startswith("FXSERVE_MODELS: there is no model 'resnet5'; did you mean resnet50")
+
+
 @pytest.mark.parametrize("preload", ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9"])
 async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
     async with engine(preload=preload) as running:
