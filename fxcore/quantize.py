@@ -46,6 +46,10 @@ _TRANSPOSED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
 )
+_CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
+_MOST_GROUPS = 100
+"""The engine x86 gives convolutions of more to FBGEMM whatever the CPU has (should_use_onednn_quant in torch)."""
+
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -142,7 +146,7 @@ def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> t
     """
     private = _opened(copy.deepcopy(fork(module)).eval())
     scopes = {node.name: (public_name(node), _kind(private, node)) for node in private.graph.nodes}
-    mapping = get_default_qconfig_mapping(_ranges())
+    mapping = get_default_qconfig_mapping(_ranges(private))
     kept = _leave_in_float(private, mapping, keep)
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
@@ -160,11 +164,31 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
     observed.recompile()
 
 
-def _ranges() -> str:
+def _ranges(module: fx.GraphModule) -> str:
     """The engine whose activation ranges are used. Without VNNI, x86 kernels add two products in 16 bits, so to avoid
-    overflow their default leaves one of eight bits unused. With VNNI oneDNN's ranges use all eight."""
+    overflow their default leaves one of eight bits unused. oneDNN's ranges use all eight, where its kernels with VNNI
+    compute all of ``module``; FBGEMM's depthwise ones use VNNI nowhere."""
     engine = torch.backends.quantized.engine
-    return "onednn" if engine in ("x86", "fbgemm") and torch.cpu._is_vnni_supported() else engine
+    if engine not in ("x86", "onednn"):
+        return engine
+    by_fbgemm = any(_is_fbgemms(_groups(module, node)) for node in module.graph.nodes)
+    return "onednn" if torch.cpu._is_vnni_supported() and not by_fbgemm else "x86"
+
+
+def _is_fbgemms(groups: int) -> bool:
+    """Whether FBGEMM, not oneDNN, does a convolution of so many groups."""
+    engine = torch.backends.quantized.engine
+    return engine == "fbgemm" or (engine == "x86" and (groups > _MOST_GROUPS or not torch.cpu._is_vnni_supported()))
+
+
+def _groups(module: fx.GraphModule, node: fx.Node) -> int:
+    """Of the convolution that a node is; 1 for all else."""
+    if node.op == "call_module":
+        return int(getattr(module.get_submodule(str(node.target)), "groups", 1))
+    if node.target in _CONVOLUTIONS:
+        groups: Any = node.kwargs.get("groups", (*node.args[6:], 1)[0])
+        return int(groups)
+    return 1
 
 
 def _opened(module: fx.GraphModule) -> fx.GraphModule:

@@ -173,6 +173,29 @@ def test_transposed_convolutions_stay_in_float(engine: str, monkeypatch: pytest.
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
+@pytest.mark.parametrize("engine", ["x86", "fbgemm", "onednn"])
+@pytest.mark.parametrize("by_a_function", [False, True])
+def test_products_of_many_groups_do_not_overflow(
+    engine: str, by_a_function: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than 100 groups, which are FBGEMM's also where the CPU has VNNI; the largest products there can be."""
+
+    class Function(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv2d(x, self.weight, None, (1, 1), (1, 1), (1, 1), self.groups)
+
+    monkeypatch.setattr(torch.backends.quantized, "engine", engine)
+    torch.manual_seed(0)
+    kind = Function if by_a_function else nn.Conv2d
+    model = nn.Sequential(nn.Conv2d(3, 128, 1), kind(128, 128, 3, padding=1, groups=128, bias=False)).eval()
+    for weights in model.parameters():
+        nn.init.constant_(weights, 1.0)
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 0.1 + 0.9,) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    assert len(found.layers) == 2
+    assert verify(model, found.module, rows[0]).relative < 0.02
+
+
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
     with pytest.raises(CannotQuantize, match="images to calibrate on"):
         quantize(small[0].module, [])
