@@ -181,10 +181,33 @@ def _is_fbgemms(groups: int) -> bool:
     return engine == "fbgemm" or (engine == "x86" and (groups > _MOST_GROUPS or not torch.cpu._is_vnni_supported()))
 
 
+def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether FBGEMM would write past the memory of a convolution's weights: it packs groups of two and four channels
+    several at a time, eight and four with AVX-512, and leaves no room for the last where they do not come out even."""
+    groups = _groups(module, node)
+    if groups == 1 or not _is_fbgemms(groups):
+        return False
+    if node.op == "call_module":
+        weight: Any = module.get_submodule(str(node.target)).weight
+    else:
+        weight = _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    return weight is None or (weight.shape[1] in (2, 4) and groups % (16 // weight.shape[1]) != 0)
+
+
+def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:
+    """What a node reads of the module; None where it is computed."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    found = getattr(module.get_submodule(owner), name)
+    return found if isinstance(found, Tensor) else None
+
+
 def _groups(module: fx.GraphModule, node: fx.Node) -> int:
     """Of the convolution that a node is; 1 for all else."""
     if node.op == "call_module":
-        return int(getattr(module.get_submodule(str(node.target)), "groups", 1))
+        called = module.get_submodule(str(node.target))
+        return int(called.groups) if isinstance(called, nn.modules.conv._ConvNd) else 1
     if node.target in _CONVOLUTIONS:
         groups: Any = node.kwargs.get("groups", (*node.args[6:], 1)[0])
         return int(groups)
@@ -243,6 +266,7 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}
     kept |= {node for node in module.graph.nodes if node.target in _TRANSPOSED or _kind(module, node) in _TRANSPOSED}
+    kept |= {node for node in module.graph.nodes if _is_packed_wrongly(module, node)}
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)

@@ -196,6 +196,33 @@ def test_products_of_many_groups_do_not_overflow(
     assert verify(model, found.module, rows[0]).relative < 0.02
 
 
+@pytest.mark.parametrize(("groups", "channels"), [(13, 2), (10, 2), (13, 4), (5, 4)])
+def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
+    groups: int, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the layer and by the function. In int8 the process would die of it, now or later."""
+    monkeypatch.setattr(torch.backends.quantized, "engine", "fbgemm")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, groups * channels, 1)
+            self.grouped = nn.Conv2d(groups * channels, groups * channels, 3, padding=1, groups=groups)
+            self.weight = nn.Parameter(torch.rand(groups * channels, channels, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.grouped(self.first(x))
+            where = ((1, 1), (1, 1), (1, 1), groups)
+            return nn.functional.conv2d(x, self.weight, None, *where)
+
+    torch.manual_seed(0)
+    model = Net().eval()
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    assert [layer.name for layer in found.layers] == ["first"]
+    assert verify(model, found.module, rows[0]).cosine > 0.99
+
+
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
     with pytest.raises(CannotQuantize, match="images to calibrate on"):
         quantize(small[0].module, [])
