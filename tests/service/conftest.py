@@ -28,11 +28,11 @@ class Client:
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.run(self._lifespan.__aenter__())
         transport = httpx.ASGITransport(self.app)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=600)
 
     def run(self, work: Any) -> Any:
         """Await ``work`` on the service's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=600)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.run(self.http.get(path, **options))
@@ -48,7 +48,7 @@ class Client:
         """Nothing is traced or built meanwhile."""
         engine, free = self.app.state.fxserve.engine, threading.Event()
         for _ in range(engine.settings.build_threads):
-            engine._builders.submit(free.wait, 60)
+            engine._builders.submit(free.wait, 120)
         while not engine._builders._work_queue.empty():
             time.sleep(0.01)
         try:
@@ -60,7 +60,7 @@ class Client:
         self.run(self.http.aclose())
         self.run(self._lifespan.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
 

@@ -93,5 +93,5 @@ os.close(os.open(os.path.join(metrics.shared_dir, f"counter_{os.getppid()}.db"),
 print(metrics.text().decode())
 """
     environment = {**os.environ, SHARED_DIR: str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr

@@ -20,7 +20,7 @@ ONE_STEP = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&po
 async def under_way(engine: Engine, client: Client, path: str, **options: Any) -> asyncio.Task[httpx.Response]:
     """A request that waits for a builder."""
     asked = asyncio.create_task(client.http.post(path, **options))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(50):
         while engine._builders._work_queue.empty():
             await asyncio.sleep(0.01)
     return asked
@@ -52,7 +52,7 @@ def test_what_waits_for_its_extractor_is_finished(
             late = await client.http.post(ONE_STEP, content=b"x", headers={"content-type": "image/jpeg"})
             assert (late.status_code, late.json()["type"]) == (503, "/problems/draining")
         answer = await asked
-        await asyncio.wait_for(drained, 10)
+        await asyncio.wait_for(drained, 60)
         return answer
 
     answer = client.run(told_to_end())

@@ -226,7 +226,7 @@ def test_a_deadline_passes_while_the_extractor_is_looked_for(make_client, photos
     with client.builders_busy():
         answer = client.post(ONE_STEP, content=photos["chelsea"], headers={**JPEG, "x-request-timeout": "0.2"})
     assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("encoding", ["json", "base64"])

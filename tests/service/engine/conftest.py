@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import skimage.data
 
+from fxcore.backends import BACKENDS
 from service.engine import Engine
 from service.settings import Settings
 from tests.service.engine.running import MakeEngine, encoded
+from tests.service.engine.stand_ins import Held
 
 
 @pytest.fixture
@@ -46,3 +48,12 @@ def engine() -> MakeEngine:
             await running.close(grace=20)
 
     return make
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """In OpenVINO's place; let go of when the test ends."""
+    held = Held()
+    monkeypatch.setitem(BACKENDS, "openvino", held)
+    yield held
+    held.open.set()

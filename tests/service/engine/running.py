@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -18,6 +19,9 @@ from service.schemas import ExtractorSpec
 from service.settings import Settings
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+
+PATIENCE = 120.0
+"""Seconds after which a test gives up what it waits for. A busy machine may take many for what takes none."""
 
 POISON = 7777.0
 """Marks a row that a test's model fails on."""
@@ -53,7 +57,7 @@ def spec(model: str = "mobilenet_v3_small", nodes: Any = ("features.8", "feature
 
 async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     """A ready extractor."""
-    record, _ = await engine.extractor(spec(*args, **rest), 60)
+    record, _ = await engine.extractor(spec(*args, **rest), PATIENCE)
     assert record.state == "ready", record.problem
     return record
 
@@ -95,9 +99,13 @@ class Watched:
     def __call__(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         self.batches.append(batch.clone())
         self.entered.set()
-        assert self.open.wait(30)
+        assert self.open.wait(PATIENCE)
         self.fault(batch)
         return self._module(batch)
+
+    async def begun(self) -> None:
+        """Until it has been given a batch."""
+        assert await asyncio.to_thread(self.entered.wait, PATIENCE)
 
 
 def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:
@@ -112,8 +120,12 @@ def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:
 
 async def waiting(engine: Engine, items: int) -> None:
     """Until so many items wait for the device."""
-    for _ in range(500):
-        if len(engine._queue) >= items:
-            return
+    await until(lambda: len(engine._queue) >= items)
+
+
+async def until(true: Callable[[], Any]) -> None:
+    """Until that is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to that"
         await asyncio.sleep(0.01)
-    raise AssertionError("the requests did not reach the queue")

@@ -11,6 +11,7 @@ import torch
 
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
 from service.engine import ExtractorRecord
+from tests.service.engine.running import PATIENCE, until
 
 
 class Broken:
@@ -49,34 +50,33 @@ class Broken:
 
 
 class Held(Broken):
-    """Lowers once it is let go, unless it is cancelled before, as the process that OpenVINO lowers in may be."""
+    """Lowers once it is let go, unless it is cancelled before, as the process that OpenVINO lowers in may be; ``deaf``
+    if it cannot be."""
 
     def __init__(self) -> None:
         super().__init__("none")
         self.begun: list[list[str]] = []
         self.cancelled: list[threading.Event] = []
         self.open = threading.Event()
+        self.deaf = False
 
     def lower(self, module: Any, example: Any, options: Options) -> Lowered:
         self.cancelled.append(options.cancelled)
         self.begun.append(list(module.graph.output_node().args[0]))
         while not self.open.wait(0.01):
-            if options.cancelled.is_set():
+            if options.cancelled.is_set() and not self.deaf:
                 raise LoweringFailed("was cancelled", backend=self.name)
         return super().lower(module, example, options)
 
     async def began(self, *nodes: str) -> None:
         """Wait until extractors of a node each, ``nodes``, were begun to be lowered."""
-        for _ in range(1000):
-            if len(self.begun) >= len(nodes):
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.begun) >= len(nodes))
         assert self.begun == [[node] for node in nodes]
 
 
 async def settled(record: ExtractorRecord) -> dict[str, Any]:
     """The record's checks once the search for a faster backend is over."""
     assert record.tier is not None
-    await asyncio.wait_for(asyncio.shield(record.tier), 120)
+    await asyncio.wait_for(asyncio.shield(record.tier), 5 * PATIENCE)
     assert record.checks is not None
     return record.checks

@@ -15,13 +15,13 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.batching import Item, Job, Queue, Undecoded
 from service.engine.errors import NotReady, OutOfMemory
 from service.engine.sizes import row_size
-from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, tensors, waiting
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
 
 def job(record: ExtractorRecord, rows: int) -> Job:
-    return Job(record, FeatureOptions(), rows, time.monotonic() + 60)
+    return Job(record, FeatureOptions(), rows, time.monotonic() + PATIENCE)
 
 
 async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
@@ -58,18 +58,18 @@ async def test_an_answer_comes_while_the_next_batch_is_computed(engine: MakeEngi
         def hold_the_second(batch: torch.Tensor) -> None:
             if len(watched.batches) == 2:
                 second_entered.set()
-                assert second_open.wait(30)
+                assert second_open.wait(PATIENCE)
 
         second_open = threading.Event()
         watched.fault = hold_the_second
         watched.open.clear()
         first = asyncio.create_task(running.features(record, tensors(1)))
-        assert await asyncio.to_thread(watched.entered.wait, 30)
+        await watched.begun()
         second = asyncio.create_task(running.features(record, tensors(2)))
         await waiting(running, 1)
         watched.open.set()
-        assert await asyncio.to_thread(second_entered.wait, 30)
-        await asyncio.wait_for(asyncio.shield(first), 10)
+        assert await asyncio.to_thread(second_entered.wait, PATIENCE)
+        await asyncio.wait_for(asyncio.shield(first), PATIENCE)
         assert not second.done()
         second_open.set()
         await second
@@ -83,14 +83,14 @@ async def test_an_answer_does_not_wait_for_work_that_nobody_wants(engine: MakeEn
         watched.open.clear()
         kept, dropped = job(record, 1), job(record, 1)
         running._queue.put([Item(of, range(1), (tensors(1)["x"],), 1) for of in (kept, dropped)])
-        assert await asyncio.to_thread(watched.entered.wait, 30)
+        await watched.begun()
         leaving = asyncio.create_task(dropped.answer())
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.wait({leaving})
         assert not dropped.wanted()
         watched.open.set()
-        await asyncio.wait_for(kept.answer(), 10)
+        await asyncio.wait_for(kept.answer(), PATIENCE)
         assert watched.sizes == [1]
 
 
@@ -109,7 +109,7 @@ async def test_a_batch_wakes_the_event_loop_once(engine: MakeEngine, monkeypatch
         watched = Watched(record)
         watched.open.clear()
         held = asyncio.create_task(running.features(record, tensors(0)))
-        assert await asyncio.to_thread(watched.entered.wait, 30)
+        await watched.begun()
         four = [asyncio.create_task(running.features(record, tensors(n))) for n in range(4)]
         await waiting(running, 4)
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
@@ -128,9 +128,9 @@ async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None
         delivered.fail(NotReady("late"))  # which also announces what nobody did
         failed.fail(NotReady("early"))
         failed.deliver(range(1), {"y": value})
-        assert torch.equal((await asyncio.wait_for(delivered.answer(), 10))["y"], value)
+        assert torch.equal((await asyncio.wait_for(delivered.answer(), PATIENCE))["y"], value)
         with pytest.raises(NotReady, match="early"):
-            await asyncio.wait_for(failed.answer(), 10)
+            await asyncio.wait_for(failed.answer(), PATIENCE)
         assert not delivered.wanted()
 
 
@@ -141,12 +141,12 @@ async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine,
         lost = job(await built(running), 1)
         lost.fail(error)
         with pytest.raises(OutOfMemory):
-            await asyncio.wait_for(lost.answer(), 10)
+            await asyncio.wait_for(lost.answer(), PATIENCE)
 
 
 def undecoded() -> Undecoded:
     """A part that nobody comes to decode."""
-    return Undecoded(Job(None, FeatureOptions(), 1, time.monotonic() + 60), lambda hand_on: None)  # type: ignore[arg-type]
+    return Undecoded(Job(None, FeatureOptions(), 1, time.monotonic() + PATIENCE), lambda hand_on: None)  # type: ignore[arg-type]
 
 
 async def idle(queue: Queue) -> Future[object]:
@@ -178,7 +178,7 @@ async def test_what_was_offered_to_a_worker_that_ends_fails() -> None:
         queue.close(NotReady("over"))
     assert await asyncio.wrap_future(taken) is None
     with pytest.raises(NotReady, match="over"):
-        await asyncio.wait_for(part.job.answer(), 10)
+        await asyncio.wait_for(part.job.answer(), PATIENCE)
 
 
 async def test_a_worker_with_nothing_left_takes_one_part() -> None:
@@ -213,7 +213,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
         assert taken > 0
         both = job(record, 2)
         running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
-        assert (await asyncio.wait_for(both.answer(), 10))["x"].shape == (2, 3, 0, 0)
+        assert (await asyncio.wait_for(both.answer(), PATIENCE))["x"].shape == (2, 3, 0, 0)
 
 
 @pytest.mark.parametrize(("broken", "error"), [("row_bytes", ZeroDivisionError), ("split", OutOfMemory)])
@@ -232,8 +232,8 @@ async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: st
         running._queue.put([one, three, Item(third, range(1), (tensors(1)["x"],), 1)])
         for lost in (first, second):  # the first was in the batch already
             with pytest.raises(error):
-                await asyncio.wait_for(lost.answer(), 10)
-        assert (await asyncio.wait_for(third.answer(), 10)).keys() == {"features.3"}
+                await asyncio.wait_for(lost.answer(), PATIENCE)
+        assert (await asyncio.wait_for(third.answer(), PATIENCE)).keys() == {"features.3"}
         assert running._worker._thread is thread
         assert len(running._queue) == 0
         assert (await running.features(record, tensors(1))).images == 1
@@ -250,7 +250,7 @@ async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jp
             watched.entered.clear()
             watched.open.clear()
             held = asyncio.create_task(running.features(record, tensors(0)))
-            assert await asyncio.to_thread(watched.entered.wait, 30)
+            await watched.begun()
             both = asyncio.create_task(running.features(record, pair))
             await waiting(running, 2)
             watched.open.set()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """An idle device worker decodes what it would wait for; decoders the rest, and all of it while it is busy."""
     seen: list[str] = []
-    async with engine() as running:
+    async with engine(decode_threads=1) as running:
         record = await built(running)
         watched = Watched(record)
         decode = record.decoder.image
@@ -39,7 +39,7 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
         watched.entered.clear()
         watched.open.clear()
         held = asyncio.create_task(running.features(record, tensors(0)))
-        assert await asyncio.to_thread(watched.entered.wait, 30)
+        await watched.begun()
         busy = asyncio.create_task(running.features(record, jpegs[:1], fast))
         await waiting(running, 1)
         watched.open.set()

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from fxcore.images import open_image
 from fxcore.weights import load_model
 from service.engine import FeatureOptions
 from service.engine.errors import Draining, ResponseTooLarge
-from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, waiting
+from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -124,7 +123,7 @@ async def test_requests_with_different_options_share_a_batch(engine: MakeEngine,
         watched = Watched(record)
         watched.open.clear()
         blocker = asyncio.create_task(running.features(record, jpegs[:1]))
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         tasks = [asyncio.create_task(running.features(record, jpegs[:1], o)) for o in options]
         await waiting(running, len(options))
         watched.open.set()
@@ -305,7 +304,7 @@ async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[b
         for model in models:
             nodes = [n.name for n in (await built(running, model, ["x"])).graph.nodes if n.extractable]
             specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
-        made = await asyncio.gather(*(running.extractor(one, 60) for one in specs))
+        made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20
         assert all(built.state == "ready" for built, _ in made)
         before = answers
@@ -323,7 +322,7 @@ async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[
         watched = Watched(record)
         watched.open.clear()
         accepted = [asyncio.create_task(running.features(record, [jpeg])) for jpeg in jpegs * 4]
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         closing = asyncio.create_task(running.close())
         await asyncio.sleep(0.05)
         assert running.readiness() == (False, "the service is shutting down")
@@ -336,7 +335,4 @@ async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[
         answers = await asyncio.gather(*accepted)
         await closing
         assert [answer.images for answer in answers] == [1] * 12
-    deadline = time.monotonic() + 10
-    while left := {t for t in threading.enumerate() if t.name.startswith("fxserve")} - before:
-        assert time.monotonic() < deadline, left
-        await asyncio.sleep(0.05)
+    await until(lambda: not {t for t in threading.enumerate() if t.name.startswith("fxserve")} - before)

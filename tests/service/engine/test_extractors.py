@@ -12,7 +12,7 @@ from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, Un
 from fxcore.transforms import UnknownTransform
 from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
 from service.engine.names import MOST_NAMES
-from tests.service.engine.running import OUT_OF_MEMORY, MakeEngine, Watched, built, spec
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, spec, until
 
 pytestmark = pytest.mark.anyio
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.anyio
 async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
     async with engine() as running:
         nodes = ["features.8", "features.12"]
-        answers = await asyncio.gather(*(running.extractor(spec(nodes=nodes), 60) for _ in range(10)))
+        answers = await asyncio.gather(*(running.extractor(spec(nodes=nodes), PATIENCE) for _ in range(10)))
         assert len({id(record) for record, _ in answers}) == 1
         assert [created for _, created in answers].count(True) == 1
         record = answers[0][0]
-        as_map, created = await running.extractor(spec(nodes={node: node for node in nodes}), 60)
+        as_map, created = await running.extractor(spec(nodes={node: node for node in nodes}), PATIENCE)
         assert (as_map, created) == (record, False)
         others = [
             spec(nodes=nodes[::-1]),
@@ -33,7 +33,7 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
             spec(nodes=nodes, image_size=160),
             spec("mobilenet_v3_large", nodes),
         ]
-        made = [(await running.extractor(other, 60))[0] for other in others]
+        made = [(await running.extractor(other, PATIENCE))[0] for other in others]
         assert len({record.id, *(other.id for other in made)}) == 6
         assert all(other.state == "ready" for other in made)
         assert running.list() == [record, *made]
@@ -75,7 +75,7 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
 async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, object], error: type[Exception]) -> None:
     async with engine(models=("mobilenet_v3_small",)) as running:
         with pytest.raises(error):
-            await running.extractor(spec(**wrong), 60)  # type: ignore[arg-type]
+            await running.extractor(spec(**wrong), PATIENCE)  # type: ignore[arg-type]
         assert running.list() == []
 
 
@@ -93,14 +93,14 @@ async def test_names(engine: MakeEngine) -> None:
         other = await built(running, nodes=["features.3"])
         assert running.find("small") is running.find(record.id) is record
         with pytest.raises(NameTaken) as caught:
-            await running.extractor(spec(nodes=["features.5"], name="small"), 60)
+            await running.extractor(spec(nodes=["features.5"], name="small"), PATIENCE)
         assert caught.value.extra["extractor"] == record.id
         with pytest.raises(NameTaken):
-            await running.extractor(spec(nodes=["features.3"], name="small"), 60)
+            await running.extractor(spec(nodes=["features.3"], name="small"), PATIENCE)
         with pytest.raises(NameTaken):
-            await running.extractor(spec(nodes=["features.3"], name=record.id), 60)
+            await running.extractor(spec(nodes=["features.3"], name=record.id), PATIENCE)
         assert running.list() == [record, other]
-        again, created = await running.extractor(spec(name="another"), 60)
+        again, created = await running.extractor(spec(name="another"), PATIENCE)
         assert (again, created) == (record, False)
         assert running.find("another") is running.find("small") is record
         with pytest.raises(UnknownExtractor) as unknown:
@@ -134,16 +134,16 @@ async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
 
 async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
     async with engine() as running:
-        failed, _ = await running.extractor(spec(weights="file:none.pth", name="first"), 60)
-        await running.extractor(spec(weights="file:none.pth", name="mine"), 60)
+        failed, _ = await running.extractor(spec(weights="file:none.pth", name="first"), PATIENCE)
+        await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
         assert (failed.state, failed.name) == ("failed", "mine")
         record = await built(running, name="mine")
         assert running.find("mine") is record
         assert (failed.name, running.find("first")) == ("first", failed)
         with pytest.raises(NameTaken):
-            await running.extractor(spec(weights="file:none.pth", name="mine"), 60)
+            await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
         with pytest.raises(NameTaken):  # an id is no name that could be given up
-            await running.extractor(spec(name=failed.id), 60)
+            await running.extractor(spec(name=failed.id), PATIENCE)
         await running.delete("mine")
         await built(running, name="first")
         assert (failed.name, running.find(failed.id)) == (None, failed)
@@ -155,7 +155,7 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
         watched = Watched(record)
         watched.open.clear()
         task = asyncio.create_task(running.features(record, jpegs))
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         await running.delete(record.id)
         assert running.models_loaded() == set()
         watched.open.set()
@@ -165,14 +165,14 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
 async def test_a_failed_build_is_told_and_tried_again(engine: MakeEngine, tmp_path: Path, jpegs: list[bytes]) -> None:
     async with engine(weights_dir=tmp_path) as running:
         wanted = spec(weights="file:mine.pth")
-        record, created = await running.extractor(wanted, 60)
+        record, created = await running.extractor(wanted, PATIENCE)
         assert (record.state, created) == ("failed", True)
         assert isinstance(record.problem, UnknownWeights)
         with pytest.raises(UnknownWeights):
             await running.features(record, jpegs)
         torch.manual_seed(3)
         torch.save(get_model("mobilenet_v3_small").builder(weights=None).state_dict(), tmp_path / "mine.pth")
-        record, created = await running.extractor(wanted, 60)
+        record, created = await running.extractor(wanted, PATIENCE)
         assert (record.state, created, record.problem) == ("ready", False, None)
         assert (await running.features(record, jpegs)).images == 3
 
@@ -192,10 +192,7 @@ async def test_preload(engine: MakeEngine) -> None:
         ready, reason = running.readiness()
         assert not ready
         assert reason == "the service is starting"
-        deadline = time.monotonic() + 60
-        while not running.readiness()[0]:
-            assert time.monotonic() < deadline, running.readiness()
-            await asyncio.sleep(0.02)
+        await until(lambda: running.readiness()[0])
         assert [record.pinned for record in running.list()] == [True, True]
         assert list(running.list()[0].return_nodes) == ["C4", "top"]
         _, created = await running.extractor(spec(nodes={"C4": "C4", "features.12": "top"}))
@@ -214,10 +211,7 @@ async def test_a_model_that_is_to_be_served_and_is_not_there_is_told_of(
 @pytest.mark.parametrize("preload", ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9"])
 async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
     async with engine(preload=preload) as running:
-        deadline = time.monotonic() + 60
-        while "failed" not in running.readiness()[1]:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        await until(lambda: "failed" in running.readiness()[1])
         ready, reason = running.readiness()
         assert not ready
         assert preload in reason
@@ -235,9 +229,9 @@ async def test_the_loop_goes_on_while_extractors_are_built(engine: MakeEngine) -
 
     async with engine() as running:
         counter = asyncio.create_task(count())
-        started = time.monotonic()
+        started = time.process_time()  # what a busy machine gives to others does not count
         await built(running, "efficientnet_b2", ["features.7"])
-        spent = time.monotonic() - started
+        spent = time.process_time() - started
         counter.cancel()
     assert turns > spent / 0.005 / 10
 
@@ -251,6 +245,6 @@ async def test_too_little_memory_is_no_fault_of_the_transforms(
 
     monkeypatch.setattr("service.engine.transforming.verify", none_left)
     async with engine() as running:
-        record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), 60)
+        record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), PATIENCE)
     assert isinstance(record.problem, ExtractorFailed)
     assert str(error) in record.problem.detail

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
 from service.engine.checks import Candidate, Reference
 from service.engine.errors import BackendRefused
-from tests.service.engine.running import MakeEngine, built, spec
-from tests.service.engine.stand_ins import Broken, settled
+from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
+from tests.service.engine.stand_ins import Broken, Held, settled
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
@@ -65,7 +64,7 @@ async def test_inductor_serves_images_and_tensors_alike(engine: MakeEngine, jpeg
     """Images come with channels last, tensors with channels first, and a batch of either is compiled code's input."""
     async with engine(cache_dir=cache) as running:
         eager = await built(running, "resnet18", ("relu",), backend="eager")
-        record, _ = await running.extractor(spec("resnet18", ("relu",), backend="inductor"), 300)
+        record, _ = await running.extractor(spec("resnet18", ("relu",), backend="inductor"), 5 * PATIENCE)
         assert record.state == "ready", record.problem
         for batch in (jpegs, jpegs[:1], {"x": torch.randn(2, 3, 224, 224)}, {"x": torch.randn(1, 3, 96, 128)}):
             expected = await running.features(eager, batch)
@@ -79,8 +78,8 @@ async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: 
         assert (record.backend, record.tier) == ("eager", None)
 
 
-async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
-    async with engine(lowering=True, cache_dir=cache) as running:
+async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, jpegs: list[bytes]) -> None:
+    async with engine(lowering=True) as running:
         first, second = await built(running), await built(running, nodes=["features.3"])
         await running.features(first, jpegs)
         assert first.tier is not None
@@ -199,7 +198,7 @@ async def test_a_named_backend_is_never_replaced(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "openvino", Broken(fault))
     async with engine() as running:
-        record, _ = await running.extractor(spec(backend="openvino"), 60)
+        record, _ = await running.extractor(spec(backend="openvino"), PATIENCE)
         assert record.state == "failed"
         assert isinstance(record.problem, BackendRefused)
         assert reason in record.problem.detail
@@ -220,7 +219,7 @@ async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) 
     """An untrained mobilenet's activations are so small that int8 loses them."""
     pytest.importorskip("nncf")
     async with engine(cache_dir=cache) as running:
-        record, _ = await running.extractor(spec(precision="int8"), 600)
+        record, _ = await running.extractor(spec(precision="int8"), 5 * PATIENCE)
         assert record.state == "failed"
         assert isinstance(record.problem, BackendRefused)
         assert record.problem.extra["min_cosine"] < 0.98
@@ -231,10 +230,7 @@ async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, c
     async with engine(
         lowering=True, cache_dir=cache, preload="mobilenet_v3_small@random:features.8,features.12"
     ) as running:
-        deadline = time.monotonic() + 120
-        while not running.readiness()[0]:
-            assert time.monotonic() < deadline, running.readiness()
-            await asyncio.sleep(0.02)
+        await until(lambda: running.readiness()[0])
         (record,) = running.list()
         assert record.tier is not None
         assert record.tier.done()

@@ -16,7 +16,7 @@ from service.engine import ExtractorRecord
 from service.engine.checks import Reference
 from service.engine.verdicts import KEPT, Verdicts
 from service.settings import Settings
-from tests.service.engine.running import MakeEngine, built
+from tests.service.engine.running import PATIENCE, MakeEngine, built
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +68,7 @@ def start(
                 record = await built(running, backend="auto")
                 await running.features(record, jpegs)
                 assert record.tier is not None
-                await asyncio.wait_for(asyncio.shield(record.tier), 60)
+                await asyncio.wait_for(asyncio.shield(record.tier), PATIENCE)
                 return record, len(compared)
 
     return run

@@ -9,7 +9,17 @@ import torch
 from torch.testing import assert_close
 
 from service.engine.errors import ComputeFailed, NotReady
-from tests.service.engine.running import POISON, MakeEngine, Watched, built, failing_on_poison, marks, tensors, waiting
+from tests.service.engine.running import (
+    POISON,
+    MakeEngine,
+    Watched,
+    built,
+    failing_on_poison,
+    marks,
+    tensors,
+    until,
+    waiting,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -30,9 +40,9 @@ async def test_a_device_thread_that_dies_is_replaced(engine: MakeEngine) -> None
         watched.fault = fault
         watched.open.clear()
         poison = asyncio.create_task(running.features(record, tensors(POISON)))
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         others = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
-        await asyncio.sleep(0.1)
+        await waiting(running, 3)
         first = running._worker._thread
         watched.open.set()
         with pytest.raises(NotReady, match="the device worker died of SystemExit: gone") as caught:
@@ -54,12 +64,14 @@ async def test_two_device_threads_that_die_at_once_are_replaced_in_order(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second may die before the first knows that it has started it."""
-    start, pauses = threading.Thread.start, iter([0.5])
+    start = threading.Thread.start
+    died: list[threading.Thread] = []
 
     def slow_once(thread: threading.Thread) -> None:
         start(thread)
         if thread.name == "fxserve-cpu":
-            time.sleep(next(pauses, 0))
+            died.append(threading.current_thread())
+            time.sleep(0.5 if len(died) == 1 else 0)
 
     async with engine(max_batch=1) as running:
         record = await built(running)
@@ -74,7 +86,9 @@ async def test_two_device_threads_that_die_at_once_are_replaced_in_order(
         for task in poison:
             with pytest.raises(NotReady, match="SystemExit: gone"):
                 await task
-        await asyncio.sleep(0.6)
+        await until(lambda: len(died) == 2)
+        for thread in died:
+            await asyncio.to_thread(thread.join)
         assert running.readiness()[0], running.readiness()
         assert (await running.features(record, tensors(0))).images == 1
 

@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
     assert 4 <= len(places(out)) < 90
 
     run = begin(root, out)
-    said, complaint = run.communicate(timeout=120)
+    said, complaint = run.communicate(timeout=600)
     assert (run.returncode, complaint) == (0, "")
     assert f"{out}: 90 of 91 images in 23 shards, 1 could not be read: see {out}/errors.jsonl" in said
     assert_right(rows(out), numbers, reference)
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_gone_on_with_later(
     limited = f"ulimit -f {kilobytes} && exec {sys.executable} -c 'from service.cli import main; main()' extract {root}"
     limited += " --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
     limited += f" --out {out} --shard-rows 20 --device cpu"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
     assert done.stderr.startswith(f"fxserve: {out} cannot be written: ")
     assert done.stderr.count("\n") == 1
