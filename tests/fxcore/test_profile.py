@@ -14,7 +14,7 @@ from fxcore.profile import profile
 
 
 def sleepy(x: Tensor) -> Tensor:
-    time.sleep(0.03)
+    time.sleep(0.3)
     return x + 1
 
 
@@ -37,10 +37,10 @@ def net() -> fx.GraphModule:
 def test_the_slow_node_is_found(net: fx.GraphModule) -> None:
     found = profile(net, torch.ones(2, 8), runs=3)
     assert found.slowest(1)[0].name == "sleepy"
-    assert found.slowest(1)[0].milliseconds >= 30
+    assert found.slowest(1)[0].milliseconds >= 300
     assert found.slowest(1)[0].share > 0.5
     assert sum(n.share for n in found.nodes) == pytest.approx(1)
-    assert found.milliseconds >= 30
+    assert found.milliseconds >= 300
     assert found.runs == 3
 
 
