@@ -18,7 +18,7 @@ import pytest
 import torch
 import torchvision
 
-START_SECONDS = 90
+START_SECONDS = 300
 
 T = TypeVar("T", bound="Server")
 
@@ -32,7 +32,7 @@ class Server:
             self.port: int = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"server-{self.port}.log"
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = httpx.Client(base_url=self.url, timeout=300)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FXSERVE_")}
         environment |= {"FXSERVE_LOWERING": "false"}
         environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
@@ -65,9 +65,11 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def metric(self, line: str) -> float:
+    def metric(self, line: str, **options: Any) -> float:
         """The value of the metric that begins with ``line``; 0 where there is none yet."""
-        for found in self.http.get("/metrics").text.splitlines():
+        answer = self.http.get("/metrics", **options)
+        assert answer.status_code == 200, answer.text
+        for found in answer.text.splitlines():
             if found.startswith(line):
                 return float(found.rpartition(" ")[2])
         return 0.0
@@ -77,10 +79,19 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(20)
+                self.process.wait(60)
+
+
+def until(found: Callable[[], Any], seconds: float = 120) -> Any:
+    """What ``found`` returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
 
 
 def connection_problem(received: bytes, status: int, kind: str) -> dict[str, str]:

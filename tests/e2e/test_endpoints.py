@@ -2,7 +2,6 @@
 
 import base64
 import io
-import statistics
 import threading
 import time
 
@@ -131,15 +130,22 @@ def test_others_are_answered_while_a_large_answer_is_written(server, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=conv1"
     server.http.post(url, content=photos["chelsea"], headers=JPEG)
     files = [("file", ("a.jpg", photos["chelsea"], "image/jpeg"))] * 8
-    answers = []
-    large = threading.Thread(target=lambda: answers.append(server.http.post(url, files=files)))
-    large.start()
-    waits = []
-    while large.is_alive():
-        began = time.perf_counter()
-        assert server.http.get("/healthz").status_code == 200
-        waits.append(time.perf_counter() - began)
-        time.sleep(0.02)
-    large.join()
-    assert len(answers[0].content) > 50_000_000
-    assert statistics.quantiles(waits, n=20)[-1] < 1
+
+    def waits():
+        """Seconds that each of those others took, and how many the large answer took."""
+        answers, waited, started = [], [], time.perf_counter()
+        large = threading.Thread(target=lambda: answers.append(server.http.post(url, files=files)))
+        large.start()
+        while large.is_alive():
+            began = time.perf_counter()
+            assert server.http.get("/healthz").status_code == 200
+            waited.append(time.perf_counter() - began)
+            time.sleep(0.02)
+        assert len(answers[0].content) > 50_000_000
+        return waited, time.perf_counter() - started
+
+    for _ in range(5):  # a busy machine may stand still for a moment, but not each time
+        waited, whole = waits()
+        if max(waited) < 0.3 * whole:
+            return
+    pytest.fail(f"waited for {max(waited):.1f} of {whole:.1f} s")

@@ -116,7 +116,7 @@ def test_a_server_may_restart_and_another_one_end_for_good(
         if len(told) == 3:
             for server in (restarted, ended):
                 server.process.kill()
-                server.process.wait(20)
+                server.process.wait(60)
             restarted.begin()
 
     made = extract(job(out, root, servers=(restarted.url, ended.url)), SETTINGS, report)

@@ -12,7 +12,7 @@ import httpx
 import PIL.Image
 import pytest
 
-from tests.e2e.conftest import connection_problem
+from tests.e2e.conftest import connection_problem, until
 
 JPEG = {"content-type": "image/jpeg"}
 FEATURES = "/v1/models/resnet18/features?weights=random&nodes=C4,C5"
@@ -79,10 +79,8 @@ def _read_to_the_end(connection):
 def test_declared_body_over_the_limit_is_refused_before_it_is_sent(small):
     with small.connect() as connection:
         connection.sendall(_head("Content-Length: 1000000000000"))
-        began = time.monotonic()
         first = connection.recv(65536)
-        assert first.startswith(b"HTTP/1.1 413 ")
-        assert time.monotonic() - began < 0.5
+        assert first.startswith(b"HTTP/1.1 413 ")  # not 408, which is what one gets that was waited for
         _read_to_the_end(connection)  # and the server closes
 
 
@@ -148,11 +146,14 @@ def test_answer_over_the_limit(small, photos):
 
 def test_admission_full(small, slow):
     answers = []
-    first = threading.Thread(target=lambda: answers.append(small.http.post(SLOW, files=slow)))
-    first.start()
-    while first.is_alive() and not any(answer.status_code == 429 for answer in answers):
-        answers.append(small.http.post(SLOW, files=slow[:1]))
-    first.join()
+    for _ in range(20):  # of two at a time one is refused, unless a busy machine does one after the other
+        first = threading.Thread(target=lambda: answers.append(small.http.post(SLOW, files=slow)))
+        first.start()
+        while first.is_alive() and not any(answer.status_code == 429 for answer in answers):
+            answers.append(small.http.post(SLOW, files=slow[:1]))
+        first.join()
+        if any(answer.status_code == 429 for answer in answers):
+            break
     [refused, *_] = [answer for answer in answers if answer.status_code == 429]
     problem(refused, 429, "admission-full")
     assert int(refused.headers["retry-after"]) >= 1
@@ -170,7 +171,7 @@ def test_weights_that_cannot_be_had(small, photos):
     document = problem(answer, 503, "weights-unavailable")
     assert document["file"] == "alexnet-owt-7be5be79.pth"
     assert "weights=random" in document["detail"]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
@@ -185,9 +186,8 @@ def test_what_is_not_http(small, raw):
 
 def test_not_ready_until_the_preloads_are_done(start):
     server = start(preload="alexnet:features")
-    deadline = time.monotonic() + 30
-    while "could not be downloaded" not in (answer := server.http.get("/readyz")).text and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: "could not be downloaded" in server.http.get("/readyz").text)
+    answer = server.http.get("/readyz")
     document = problem(answer, 503, "not-ready")
     assert "alexnet-owt-7be5be79.pth" in document["reason"]
     assert int(answer.headers["retry-after"]) >= 1
@@ -210,9 +210,7 @@ def test_a_client_that_leaves_takes_its_work_along(small, slow):
         connection.sendall(head + body)
         time.sleep(0.05)
         connection.close()
-        deadline = time.monotonic() + 5
-        while small.metric(gone) < before + left and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda expected=before + left: small.metric(gone) >= expected)
         assert small.metric(gone) == before + left
 
 
@@ -233,34 +231,37 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     answers = []
     busy = threading.Thread(target=lambda: answers.append(server.http.post(SLOW, files=[("a", photo)] * 6)))
     busy.start()
-    kept = server.connect()
-    kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nPOST /v1/extr")
-    assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")  # so the server has read what follows, too
-    time.sleep(0.4)
+    until(lambda: server.metric("fxserve_inflight_requests ") == 1 or not busy.is_alive())
     server.process.send_signal(signal.SIGTERM)
     busy.join()
     assert answers[0].status_code == 200
-    ended = _read_to_the_end(kept)
-    ended = ended[ended.index(b"HTTP/1.1 503 ") :]  # the rest of the first answer may come before
-    assert int(connection_problem(ended, 503, "draining")["retry-after"]) >= 1
-    kept.close()
     assert json.loads(answers[0].content)["images"] == 6
-    server.process.wait(20)
+    server.process.wait(60)
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize(("grace", "status"), [(60, 201), (0.5, 503)])
+def test_who_has_begun_a_head_is_told_of_the_end(start):
+    server = start()
+    with server.connect() as kept:
+        kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nPOST /v1/extr")
+        assert kept.recv(65536).startswith(b"HTTP/1.1 200 ")  # so the server has read what follows, too
+        server.process.send_signal(signal.SIGTERM)
+        ended = _read_to_the_end(kept)
+    ended = ended[ended.index(b"HTTP/1.1 503 ") :]  # the rest of the first answer may come before
+    assert int(connection_problem(ended, 503, "draining")["retry-after"]) >= 1
+    server.process.wait(60)
+
+
+@pytest.mark.parametrize(("grace", "status"), [(300, 201), (0.5, 503)])
 def test_what_waits_for_its_extractor_before_the_end(start, grace, status):
     """Building this one takes seconds."""
     server = start(grace_period=grace)
     spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C2"], "precision": "int8", "backend": "eager"}
     answers = []
-    busy = threading.Thread(target=lambda: answers.append(server.http.post("/v1/extractors?wait=60", json=spec)))
+    busy = threading.Thread(target=lambda: answers.append(server.http.post("/v1/extractors?wait=300", json=spec)))
     busy.start()
-    deadline = time.monotonic() + 30
-    with httpx.Client(base_url=server.url) as other:
-        while not other.get("/v1/extractors").json()["extractors"] and time.monotonic() < deadline:
-            time.sleep(0.02)
+    with httpx.Client(base_url=server.url, timeout=60) as other:
+        until(lambda: other.get("/v1/extractors").json()["extractors"])
     server.process.send_signal(signal.SIGTERM)
     busy.join()
     assert answers[0].status_code == status
@@ -268,4 +269,4 @@ def test_what_waits_for_its_extractor_before_the_end(start, grace, status):
     if status == 503:
         problem(answers[0], 503, "draining")
         assert int(answers[0].headers["retry-after"]) >= 1
-    server.process.wait(20)
+    server.process.wait(60)

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from service.metrics import STAGES
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, until
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -81,15 +80,6 @@ def serve(tmp_path_factory: pytest.TempPathFactory, spans: list[Any]) -> Iterato
     server.wait()
     yield server
     server.stop()
-
-
-def until(found: Callable[[], Any], seconds: float = 60) -> Any:
-    """What ``found`` returns, once that is true."""
-    deadline = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-    return value
 
 
 def test_two_processes_count_as_one(serve: Serve) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 
+from tests.e2e.conftest import until
 from tests.e2e.faults.app import HANGS
-from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weights, until
+from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weights
 
 
 def held(server: FaultyServer, answers: list[httpx.Response]) -> threading.Thread:
@@ -70,7 +71,7 @@ def test_killed_and_started_again_then_told_to_end(
     (together / "release").touch()
     slow.join()
     clients.check(answers[0], HANGS, 1)
-    server.process.wait(GRACE_PERIOD)
+    server.process.wait(60)
     (together / "release").unlink()
     assert "Traceback" not in server.log.read_text()
 
@@ -85,4 +86,4 @@ def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
     slow.join()
     assert time.monotonic() - began >= GRACE_PERIOD - 0.5
     assert (answers[0].status_code, answers[0].json()["type"]) == (503, "/problems/draining")
-    server.process.wait(10)
+    server.process.wait(60)
