@@ -269,7 +269,9 @@ def main(seconds: float, clients: int, models: Sequence[str], extractors: int, b
         soak = Soak(server, models, extractors)
         outcome = soak.run(seconds, clients)
         time.sleep(3)
-        settled = soak.sample()
+        deadline = time.monotonic() + 60
+        while (settled := soak.sample()).inflight and time.monotonic() < deadline:
+            time.sleep(1)
         outcome.samples.append(settled)
         print(settled)
         console.print(dict(outcome.statuses), f"stood still for {outcome.stood_still:.0f} s")

@@ -33,7 +33,7 @@ def url(start: Callable[..., Server]) -> str:  # noqa: F811
 def run(name: str, *arguments: Any) -> str:
     """What an example prints."""
     command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments), "--weights", "random"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

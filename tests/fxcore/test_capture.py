@@ -236,11 +236,11 @@ def test_other_threads_call_the_function_itself() -> None:
     class Waits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             inside.set()
-            assert finished.wait(30)
+            assert finished.wait(120)
             return clipped(x)
 
     def infer() -> None:
-        assert inside.wait(30)
+        assert inside.wait(120)
         seen.append(clipped(torch.full((2,), 4.0)))
         seen.append(nn.Sequential(nn.ReLU())(torch.ones(1)))
         finished.set()

@@ -100,7 +100,7 @@ def test_listing_the_nodes_of_large_models_takes_no_memory() -> None:
         "assert len(fxcore.model_graph('vit_h_14').eval_nodes) > 100\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     kilobytes = int(done.stdout) // (1024 if sys.platform == "darwin" else 1)
     assert kilobytes < 400_000
