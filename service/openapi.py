@@ -41,7 +41,10 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         [(Problem, "serialization"), (ImagesBody, "validation")], ref_template="#/components/schemas/{model}"
     )
     components = document.setdefault("components", {})
-    components.setdefault("schemas", {}).update(shared["$defs"])
+    schemas = components.setdefault("schemas", {})
+    schemas.update(shared["$defs"])
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answers, in whose place problems are given
+        schemas.pop(name, None)
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
     components["responses"] = {slug: next(iter(problems.documented(slug).values())) for slug in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():

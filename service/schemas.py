@@ -325,8 +325,9 @@ class FeatureTensor(BaseModel):
     node: str = Field(examples=["layer4"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
-    data: list[float] | list[int] | list[bool] | str = Field(
-        description="Flat and row-major; with `encoding=base64` a base64 string of the little-endian bytes.",
+    data: list[float | None] | list[int] | list[bool] | str = Field(
+        description="Flat and row-major, `null` for NaN and infinities, which JSON has no numbers for; with "
+        "`encoding=base64` a base64 string of the little-endian bytes.",
         examples=[[0.0, 0.3126, 1.0417]],
     )
 

@@ -84,7 +84,12 @@ class ResponseOutput(BaseModel):
     datatype: str = Field(examples=["FP32"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     parameters: dict[str, int] | None = Field(default=None, examples=[{"binary_data_size": 401408}])
-    data: list[float] | list[int] | list[bool] | None = Field(default=None, examples=[[0.0, 0.3126, 1.0417]])
+    data: list[float | None] | list[int] | list[bool] | None = Field(
+        default=None,
+        description="Flat and row-major, `null` for NaN and infinities, which JSON has no numbers for; left out where "
+        "the values come after the JSON.",
+        examples=[[0.0, 0.3126, 1.0417]],
+    )
 
 
 class InferResponse(BaseModel):

@@ -159,13 +159,13 @@ def test_features_declare_their_media_types(document):
         assert {"pool", "dtype", "normalize", "preprocess", "encoding"} <= {p["name"] for p in operation["parameters"]}
 
 
-def test_every_reference_leads_somewhere(document):
-    for name in re.findall(r"#/components/schemas/([^\"']+)['\"]", str(document)):
-        assert name in document["components"]["schemas"]
+def test_every_reference_leads_somewhere_and_every_schema_is_referred_to(document):
+    names = re.findall(r"#/components/schemas/([^\"']+)['\"]", str(document))
+    assert set(names) == document["components"]["schemas"].keys()
 
 
 def test_every_field_has_an_example(document):
-    bare = {"Problem", "Health", "HTTPValidationError", "ValidationError"}  # the last two are FastAPI's
+    bare = {"Problem", "Health"}
     for name, schema in document["components"]["schemas"].items():
         for field, content in schema.get("properties", {}).items():
             refers = "$ref" in str(content)

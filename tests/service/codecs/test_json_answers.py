@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from service.codecs import json as codec
+from service.schemas import FeatureTensor
 
 
 def written(outputs, encoding="json"):
@@ -61,7 +62,7 @@ def test_other_dtypes(dtype, name):
 
 def test_what_json_has_no_number_for_is_null():
     [output] = written({"a": torch.tensor([float("nan"), float("inf"), 1.0])})["outputs"]
-    assert output["data"] == [None, None, 1.0]
+    assert output["data"] == FeatureTensor(**output).data == [None, None, 1.0]
 
 
 def test_base64_in_steps():
