@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -56,6 +57,7 @@ def serve(
     }
     settings = settings_of(given)
     chosen = device_of(settings)
+    _tell_of_misspelt_variables()
     _check(settings)
     if settings.workers > 1:
         if settings.port == 0:
@@ -67,6 +69,23 @@ def serve(
     from service.app import create_app
 
     run(create_app(settings), settings, chosen, log_level)
+
+
+def _tell_of_misspelt_variables() -> None:
+    """Say on stderr which ``FXSERVE_*`` variables set nothing and look like ones that do.
+
+    Others may be anybody's: beside a Service called fxserve, Kubernetes sets FXSERVE_SERVICE_HOST and the like.
+    """
+    from service.settings import Settings
+
+    names = [name.upper() for name in Settings.model_fields]
+    for variable in sorted(os.environ):
+        name = variable.removeprefix("FXSERVE_")
+        if name == variable or name in (*names, "API_KEY"):  # the last is what clients send
+            continue
+        meant = get_close_matches(name, names, n=1, cutoff=0.72)
+        if meant:
+            print(f"fxserve: {variable} sets nothing; is FXSERVE_{meant[0]} meant?", file=sys.stderr)
 
 
 def _check(settings: Settings) -> None:

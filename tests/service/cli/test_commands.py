@@ -313,6 +313,24 @@ def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int
     assert done.stderr.count("\n") == 1
 
 
+def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
+    """And not of those that Kubernetes sets, nor of the key that clients send."""
+    others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
+    misspelt = {"FXSERVE_PROT": "9", "FXSERVE_API_KEY_FILE": "keys.txt"}
+    missing = {"FXSERVE_API_KEYS_FILE": str(tmp_path / "none")}  # so that it ends before it serves
+    done = subprocess.run(
+        [sys.executable, "-c", "from service.cli import main; main()", "serve", "--device", "cpu"],
+        env=os.environ | others | misspelt | missing,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stderr.splitlines()[:-1] == [
+        "fxserve: FXSERVE_API_KEY_FILE sets nothing; is FXSERVE_API_KEYS_FILE meant?",
+        "fxserve: FXSERVE_PROT sets nothing; is FXSERVE_PORT meant?",
+    ]
+
+
 def test_serve_tells_of_tracing_that_is_not_installed() -> None:
     script = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; main()"
     environment = {**os.environ, "FXSERVE_TRACING": "true", "FXSERVE_WORKERS": "2"}
