@@ -95,7 +95,10 @@ def graph(
     """
     if (height is None) != (width is None):
         raise typer.BadParameter("--height and --width go together")
-    chosen = format or _FORMAT_OF.get(out.suffix.lower() if out else "", "table")
+    suffix = out.suffix.lower() if out is not None else ""
+    if format is None and suffix and suffix not in _FORMAT_OF:
+        raise typer.BadParameter(f"--out: {suffix} is none of {', '.join(_FORMAT_OF)}; or name a --format")
+    chosen = format or _FORMAT_OF.get(suffix, "table")
     shown = _graph(model, weights)
     if height is not None and width is not None:
         shown = shown.at(height, width)

@@ -221,6 +221,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
             "no bfloat16",
         ),
         (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT"], 1, "resnet18-f37072fd.pth is"),
+        (["graph", "resnet18", "--out", "OUT.png"], 2, "--out: .png is none of .txt, .py, .dot"),
         (["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"], 1, "r3d"),
     ],
     ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
