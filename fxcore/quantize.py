@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.ao.quantization import QConfigMapping, get_default_qconfig_mapping
+from torch.ao.quantization import FixedQParamsObserver, QConfigMapping, get_default_qconfig_mapping
 from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_fx
 
 from fxcore.errors import FxError, NotTraceable, UnknownNode, said
+from fxcore.int8_kernels import kind_of, ranges, untrusted
 from fxcore.interpreter import Interpreter
 from fxcore.tracing import PATH, public_name, trace
 from fxcore.transforms.base import fork, require_eval
@@ -40,16 +41,6 @@ _BATCH = 8
 _REPORT_ROWS = 2
 
 _WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
-# torch 2.15 has no int8 kernel to trust for these: oneDNN's is wrong where the channels in and out differ in number,
-# FBGEMM's for kernels of two rows (cosines of 0.3 to 0.6), and of functions it packs the arguments in another order.
-_TRANSPOSED = (
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
-)
-_CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
-_MOST_GROUPS = 100
-"""The engine x86 gives convolutions of more to FBGEMM whatever the CPU has (should_use_onednn_quant in torch)."""
-
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
@@ -145,13 +136,37 @@ def _observed(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> t
     its two other steps are called.
     """
     private = _opened(copy.deepcopy(fork(module)).eval())
-    scopes = {node.name: (public_name(node), _kind(private, node)) for node in private.graph.nodes}
-    mapping = get_default_qconfig_mapping(_ranges(private))
+    mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep)
+    scopes = {node.name: (public_name(node), _kind(private, node)) for node in private.graph.nodes}
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
+    _range_inputs(observed, mapping)
     _share_rounded(observed, kept)
     return observed, kept
+
+
+def _of_known_range(mapping: QConfigMapping) -> set[Any]:
+    """The kinds of nodes whose values torch does not observe: sigmoids, tanh, softmax."""
+    configs = mapping.object_type_qconfigs.items()
+    return {target for target, config in configs if config and isinstance(config.activation(), FixedQParamsObserver)}
+
+
+def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
+    """Let what a sigmoid, tanh or softmax reads from a float layer have its own range: torch gives it the known range
+    of what they return, 0 to 1, and cuts off the rest."""
+    assert mapping.global_qconfig is not None
+    known = _of_known_range(mapping)
+    returned, read = set(), []
+    for node in observed.graph.nodes:
+        if node.op == "call_module" and issubclass(_kind(observed, node), FixedQParamsObserver):
+            if kind_of(observed, node.args[0]) in known:
+                returned.add(observed.get_submodule(node.target))  # a reshape after it may have the same one
+            else:
+                read.append(node.target)
+    for path in read:
+        if observed.get_submodule(path) not in returned:
+            observed.set_submodule(path, mapping.global_qconfig.activation())
 
 
 def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
@@ -162,56 +177,6 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
         if seen_by and public_name(_computed_by(observed, node)) not in kept:
             node.replace_all_uses_with(seen_by[0], delete_user_cb=lambda user, seen=seen_by: user not in seen)
     observed.recompile()
-
-
-def _ranges(module: fx.GraphModule) -> str:
-    """The engine whose activation ranges are used. Without VNNI, x86 kernels add two products in 16 bits, so to avoid
-    overflow their default leaves one of eight bits unused. oneDNN's ranges use all eight, where its kernels with VNNI
-    compute all of ``module``; FBGEMM's depthwise ones use VNNI nowhere."""
-    engine = torch.backends.quantized.engine
-    if engine not in ("x86", "onednn"):
-        return engine
-    by_fbgemm = any(_is_fbgemms(_groups(module, node)) for node in module.graph.nodes)
-    return "onednn" if torch.cpu._is_vnni_supported() and not by_fbgemm else "x86"
-
-
-def _is_fbgemms(groups: int) -> bool:
-    """Whether FBGEMM, not oneDNN, does a convolution of so many groups."""
-    engine = torch.backends.quantized.engine
-    return engine == "fbgemm" or (engine == "x86" and (groups > _MOST_GROUPS or not torch.cpu._is_vnni_supported()))
-
-
-def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether FBGEMM would write past the memory of a convolution's weights: it packs groups of two and four channels
-    several at a time, eight and four with AVX-512, and leaves no room for the last where they do not come out even."""
-    groups = _groups(module, node)
-    if groups == 1 or not _is_fbgemms(groups):
-        return False
-    if node.op == "call_module":
-        weight: Any = module.get_submodule(str(node.target)).weight
-    else:
-        weight = _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
-    return weight is None or (weight.shape[1] in (2, 4) and groups % (16 // weight.shape[1]) != 0)
-
-
-def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:
-    """What a node reads of the module; None where it is computed."""
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    owner, _, name = str(node.target).rpartition(".")
-    found = getattr(module.get_submodule(owner), name)
-    return found if isinstance(found, Tensor) else None
-
-
-def _groups(module: fx.GraphModule, node: fx.Node) -> int:
-    """Of the convolution that a node is; 1 for all else."""
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
-        return int(called.groups) if isinstance(called, nn.modules.conv._ConvNd) else 1
-    if node.target in _CONVOLUTIONS:
-        groups: Any = node.kwargs.get("groups", (*node.args[6:], 1)[0])
-        return int(groups)
-    return 1
 
 
 def _opened(module: fx.GraphModule) -> fx.GraphModule:
@@ -265,11 +230,20 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
         if not meant:
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}
-    kept |= {node for node in module.graph.nodes if node.target in _TRANSPOSED or _kind(module, node) in _TRANSPOSED}
-    kept |= {node for node in module.graph.nodes if _is_packed_wrongly(module, node)}
+    known = _of_known_range(mapping)
+    kept |= untrusted(module, known)
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
+    for node in list(kept):
+        if kind_of(module, node) in known:
+            # torch makes int8 of these wherever int8 follows, whatever the mapping says; an operation that it has no
+            # int8 for, which gives what it is given, stands between.
+            with module.graph.inserting_after(node):
+                between = module.graph.call_function(torch.positive, (node,))
+            node.replace_all_uses_with(between)
+            between.update_arg(0, node)
+            kept.add(between)
     return {public_name(node) for node in kept}
 
 

@@ -16,12 +16,13 @@ from fxcore.quantize import CannotQuantize, Inputs, quantize
 from fxcore.verify import verify
 
 # Least cosine similarity of each node's value to float32's, and how many layers are computed in int8. Weights are
-# random: errors grow with depth faster than they do in trained models, most of all through ReLU6 and no shortcut.
+# random: errors grow with depth faster than they do in trained models, most of all through ReLU6 and no shortcut, and
+# without VNNI activations have seven bits of eight.
 TABLE = [
     ("resnet18", {"C3": 0.995, "C5": 0.98, "fc": 0.99}, 32),
-    ("resnet50", {"C3": 0.98, "C5": 0.8, "fc": 0.98}, 73),
-    ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 101),  # with seven bits of eight
-    ("regnet_y_400mf", {"C3": 0.99, "C5": 0.8, "fc": 0.98}, 152),
+    ("resnet50", {"C3": 0.95, "C5": 0.7, "fc": 0.98}, 73),
+    ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 101),
+    ("regnet_y_400mf", {"C3": 0.97, "C5": 0.7, "fc": 0.98}, 152),
     ("vit_b_16", {"encoder.layers.encoder_layer_3": 0.99}, 51),
 ]
 
@@ -59,7 +60,7 @@ def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> 
     assert len(found.layers) == layers
     for node, least in cosines.items():
         assert errors[node].cosine > least, errors
-    assert found.layers[0].sqnr > 20  # of eight bits, at least three hold even where most is lost
+    assert found.layers[0].sqnr > 15  # of seven bits, at least two hold even where most is lost
 
 
 def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[Inputs]]) -> None:
@@ -221,6 +222,31 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
     found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
     assert [layer.name for layer in found.layers] == ["first"]
     assert verify(model, found.module, rows[0]).cosine > 0.99
+
+
+@pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Hardsigmoid(), nn.Softmax(1)])
+@pytest.mark.parametrize("before", [nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(16, 8, 1)])
+def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Module, before: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), before, activation, nn.Conv2d(8, 4, 1)).eval()
+    for weights in model.parameters():
+        nn.init.normal_(weights, std=0.2)
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows, keep=["2"])
+    assert verify(model, found.module, rows[0]).relative < 0.03
+
+
+def test_products_of_all_eight_bits_do_not_overflow() -> None:
+    """A tanh's values always take them, and FBGEMM computes more than 100 groups whatever the CPU has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 128, 1), nn.Tanh(), nn.AvgPool2d(1), nn.Conv2d(128, 128, 3, padding=1, groups=128, bias=False)
+    ).eval()
+    nn.init.constant_(model[3].weight, 1.0)
+    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 9,) for _ in range(4)]
+    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    assert "3" in {layer.name for layer in found.layers}
+    assert verify(model, found.module, rows[0]).relative < 0.03
 
 
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
