@@ -235,8 +235,8 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
-    for node in list(kept):
-        if kind_of(module, node) in known:
+    for node in list(module.graph.nodes):
+        if node in kept and kind_of(module, node) in known:
             # torch makes int8 of these wherever int8 follows, whatever the mapping says; an operation that it has no
             # int8 for, which gives what it is given, stands between.
             with module.graph.inserting_after(node):
