@@ -1,7 +1,7 @@
 """A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
 
 uvicorn itself waits without end for the rest of a request's head, and for a client to read its answer, and holds heads
-of any size in memory.
+of any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from fxcore.errors import FxError
@@ -64,7 +65,12 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._head_only = self._in_head or not self._in_message
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+            return
         if self._in_head and not self.transport.is_closing():
             # Where an earlier request ends in the same piece, it is not known how much of it belongs to this head.
             self._head_bytes += len(data) if self._head_only else 1
@@ -74,12 +80,44 @@ class Connection(HttpToolsProtocol):
             else:
                 self._expect_end()
 
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
+
+        After such a head the parser stops and takes what follows for another protocol. So the head is read again
+        without the offer, by a parser that goes on to the body.
+
+        Raises:
+            HttpParserError: it is not HTTP.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def _head_without_upgrade(self) -> bytes:
+        target = self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()
+        lines = [target]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(option for option in options if option.lower() != b"upgrade")
+            lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._in_message = True
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")
+        if self.parser.should_upgrade():  # see _parse
+            return
         self._in_head = self._head_only = False
         self._ended()
         super().on_headers_complete()
@@ -89,6 +127,8 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._in_message = False
         self._ended()
         super().on_message_complete()
