@@ -42,7 +42,7 @@ def operations() -> Iterator[Row]:
     yield "operations, torch.jit.script", "2614", str(jit_nodes(scripted.graph))
     traced = torch.jit.trace(model, example)
     yield "operations, torch.jit.trace", "860", str(jit_nodes(traced.inlined_graph))
-    yield "operations, torch.fx", "445", str(len(trace(model).nodes))
+    yield "operations, torch.fx", "445", str(len(trace(model).graph.nodes))
 
 
 def jit_nodes(block: object) -> int:

@@ -25,6 +25,7 @@ _CONSTRUCTORS = (
     "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "tensor",
     "as_tensor", "from_numpy", "Tensor", "FloatTensor", "LongTensor",
 )  # fmt: skip
+_FIXED = " or fix it in __init__"
 
 
 class _Spot(NamedTuple):
@@ -47,8 +48,8 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """The error that tells a person what broke tracing.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
-    ``kwargs``, ``constructor``, ``assignment``, ``function``, ``other``), ``module`` (a path, or the model's class),
-    ``source`` (``file:line: code``), ``expression`` and ``advice``.
+    ``kwargs``, ``constructor``, ``assignment``, ``function``, ``module``, ``other``), ``module`` (a path, or
+    the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
         error: what came out of the tracer.
@@ -57,7 +58,9 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """
     spot = _spot(error, model)
     reason = _reason(error, spot)
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
+    name = called(model)
+    if not isinstance(model, nn.Module):
+        reason = reason._replace(advice=reason.advice.removesuffix(_FIXED))
     source = f"{_short(spot.file)}:{spot.line}: {spot.statement}" if spot else ""
     inside = f" in {path} ({type(model.get_submodule(path)).__name__})" if path and isinstance(model, nn.Module) else ""
     at = f" (at {source})" if source else ""
@@ -72,6 +75,11 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
         expression=spot.expression if spot else "",
         advice=f"{reason.advice}{whole}",
     )
+
+
+def called(model: nn.Module | Callable[..., Any]) -> str:
+    """A module's class or a function's name, for messages."""
+    return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
 
 
 def _reason(error: Exception, spot: _Spot | None) -> _Reason:
@@ -97,9 +105,7 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
             "tuple, or keep a fixed tensor as a buffer (register_buffer in __init__)",
         )
     if re.search(r"\brange\(", code):
-        return _Reason(
-            "range", f"{said} counts up to a traced value", "pass the count in concrete_args or fix it in __init__"
-        )
+        return _Reason("range", f"{said} counts up to a traced value", "pass the count in concrete_args" + _FIXED)
     if re.search(r"\b(int|float|complex|round|index|hex|str)\(", code) and "Proxy" in message:
         return _Reason(
             "number",
@@ -124,7 +130,13 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
         return _Reason(
             "number",
             f"{said} needs a Python number and has a traced value",
-            "pass the value in concrete_args or fix it in __init__",
+            "pass the value in concrete_args" + _FIXED,
+        )
+    if re.search("(module|parameter) is not (installed as a submodule|a member of this module)", message):
+        return _Reason(
+            "module",
+            f"{said} uses a module or a parameter that is no part of what is traced",
+            "trace an nn.Module that has it as an attribute",
         )
     first = message.splitlines()[0].split(". ")[0] if message else type(error).__name__
     return _Reason("other", first, "change that line")

@@ -18,7 +18,7 @@ from fxcore.graphs import ModelGraph, TensorSpec, dtype_name
 from fxcore.layout import layout_name
 from fxcore.levels import stride_of
 from fxcore.parts import trace_model
-from fxcore.tracing import PATH, made_constants, trace
+from fxcore.tracing import PATH, made_constants, record
 from fxcore.transforms.base import APPLIED
 from fxcore.transforms.out_of_place import purify
 
@@ -145,7 +145,7 @@ def build_extractor(
 def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
     """The same graph for an int8 model with weights. torch.fx keeps the scales of int8 additions as plain numbers, and
     those of a model without weights mean nothing."""
-    traced = trace(model)
+    traced, _ = record(model.eval())
     for node, annotated in zip(traced.nodes, graph.graph.nodes, strict=True):
         node.meta = annotated.meta
     return traced

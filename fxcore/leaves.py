@@ -32,8 +32,11 @@ class NotAFunction(FxError):
 
 
 @contextlib.contextmanager
-def kept_whole(functions: Sequence[Callable[..., Any]], model: nn.Module) -> Iterator[None]:
+def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> Iterator[None]:
     """While this lasts, calls of ``functions`` with traced values, from this thread, become one node each.
+
+    Args:
+        root: the module or function that is traced.
 
     Other threads, and calls without traced values, get the functions themselves.
 
@@ -44,10 +47,10 @@ def kept_whole(functions: Sequence[Callable[..., Any]], model: nn.Module) -> Ite
         for function in functions:
             if isinstance(function, type) or not callable(function):
                 raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
-            places = list(_places(function, model))
+            places = list(_places(function, root))
             if not places:
                 raise NotAFunction(
-                    f"{function!r} cannot be kept whole: the model does not call it by a name that can be found",
+                    f"{function!r} cannot be kept whole: what is traced does not call it by a name that can be found",
                     name=str(function),
                 )
             recorder = _recorder(function)
@@ -60,18 +63,19 @@ _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Puts another function in the place of one, for a while."""
 
 
-def _places(function: Callable[..., Any], model: nn.Module) -> Iterator[_Place]:
-    """Everywhere that ``function`` is called from: globals of all modules and of the model's source, attributes of the
-    model, and variables of functions around its source."""
+def _places(function: Callable[..., Any], root: nn.Module | Callable[..., Any]) -> Iterator[_Place]:
+    """Everywhere that ``function`` is called from: globals of all modules and of the root's source, attributes of the
+    root where it is a module, and variables of functions around its source."""
     name = getattr(function, "__name__", "")
-    forwards = list(_functions(model))
+    parts = list(root.modules()) if isinstance(root, nn.Module) else []
+    forwards = list(_functions(parts or [root]))
     own = {id(f.__globals__): f.__globals__ for f in forwards}
     if getattr(builtins, name, None) is function:
-        # Python's own functions are patched where the model calls them, never for everybody.
+        # Python's own functions are patched where the root calls them, never for everybody.
         yield from (functools.partial(_as_global, space, name) for space in own.values() if name not in space)
         return
     spaces = {id(m.__dict__): m.__dict__ for m in list(sys.modules.values()) if isinstance(m, ModuleType)}
-    for space in (spaces | own | {id(vars(m)): vars(m) for m in model.modules()}).values():
+    for space in (spaces | own | {id(vars(m)): vars(m) for m in parts}).values():
         for key in [key for key, value in list(space.items()) if value is function]:
             # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
             wrapped = (id(space), key) in _wrapped_fns_to_patch
@@ -102,10 +106,11 @@ def _as_content(cell: CellType, value: Any) -> Iterator[None]:
         cell.cell_contents = before
 
 
-def _functions(model: nn.Module) -> Iterator[FunctionType]:
-    """What the model's modules run, and the functions that these find in variables around them; torch's own aside."""
-    kinds = {type(m) for m in model.modules() if type(m).__module__.split(".")[0] != "torch"}
-    waiting = [f for f in (inspect.unwrap(kind.forward) for kind in kinds) if isinstance(f, FunctionType)]
+def _functions(parts: Sequence[nn.Module | Callable[..., Any]]) -> Iterator[FunctionType]:
+    """What modules and functions run, and the functions that these find in variables around them; torch's own aside."""
+    kinds = {type(p) for p in parts if isinstance(p, nn.Module) and type(p).__module__.split(".")[0] != "torch"}
+    run = [kind.forward for kind in kinds] + [p for p in parts if not isinstance(p, nn.Module)]
+    waiting = [f for f in map(inspect.unwrap, run) if isinstance(f, FunctionType)]
     seen: set[int] = set()
     while waiting:
         function = waiting.pop()

@@ -15,7 +15,7 @@ from torchvision.ops import FeaturePyramidNetwork
 
 from fxcore.catalog import ModelEntry
 from fxcore.errors import NotTraceable
-from fxcore.tracing import default_leaf_modules, trace
+from fxcore.tracing import default_leaf_modules, record
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def trace_model(
 ) -> tuple[fx.Graph, nn.Module, list[ClosedPart]]:
     """Trace ``model``, or of a detector or RAFT the parts that can be traced.
 
+    ``model`` is left in the mode asked for, with the tensors that tracing computes as attributes of its root.
+
     Returns:
         The graph, the module that it was traced from (``model``, or a wrapper that shares its submodules), and what
         stayed closed.
@@ -70,27 +72,28 @@ def trace_model(
     Raises:
         NotTraceable: nothing of the model could be traced.
     """
+    model.train(training)
     if entry.task == "detection":
-        return _trace_detector(model, training)
+        return _trace_detector(model)
     if entry.task == "optical_flow":
-        parts = FlowParts(model)
+        parts = FlowParts(model).train(training)
         opened = set(dict(parts.named_children()))
-        return trace(parts, training=training), parts, _closed(model, opened)
-    return trace(model, training=training), model, []
+        return (*record(parts), _closed(model, opened))
+    return (*record(model), [])
 
 
-def _trace_detector(model: nn.Module, training: bool) -> tuple[fx.Graph, nn.Module, list[ClosedPart]]:
+def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[ClosedPart]]:
     # torchvision keeps the pyramid whole by default, which would hide the maps that people want most.
     leaves = tuple(c for c in default_leaf_modules() if c is not FeaturePyramidNetwork)
     head = "rpn.head" if hasattr(model, "rpn") else "head"
-    parts = DetectorParts(model, head)
+    parts = DetectorParts(model, head).train(model.training)
     try:
-        graph, closed_head = trace(parts, training=training, leaf_modules=leaves), []
+        (graph, root), closed_head = record(parts, leaf_modules=leaves), []
     except NotTraceable as error:
-        parts = DetectorParts(model, None)
-        graph, closed_head = trace(parts, training=training, leaf_modules=leaves), [ClosedPart(head, error.detail)]
+        parts = DetectorParts(model, None).train(model.training)
+        (graph, root), closed_head = record(parts, leaf_modules=leaves), [ClosedPart(head, error.detail)]
         head = ""
-    return graph, parts, [*_closed(model, {"backbone", head}), *closed_head]
+    return graph, root, [*_closed(model, {"backbone", head}), *closed_head]
 
 
 def _closed(model: nn.Module, opened: set[str]) -> list[ClosedPart]:
@@ -98,7 +101,7 @@ def _closed(model: nn.Module, opened: set[str]) -> list[ClosedPart]:
     closed = []
     for path, child in _outermost(model, opened):
         try:
-            trace(child)
+            record(child)
             reason = "it can only be traced apart: the code that calls it cannot"
         except NotTraceable as error:
             reason = error.detail.split("; ")[0]

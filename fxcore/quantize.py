@@ -26,7 +26,7 @@ from torch.ao.quantization.quantize_fx import convert_fx, convert_to_reference_f
 from fxcore.errors import FxError, NotTraceable, UnknownNode, said
 from fxcore.int8_kernels import kind_of, ranges, untrusted
 from fxcore.interpreter import Interpreter
-from fxcore.tracing import PATH, public_name, trace
+from fxcore.tracing import PATH, public_name, record
 from fxcore.transforms.base import fork, require_eval
 from fxcore.transforms.keep_float import KEPT, named
 from fxcore.verify import OutputErrors, verify
@@ -192,7 +192,7 @@ def _opened(module: fx.GraphModule) -> fx.GraphModule:
         if type(called).__module__.startswith("torch.nn.") and not isinstance(called, nn.Sequential):
             continue
         try:
-            inner = trace(called, leaf_modules=[_Nothing])
+            inner, _ = record(called, leaf_modules=[_Nothing])
         except NotTraceable:
             continue  # it stays as it is, in float32
         inputs = [n for n in inner.nodes if n.op == "placeholder"]

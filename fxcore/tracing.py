@@ -1,4 +1,4 @@
-"""Model → torch.fx graph whose nodes carry torchvision's node names.
+"""Module or function → torch.fx graph whose nodes carry torchvision's node names.
 
 The tracer is torchvision's own, so that names agree with ``get_graph_node_names`` to the letter. What is added here:
 tracing disturbs no other thread, any module or function can be kept whole, and a model that cannot be traced says where
@@ -8,21 +8,25 @@ and why, or is traced around what cannot be.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import fnmatch
+import functools
 import inspect
 import keyword
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import torchvision
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.errors import FxError, NotTraceable
-from fxcore.explain import explain
+from fxcore.errors import FxError, NotTraceable, said
+from fxcore.explain import called, explain
 from fxcore.leaves import kept_whole
 
 #: key in ``node.meta`` of torchvision's name for the node
@@ -116,42 +120,51 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
 
 def trace(
-    model: nn.Module,
+    root: nn.Module | Callable[..., Any],
     *,
     training: bool = False,
     leaf_modules: Sequence[LeafModule] | str | None = None,
     leaf_functions: Sequence[Callable[..., Any]] = (),
     concrete_args: Mapping[str, Any] | None = None,
-) -> fx.Graph:
-    """Record the graph of ``model``, whose parameters may be on the meta device.
+) -> fx.GraphModule:
+    """Trace a module or a plain function of tensors.
 
-    ``model`` is left in the mode that was asked for; give a private copy.
+    ``root`` is neither changed nor moved: its mode and attributes stay, whatever mode is asked for. The result shares
+    its parameters and buffers, which may be on the meta device.
 
     Args:
-        model: any module.
-        training: whether to record what it does in training.
+        root: any module, or a Python function.
+        training: whether to record what it does in training; the result is in that mode.
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
             (:func:`default_leaf_modules`); paths such as ``layer4.0``, and patterns such as ``layer4.*``, which add to
             them; and ``"auto"``, which keeps whole the innermost module where tracing breaks and goes on, as often as
             needed (:func:`closed_modules` tells which).
         leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
             defined, as ``torch.fx.wrap`` wants.
-        concrete_args: arguments of ``forward`` that have this one value in the graph.
+        concrete_args: arguments that have this one value in the graph. The result does not take them.
 
     Returns:
-        The graph; each node but ``output`` has its name under ``node.meta["path"]``.
+        A module whose ``graph`` has each node's name under ``node.meta["path"]``, but for ``output``.
 
     Raises:
         NotTraceable: naming the module and the line of source at which tracing broke, and what to do; or the part of
             the model whose name no graph module can have, such as ``heads.class`` or ``meta``.
-        UnknownArgument: a path, pattern or argument name that the model does not have.
+        UnknownArgument: a path, pattern or argument name that ``root`` does not have.
+        NotAFunction: one of ``leaf_functions`` cannot be kept whole.
+
+    >>> import torch
+    >>> def scaled(x, factor, squared=False):
+    ...     return factor * (x * x if squared else x)
+    >>> module = trace(scaled, concrete_args={"squared": True})
+    >>> names(module.graph), int(module(torch.tensor(3), 2))
+    (['x', 'factor', 'mul', 'mul_1'], 18)
 
     >>> from torch import nn
     >>> class Gate(nn.Module):
     ...     def forward(self, x):
     ...         return x if x.sum() > 0 else -x
     >>> model = nn.Sequential(nn.Linear(4, 4), Gate())
-    >>> graph = trace(model, leaf_modules="auto")
+    >>> graph = trace(model, leaf_modules="auto").graph
     >>> [n.name for n in graph.nodes], list(closed_modules(graph))
     (['input_1', '_0', '_1', 'output'], ['1'])
 
@@ -173,57 +186,117 @@ def trace(
     ...     def forward(self, x, double=False):
     ...         return self.body(x + x if double else x)
     >>> for whole in (), (nn.Sequential,), ("body.0",), ("body.*",):
-    ...     print(names(trace(Net(), leaf_modules=whole, concrete_args={"double": False}))[-2:])
+    ...     print(names(trace(Net(), leaf_modules=whole, concrete_args={"double": False}).graph)[-2:])
     ['body.0.0', 'body.1.0']
-    ['_assert', 'body']
+    ['x', 'body']
     ['body.0', 'body.1.0']
     ['body.0', 'body.1']
-    >>> "add" in names(trace(Net(), concrete_args={"double": True}))
+    >>> "add" in names(trace(Net(), concrete_args={"double": True}).graph)
     True
     >>> def halved(x):
     ...     return x / 2
     >>> class Halving(nn.Module):
     ...     def forward(self, x):
     ...         return halved(x)
-    >>> names(trace(Halving(), leaf_functions=[halved])), names(trace(Halving()))
+    >>> names(trace(Halving(), leaf_functions=[halved]).graph), names(trace(Halving()).graph)
     (['x', 'halved'], ['x', 'truediv'])
+    """
+    model = _private(root, training) if isinstance(root, nn.Module) else root
+    graph, holder = record(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions, concrete_args=concrete_args)
+    name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
+    try:
+        made = fx.GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
+    except RuntimeError as error:
+        advice = "keep whole only functions that a module defines by name"
+        raise NotTraceable(
+            f"the graph of {called(root)} cannot be written as code ({said(error)}); {advice}",
+            kind="code",
+            module=called(root),
+            source="",
+            expression="",
+            advice=advice,
+        ) from error
+    for part in made.modules():
+        if part is made or type(part) is nn.Module:  # a container that GraphModule made; the others are in their mode
+            part.training = training
+    return made
+
+
+def record(
+    root: nn.Module | Callable[..., Any],
+    *,
+    leaf_modules: Sequence[LeafModule] | str | None = None,
+    leaf_functions: Sequence[Callable[..., Any]] = (),
+    concrete_args: Mapping[str, Any] | None = None,
+) -> tuple[fx.Graph, nn.Module]:
+    """Trace a module of the caller's own, in the mode that it is in, or a function; see :func:`trace`.
+
+    Returns:
+        The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
+        computes become its attributes (:func:`made_constants`).
     """
     given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
-    _check_patterns(model, patterns)
-    _check_arguments(model, concrete_args or {})
-    model.train(training)
+    concrete = dict(concrete_args or {})
+    _check_kind(root)
+    _check_patterns(root, patterns)
+    _check_arguments(root, concrete)
     closed: dict[str, str] = {}
     while True:
-        with _TRACE_LOCK, kept_whole(leaf_functions, model):
+        with _TRACE_LOCK, kept_whole(leaf_functions, root):
             tracer = Tracer(classes, patterns, closed)
             try:
-                graph = cast(fx.Graph, tracer.trace(model, dict(concrete_args) if concrete_args else None))
+                graph = cast(fx.Graph, tracer.trace(root, concrete or None))
                 break
             except Exception as error:
                 path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
-                explained = explain(error, model, path)
+                explained = explain(error, root, path)
                 if AUTO not in given or not path or path in closed:
                     raise explained from error
                 closed[path] = explained.detail.split("; ")[0]
-    _check_names(graph, model)
-    return graph
+    _check_names(graph, root)
+    _drop_arguments(graph, concrete)
+    return graph, tracer.root
 
 
-def trace_function(function: Callable[..., Any]) -> tuple[fx.Graph, nn.Module]:
-    """The graph of a plain function of tensors, recorded as :func:`trace` records models, and a module that holds the
-    tensors that the function brings.
+def _private(model: nn.Module, training: bool) -> nn.Module:
+    """``model`` in the mode asked for, to be traced: its own attributes can be set, its parameters are the model's."""
+    if all(part.training == training for part in model.modules()):
+        # Tracing sets attributes on the outermost module only. Not copy.copy, which some classes refuse.
+        made: nn.Module = object.__new__(type(model))
+        made.__dict__.update(vars(model))
+        made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
+        return made
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    try:
+        copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:
+        mode = "train" if training else "eval"
+        advice = f"call .{mode}() on it first"
+        raise NotTraceable(
+            f"{type(model).__name__} is not in {mode} mode and cannot be copied ({said(error)}); {advice}",
+            kind="mode",
+            module=type(model).__name__,
+            source="",
+            expression="",
+            advice=advice,
+        ) from error
+    return copied.train(training)
 
-    Raises:
-        NotTraceable: see :func:`trace`.
-    """
-    with _TRACE_LOCK:
-        try:
-            tracer = Tracer(())
-            return tracer.trace(function), tracer.root
-        except Exception as error:
-            raise explain(error, function, "") from error
+
+def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
+    """Erase inputs that have one value. torch.fx keeps them, with their old defaults, and asserts that they have that
+    value: where the two differ, calling the module without them fails."""
+    if type(graph._codegen) is not CodeGen:
+        return  # nested arguments, of which some leaves are inputs
+    for node in graph.find_nodes(op="placeholder"):
+        name, _, number = str(node.target).rpartition("_")
+        if name in concrete and number.isdecimal():
+            for check in [inner for user in node.users for inner in user.users] + list(node.users):
+                graph.erase_node(check)
+            graph.erase_node(node)
 
 
 def closed_modules(graph: fx.Graph) -> dict[str, str]:
@@ -256,14 +329,36 @@ def made_constants(graph: fx.Graph) -> list[str]:
     ...         self.register_buffer("mean", torch.zeros(3))
     ...     def forward(self, x):
     ...         return x - self.mean.view(3, 1, 1)
-    >>> made_constants(trace(Centred()))
+    >>> made_constants(trace(Centred()).graph)
     ['_tensor_constant0']
     """
     targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
     return list(dict.fromkeys(target for target in targets if target.startswith("_tensor_constant")))
 
 
-def _check_names(graph: fx.Graph, model: nn.Module) -> None:
+def _check_kind(root: Any) -> None:
+    if isinstance(root, (nn.Module, FunctionType)):
+        return
+    said = getattr(root, "__qualname__", None) or repr(root)[:100]
+    if isinstance(root, type) and issubclass(root, nn.Module):
+        advice = f"give an instance, {root.__name__}(...)"
+    elif isinstance(root, functools.partial):
+        advice = "give its function, and concrete_args for what is fixed"
+    elif isinstance(getattr(root, "__self__", None), nn.Module):
+        advice = "give the module itself, or a lambda that calls the method"
+    else:
+        advice = "write a function or a lambda that calls it"
+    raise NotTraceable(
+        f"{said} is a {type(root).__name__}, neither a module nor a Python function; {advice}",
+        kind="callable",
+        module=said,
+        source="",
+        expression="",
+        advice=advice,
+    )
+
+
+def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
     """torch.fx writes paths into Python code, and what is at them beside the attributes of its own class."""
     for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
         parts = path.split(".")
@@ -273,7 +368,7 @@ def _check_names(graph: fx.Graph, model: nn.Module) -> None:
         why = f"{word!r} is a keyword of Python" if word else f"torch.fx has a use of its own for {parts[0]!r}"
         advice = "give that part of the model another name"
         raise NotTraceable(
-            f"{type(model).__name__} cannot be traced: nothing in it can be called {path!r}, since {why}; {advice}",
+            f"{called(model)} cannot be traced: nothing in it can be called {path!r}, since {why}; {advice}",
             kind="name",
             module=path,
             source="",
@@ -282,24 +377,25 @@ def _check_names(graph: fx.Graph, model: nn.Module) -> None:
         )
 
 
-def _check_patterns(model: nn.Module, patterns: Sequence[str]) -> None:
-    paths = [path for path, _ in model.named_modules()] if patterns else []
+def _check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:
+    paths = [path for path, _ in model.named_modules()] if patterns and isinstance(model, nn.Module) else []
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UnknownArgument(
-                f"{type(model).__name__} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
+                f"{called(model)} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
             )
 
 
-def _check_arguments(model: nn.Module, concrete: Mapping[str, Any]) -> None:
+def _check_arguments(model: nn.Module | Callable[..., Any], concrete: Mapping[str, Any]) -> None:
     with contextlib.suppress(TypeError, ValueError):
-        known = list(inspect.signature(model.forward).parameters)
+        known = list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters)
         for name in concrete:
             if name not in known:
                 raise UnknownArgument(
-                    f"forward of {type(model).__name__} takes {', '.join(known)}, and no {name!r}",
+                    f"{'forward of ' if isinstance(model, nn.Module) else ''}{called(model)} takes "
+                    f"{', '.join(known) or 'nothing'}, and no {name!r}",
                     name=name,
                     suggestions=known,
                 )

@@ -87,7 +87,7 @@ def attention_maps(module: fx.GraphModule) -> int:
     >>> from fxcore import trace
     >>> from torchvision.models import VisionTransformer
     >>> vit = VisionTransformer(32, 16, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8).eval()
-    >>> opened = attention_maps(torch.fx.GraphModule(vit, trace(vit)))
+    >>> opened = attention_maps(trace(vit))
     >>> [n.meta["path"] for n in opened.graph.nodes if n.meta.get("path", "").endswith(".attention")]
     ['encoder.layers.encoder_layer_0.self_attention.attention']
     """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.tracing import trace_function
+from fxcore.tracing import trace
 from fxcore.transforms.base import CannotTransform, add, attribute, hooked
 
 #: functions of one tensor and the functions that undo them; methods go by the same names
@@ -58,11 +58,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphMod
     >>> round(float(inverse(torch.exp(torch.tensor(7.0)))), 4)
     3.0
     """
-    if isinstance(function, fx.GraphModule):
-        module = function
-    else:
-        graph, holder = trace_function(function)
-        module = fx.GraphModule(holder, graph)
+    module = function if isinstance(function, fx.GraphModule) else trace(function)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     node = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
     if len(inputs) != 1 or not isinstance(node, fx.Node):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.errors import FxError
-from fxcore.tracing import trace_function
+from fxcore.tracing import record
 from fxcore.transforms.base import transform
 from fxcore.transforms.insert import Appending, rewrite
 from fxcore.transforms.replace import hand_on, overwritten
@@ -93,7 +93,7 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     >>> applied(changed)[-1].changes, [n.name for n in changed.graph.nodes]
     (1, ['input_1', '_0_1', 'gelu', 'output'])
     """
-    graph, _ = trace_function(pattern)
+    graph, _ = record(pattern)
     wildcards = [n for n in graph.nodes if n.op == "placeholder"]
     last = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
     if not isinstance(last, fx.Node) or not last.op.startswith("call_"):

@@ -31,7 +31,7 @@ class Net(nn.Module):
 @pytest.fixture
 def net() -> fx.GraphModule:
     model = Net().eval()
-    return fx.GraphModule(model, trace(model, leaf_functions=(sleepy,)))
+    return trace(model, leaf_functions=(sleepy,))
 
 
 def test_the_slow_node_is_found(net: fx.GraphModule) -> None:
@@ -57,7 +57,7 @@ def test_memory(net: fx.GraphModule) -> None:
 
 def test_a_real_model_under_its_nodes_names() -> None:
     model = resnet18().eval()
-    module = fx.GraphModule(model, trace(model))
+    module = trace(model)
     found = profile(module, torch.randn(1, 3, 64, 64), runs=2)
     assert "layer1.0.conv1" in {n.name for n in found.nodes}
     assert found.peak_bytes == max(n.live_bytes for n in found.nodes)

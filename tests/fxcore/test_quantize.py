@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import UnknownNode
@@ -144,7 +144,7 @@ def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
     torch.manual_seed(0)
     model = Net().eval()
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model, leaf_modules=[Branch])).eval(), rows)
+    found = quantize(trace(model, leaf_modules=[Branch]), rows)
     assert "branch.conv" in {layer.name for layer in found.layers}
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
@@ -169,7 +169,7 @@ def test_transposed_convolutions_stay_in_float(engine: str, monkeypatch: pytest.
     torch.manual_seed(0)
     model = Upsampled().eval()
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    found = quantize(trace(model), rows)
     assert {layer.name for layer in found.layers} == {"conv"}
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
@@ -192,7 +192,7 @@ def test_products_of_many_groups_do_not_overflow(
     for weights in model.parameters():
         nn.init.constant_(weights, 1.0)
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 0.1 + 0.9,) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    found = quantize(trace(model), rows)
     assert len(found.layers) == 2
     assert verify(model, found.module, rows[0]).relative < 0.02
 
@@ -219,7 +219,7 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
     torch.manual_seed(0)
     model = Net().eval()
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    found = quantize(trace(model), rows)
     assert [layer.name for layer in found.layers] == ["first"]
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
@@ -232,7 +232,7 @@ def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Mod
     for weights in model.parameters():
         nn.init.normal_(weights, std=0.2)
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows, keep=["2"])
+    found = quantize(trace(model), rows, keep=["2"])
     assert verify(model, found.module, rows[0]).relative < 0.03
 
 
@@ -244,7 +244,7 @@ def test_products_of_all_eight_bits_do_not_overflow() -> None:
     ).eval()
     nn.init.constant_(model[3].weight, 1.0)
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 9,) for _ in range(4)]
-    found = quantize(fx.GraphModule(model, trace(model)).eval(), rows)
+    found = quantize(trace(model), rows)
     assert "3" in {layer.name for layer in found.layers}
     assert verify(model, found.module, rows[0]).relative < 0.03
 

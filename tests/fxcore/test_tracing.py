@@ -15,7 +15,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graphs import ModelGraph
-from fxcore.tracing import names, trace_function
+from fxcore.tracing import names
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -54,7 +54,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("training", [False, True])
 def test_names_are_torchvisions(training: bool) -> None:
     model = Odd()
-    found = names(trace(model, training=training))
+    found = names(trace(model, training=training).graph)
     train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
     assert found == (train if training else evaluation)
     assert train != evaluation
@@ -86,7 +86,7 @@ def test_a_failed_trace_leaves_torch_as_it_was() -> None:
         trace(Branches())
     assert nn.Module.__call__ is call
     assert nn.Module.__getattr__ is attribute
-    assert names(trace(Block()))
+    assert names(trace(Block()).graph)
 
 
 class Named(nn.Module):
@@ -118,7 +118,7 @@ def test_a_name_that_no_graph_module_can_have_is_named(path: str, own_entry: Own
 def test_names_that_look_like_taken_ones_can_be_had() -> None:
     model = Named("heads.meta", "stem.code", "classes", "match").eval()
     x = torch.randn(1, 3, 4, 4)
-    assert torch.equal(fx.GraphModule(model, trace(model))(x), model(x))
+    assert torch.equal(trace(model)(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "raft_small"])
@@ -170,10 +170,10 @@ def test_tracing_beside_inference() -> None:
     thread = threading.Thread(target=infer)
     thread.start()
     try:
-        found = [names(trace(model)) for model in models]
+        found = [names(trace(model).graph) for model in models]
         until = time.monotonic() + 60
         while answers < 10 and time.monotonic() < until:  # on a slow machine the traces would be over first
-            assert [names(trace(model)) for model in models[:4]] == expected[:4]
+            assert [names(trace(model).graph) for model in models[:4]] == expected[:4]
     finally:
         stop.set()
         thread.join()
@@ -205,7 +205,7 @@ def test_other_threads_in_the_midst_of_a_trace() -> None:
         compiled(x)
     waiting = Waiting().eval()
     graphs: list[fx.Graph] = []
-    thread = threading.Thread(target=lambda: graphs.append(trace(waiting)))
+    thread = threading.Thread(target=lambda: graphs.append(trace(waiting).graph))
     thread.start()
     try:
         assert waiting.inside.wait(60)
@@ -236,7 +236,7 @@ def test_other_threads_in_the_midst_of_the_trace_of_a_function() -> None:
         return x + 1
 
     graphs: list[fx.Graph] = []
-    thread = threading.Thread(target=lambda: graphs.append(trace_function(function)[0]))
+    thread = threading.Thread(target=lambda: graphs.append(trace(function).graph))
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     expected = model(x)
     thread.start()
@@ -253,10 +253,10 @@ def test_one_trace_at_a_time() -> None:
     """Two at once would put each other's replacements back (pytorch#187589)."""
     call, attribute = nn.Module.__call__, nn.Module.__getattr__
     waiting, block = Waiting().eval(), Block().eval()
-    expected = names(trace(block))
+    expected = names(trace(block).graph)
     graphs: dict[str, fx.Graph] = {}
-    first = threading.Thread(target=lambda: graphs.update(waiting=trace(waiting)))
-    second = threading.Thread(target=lambda: graphs.update(block=trace(block)))
+    first = threading.Thread(target=lambda: graphs.update(waiting=trace(waiting).graph))
+    second = threading.Thread(target=lambda: graphs.update(block=trace(block).graph))
     first.start()
     try:
         assert waiting.inside.wait(60)

@@ -9,4 +9,4 @@ from fxcore import trace
 
 def traced(model: nn.Module) -> fx.GraphModule:
     """``model`` as fxcore traces it, in eval mode."""
-    return fx.GraphModule(model.eval(), trace(model)).eval()
+    return trace(model.eval())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxcore import trace
 from fxcore.backends.artifacts import _key
@@ -57,7 +57,7 @@ def key_of(model: nn.Module) -> str:
     """Of ``model`` with the same weights in every process."""
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    module = fx.GraphModule(model.eval(), trace(model, leaf_modules=[Configured]))
+    module = trace(model, leaf_modules=[Configured])
     return _key(module, {"backend": "openvino"}, [torch.zeros(2, 4, 8)], [])
 
 

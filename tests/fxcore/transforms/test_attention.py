@@ -15,7 +15,7 @@ from tests.fxcore.models import filled, small_input
 
 def opened(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A traced model, and the same with its attention weights among its outputs."""
-    original = fx.GraphModule(model, trace(model, leaf_functions=(shifted_window_attention,))).eval()
+    original = trace(model, leaf_functions=(shifted_window_attention,))
     module = attention_maps(original)
     output = module.graph.find_nodes(op="output")[0]
     maps = {
@@ -60,7 +60,7 @@ def test_multi_head_attention_made_of_its_weights() -> None:
     """Weights times values, projected, is what the module returns."""
     torch.manual_seed(0)
     vit = VisionTransformer(32, 16, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8).eval()
-    module = attention_maps(fx.GraphModule(vit, trace(vit)))
+    module = attention_maps(trace(vit))
     attention = vit.encoder.layers[0].self_attention
     seen: dict[str, Tensor] = {}
 

@@ -29,7 +29,7 @@ def lived(model: nn.Module) -> nn.Module:
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
-    return fx.GraphModule(lived(model), trace(model)).eval()
+    return trace(lived(model))
 
 
 def norms(module: fx.GraphModule) -> int:
@@ -280,7 +280,7 @@ def test_not_across_a_branch() -> None:
 @pytest.mark.parametrize(("node", "changes"), [("0", 0), ("1", 1), ("2", 1)])
 def test_not_across_a_tapped_node(node: str, changes: int) -> None:
     model = lived(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
-    graph = trace(model)
+    graph = trace(model).graph
     by_path = {n.meta.get("path"): n for n in graph.nodes}
     output = next(n for n in graph.nodes if n.op == "output")
     output.args = ({"out": output.args[0], "tap": by_path[node]},)
@@ -300,7 +300,7 @@ class Doubled(nn.Identity):
 @pytest.mark.parametrize("whole", [Doubled, nn.Sequential])
 def test_not_through_an_identity_that_is_none(whole: type[nn.Module]) -> None:
     model = lived(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(), nn.BatchNorm2d(4))))
-    original = fx.GraphModule(model, trace(model, leaf_modules=[whole])).eval()
+    original = trace(model, leaf_modules=[whole])
     kept = fuse_conv_bn(original)
     assert applied(kept)[-1].changes == 0
     x = torch.randn(1, 3, 8, 8)

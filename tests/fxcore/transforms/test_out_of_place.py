@@ -199,7 +199,7 @@ def test_extractors_read_what_was_written(
 @pytest.mark.parametrize("write", KNOWN, ids=lambda f: f.__name__)
 def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]) -> None:
     model = Model(write).eval()
-    pure = out_of_place(fx.GraphModule(model, trace(model)).eval())
+    pure = out_of_place(trace(model))
     with torch.no_grad():
         torch.testing.assert_close(pure(image()), model(image()), rtol=0, atol=0)
     again = out_of_place(pure)

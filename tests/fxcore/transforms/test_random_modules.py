@@ -90,7 +90,7 @@ CHAINS = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 30)), min_siz
 def test_passes_keep_values(steps: list[tuple[str, int]], passes: list[Pass], seed: int, cut: int) -> None:
     torch.manual_seed(seed)
     model = Random(steps, seed).eval()
-    original = fx.GraphModule(model, trace(model)).eval()
+    original = trace(model)
     code, state = original.code, {k: v.clone() for k, v in original.state_dict().items()}
     x = torch.randn(2, 4, 5, 5)
     module = original
@@ -113,7 +113,7 @@ def test_passes_keep_values(steps: list[tuple[str, int]], passes: list[Pass], se
 def test_named_passes_in_any_order(order: list[str]) -> None:
     steps = [("conv", 1), ("norm", 1), ("relu", 1), ("tap", 0), ("conv", 0), ("norm", 2), ("drop", 0), ("add", 3)]
     model = Random(steps, 0).eval()
-    original = fx.GraphModule(model, trace(model)).eval()
+    original = trace(model)
     module = apply_transforms(original, order)
     assert verify(original, module, torch.randn(2, 4, 5, 5)).allclose
     assert not any(isinstance(m, (nn.BatchNorm2d, nn.BatchNorm1d)) for m in module.modules())

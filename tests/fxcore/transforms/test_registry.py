@@ -19,7 +19,7 @@ from tests.fxcore.models import filled
 @pytest.fixture(scope="module")
 def module() -> fx.GraphModule:
     model = resnet18().eval()
-    return fx.GraphModule(model, trace(model)).eval()
+    return trace(model)
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def test_suggestions(module: fx.GraphModule) -> None:
 def test_with_every_node_tapped_every_value_stays(name: str) -> None:
     """Nothing is fused across a tapped node, and what is taken out hands on the value that it had."""
     model = filled("resnet18")
-    pure = apply_transforms(fx.GraphModule(model, trace(model)), ["out_of_place"])
+    pure = apply_transforms(trace(model), ["out_of_place"])
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(pure.graph, copies)

@@ -153,7 +153,7 @@ def test_a_dropout_of_another_kind_stays() -> None:
             return F.dropout(x, self.p, training=True)
 
     model = nn.Sequential(nn.Dropout(), Always(), nn.AlphaDropout())
-    module = fx.GraphModule(model.eval(), trace(model, leaf_modules=[Always]))
+    module = trace(model, leaf_modules=[Always])
     assert [n.target for n in remove(module).graph.nodes if n.op == "call_module"] == ["1"]
 
 
@@ -360,7 +360,7 @@ def test_own_rules_and_other_settings() -> None:
 def test_decomposing_a_model() -> None:
     model = mobilenet_v3_small().eval()
     # Opened: by default torchvision's blocks of convolution, norm and activation are kept whole.
-    module = fx.GraphModule(model, trace(model, leaf_modules=(StochasticDepth,)))
+    module = trace(model, leaf_modules=(StochasticDepth,))
     simple = decompose(module)
     assert applied(simple)[-1].changes > 20
     assert verify(module, simple, torch.randn(1, 3, 64, 64)).relative < 1e-5

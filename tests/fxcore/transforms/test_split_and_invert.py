@@ -112,7 +112,7 @@ def test_an_identity_that_is_none_has_no_inverse() -> None:
 
     model = nn.Sequential(Doubled())
     with pytest.raises(NotInvertible):
-        invert(fx.GraphModule(model, trace(model, leaf_modules=[Doubled])))
+        invert(trace(model, leaf_modules=[Doubled]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_layer_that_does_more_than_its_class_says_has_no_inverse(kind: Callabl
     model[0] = kind()
     model[0].__class__ = More
     with pytest.raises(NotInvertible, match="no inverse"):
-        invert(fx.GraphModule(model, trace(model, leaf_modules=[More])))
+        invert(trace(model, leaf_modules=[More]))
 
 
 def test_singular_layers_have_no_inverse() -> None:
