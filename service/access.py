@@ -17,10 +17,19 @@ from service.engine.admission import CLIENT
 from service.keys import Key, Keys
 from service.problems import Refusal, error_response
 
-# Probes and load balancers carry no keys, and learn only whether to send requests here. The reference is the same for
-# every server of this version; what it describes needs a key.
+# Probes and load balancers carry no keys, and learn only whether to send requests here. The page and the reference are
+# the same for every server of this version, and ask for a key; what they show with it needs one.
 OPEN = frozenset(
-    ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+    (
+        "/",
+        "/healthz",
+        "/readyz",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/openapi.json",
+    )
 )
 
 _READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))

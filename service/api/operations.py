@@ -59,4 +59,5 @@ async def show_metrics(state: Shared) -> Response:
 )
 async def front_page(state: Shared) -> Response:
     """A page for people."""
-    return Response(page.write(state.models()), media_type="text/html; charset=utf-8")
+    models = state.models() if state.settings.api_keys_file is None else None
+    return Response(page.write(models), media_type="text/html; charset=utf-8")

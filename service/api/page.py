@@ -1,4 +1,7 @@
-"""The front page: what this is, how to ask it, and which models it has. One file, nothing loaded from elsewhere."""
+"""The front page: what this is, how to ask it, and which models it has. One file, nothing loaded from elsewhere.
+
+Where a key is needed, the page is the same for everybody and asks for one, with which it lists the models.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,13 @@ _TITLES = {
 }
 
 
-def write(models: Iterable[ModelEntry]) -> bytes:
-    """The page as UTF-8 HTML."""
+def write(models: Iterable[ModelEntry] | None) -> bytes:
+    """The page as UTF-8 HTML; without ``models``, one that asks for a key."""
+    page = _PAGE.replace("{style}", _STYLE).replace("{script}", _SCRIPT).replace("{origin}", _ORIGIN)
+    return page.replace("{models}", _ASKING if models is None else _links(models)).encode()
+
+
+def _links(models: Iterable[ModelEntry]) -> str:
     by_task = sorted(models, key=lambda entry: (list(_TITLES).index(entry.task), entry.name))
     sections = []
     for task, entries in groupby(by_task, key=lambda entry: entry.task):
@@ -30,8 +38,7 @@ def write(models: Iterable[ModelEntry]) -> bytes:
             for entry in entries
         )
         sections.append(f"<h3>{_TITLES[task]}</h3>\n<ul class=models>\n{links}\n</ul>")
-    page = _PAGE.replace("{style}", _STYLE).replace("{script}", _SCRIPT).replace("{origin}", _ORIGIN)
-    return page.replace("{models}", "\n".join(sections)).encode()
+    return "\n".join(["<p>Each name leads to its graph.</p>", *sections])
 
 
 _STYLE = """:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -42,7 +49,21 @@ pre { background: var(--soft); border: 1px solid var(--line); border-radius: 6px
 ul.models { columns: 14rem; padding-left: 1.1rem; margin: 0; font-size: 15px; }
 nav a { margin-right: 1rem; }
 """
-_SCRIPT = """for (const e of document.querySelectorAll(".origin")) e.textContent = location.origin"""
+_SCRIPT = """for (const e of document.querySelectorAll(".origin")) e.textContent = location.origin
+const form = document.querySelector("form")
+form?.addEventListener("submit", async (event) => {
+  event.preventDefault()
+  const key = form.elements.key.value
+  const answer = await fetch("/v1/models", { headers: { Authorization: `Bearer ${key}` } })
+  const found = await answer.json()
+  form.querySelector("output").textContent = answer.ok ? "" : found.detail
+  document.querySelector("ul.models").replaceChildren(...(found.models ?? []).map(({ name }) => {
+    const item = document.createElement("li")
+    item.textContent = name
+    return item
+  }))
+})
+"""
 
 
 def _hash(text: str) -> str:
@@ -50,13 +71,19 @@ def _hash(text: str) -> str:
 
 
 POLICY = (
-    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's Content-Security-Policy: its own style and script run, and nothing else."""
+"""The page's Content-Security-Policy: its own style and script run and ask this server, and nothing else."""
 
 # Shown until the page's script has put the address in that the browser knows.
 _ORIGIN = "<span class=origin>http://127.0.0.1:8000</span>"
+
+_ASKING = """<form>
+<label>This server needs an API key: <input name=key type=password autocomplete=off required></label>
+<button>Show the models</button> <output></output>
+</form>
+<ul class=models></ul>"""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -87,7 +114,6 @@ images, get tensors.</p>
   '{origin}/v1/models/resnet50/features?nodes=C4&amp;weights=random' -o heatmap.png</pre>
 
 <h2>Models</h2>
-<p>Each name leads to its graph.</p>
 {models}
 <script>{script}</script>
 </body>

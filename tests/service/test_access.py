@@ -23,7 +23,7 @@ READS = {
     ("post", "/v2/repository/index"),
 }
 EXPORT = "/v1/extractors/{extractor}/export"
-OPEN = {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+OPEN = {"/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,21 @@ def test_without_a_key_only_probes_and_the_reference_answer(locked, operations):
         else:
             assert answer.headers["content-type"] == "application/problem+json"
             assert answer.json()["type"] == "/problems/unauthorized"
-    for path in ("/", "/nothing", "/v1/nothing", "/docs/", "//healthz", "/healthz/../v1/models"):
+    for path in ("/nothing", "/v1/nothing", "/docs/", "http://test//healthz", "/healthz/../v1/models"):
         assert locked.get(path).status_code == 401, path
     assert locked.get("/docs").status_code == 200
+
+
+def test_the_page_is_open_and_asks_for_a_key(locked, client):
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        page = locked.get("/", headers=headers)
+        assert page.status_code == 200
+        assert "<input name=key type=password" in page.text
+        assert "resnet18" not in page.text
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    page = client.get("/").text
+    assert "<input" not in page
+    assert '<a href="/v1/models/resnet18/graph?format=svg">resnet18</a>' in page
 
 
 @pytest.mark.parametrize(
@@ -141,7 +153,7 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
         assert answer.status_code == 404, answer.text
     answer = locked.post("/v1/extractors", json=SPEC | {"model": "alexnet"}, headers=headers["admin"])
     assert answer.json()["type"] == "/problems/unknown-model"
-    for path in ("/v1/models", "/", "/v2/repository/index"):
+    for path in ("/v1/models", "/v2/repository/index"):
         answer = (locked.post if "v2" in path else locked.get)(path, headers=headers["admin"])
         assert "resnet18" in answer.text
         assert "alexnet" not in answer.text
