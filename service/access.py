@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.engine.admission import CLIENT
+from service.hosts import Hosts, is_own_origin
 from service.keys import Key, Keys
 from service.problems import Refusal, error_response
 
@@ -40,35 +41,42 @@ _KEY = "fxserve.key"
 
 
 class Access:
-    """Tells admission who each request's client is, and refuses what the client's key does not allow.
+    """Tells admission who each request's client is, and refuses what its key, its ``Host`` or its ``Origin`` does not
+    allow.
 
     Args:
         app: what comes next.
         keys: None where anybody may do anything.
+        hosts: the names that the server answers to where there are no keys.
         origins: the web pages that may change things here: those that CORS allows.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys | None, origins: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()) -> None:
         self.app = app
         self.keys = keys
+        self.hosts = hosts
         self.origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        authorization = fetched_from = origin = None
+        authorization = fetched_from = origin = host = None
         for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
             elif name == b"sec-fetch-site":
                 fetched_from = value
             elif name == b"origin":
-                origin = value
+                origin = value if origin is None else b"%b, %b" % (origin, value)
+            elif name == b"host":
+                host = value.decode("latin-1")
         client = address(scope)
         try:
-            if fetched_from in (b"cross-site", b"same-site") and scope["method"] not in _READ_METHODS:
-                self._check_origin(origin)
+            if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
+                raise _misdirected(host)
+            if scope["method"] not in _READ_METHODS:
+                self._check_origin(origin, host, fetched_from)
             if self.keys is not None and scope["path"] not in OPEN:
                 key = scope[_KEY] = self._key(scope, authorization)
                 client = f"key {key.name}"
@@ -98,10 +106,27 @@ class Access:
             raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
         return key
 
-    def _check_origin(self, origin: bytes | None) -> None:
-        """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight."""
-        if "*" not in self.origins and (origin or b"").decode("latin-1") not in self.origins:
+    def _check_origin(self, origin: bytes | None, host: str | None, fetched_from: bytes | None) -> None:
+        """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight.
+
+        They do not send ``Sec-Fetch-Site`` to servers without TLS, but for loopback addresses.
+        """
+        if "*" in self.origins:
+            return
+        if origin is None:
+            allowed = fetched_from not in (b"cross-site", b"same-site")
+        else:
+            page = origin.decode("latin-1")
+            allowed = page in self.origins or (host is not None and is_own_origin(page, host))
+        if not allowed:
             raise Refusal("forbidden", "web pages of other origins may not do this; FXSERVE_CORS_ORIGINS lists who may")
+
+
+def _misdirected(host: str) -> Refusal:
+    return Refusal(
+        "misdirected",
+        f"this server does not know that it is called {host[:200]!r}; FXSERVE_HOSTS lists the names it answers to",
+    )
 
 
 def forbidden(key: Key, what: str) -> Refusal:

@@ -20,6 +20,7 @@ from service.api.state import State
 from service.draining import Accepted, drained_on_signals
 from service.engine import Engine
 from service.engine.threads import ANSWERING, give_way
+from service.hosts import Hosts
 from service.keys import Keys
 from service.metrics import Metrics
 from service.middleware import BodyLimit, HeadAsGet, RequestContext
@@ -75,6 +76,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         description=DESCRIPTION,
         lifespan=lifespan,
         redoc_url=None,
+        redirect_slashes=False,  # it would redirect to whatever Host the client says
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours say more, and looking for it takes time
     )
     app.state.fxserve = state
@@ -92,7 +94,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         admission=state.engine.admission,
     )
     app.add_middleware(Accepted, engine=state.engine)
-    app.add_middleware(Access, keys=keys, origins=settings.cors_origins)
+    hosts = Hosts((*settings.hosts, settings.host))
+    app.add_middleware(Access, keys=keys, hosts=hosts, origins=settings.cors_origins)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -55,7 +55,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
 
 def _add_refusals(path: str, operation: dict[str, Any]) -> None:
     """What the middleware may answer in place of a route."""
-    slugs = []
+    slugs = ["misdirected"]
     if path not in OPEN:
         operation["security"] = [{"key": []}, {}]
         slugs += ["unauthorized", "forbidden"]

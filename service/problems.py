@@ -56,6 +56,11 @@ KINDS: dict[str, Kind] = {
     "forbidden": Kind(
         403, "Forbidden", "DELETE /v1/extractors/r50 needs a key of scope admin, and alice has the scope read"
     ),
+    "misdirected": Kind(
+        421,
+        "Misdirected request",
+        "this server does not know that it is called 'fx.example.org'; FXSERVE_HOSTS lists the names it answers to",
+    ),
     "request-timeout": Kind(
         408,
         "Request timeout",
@@ -336,7 +341,8 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
     """Starlette's own errors: no such route, no such method, a body that cannot be parsed."""
     path = request.url.path
     if error.status_code == 404:
-        return Refusal("not-found", f"there is nothing at {path}; the routes are listed at /docs")
+        hint = "no path here ends in /" if len(path) > 1 and path.endswith("/") else "the routes are listed at /docs"
+        return Refusal("not-found", f"there is nothing at {path}; {hint}")
     if error.status_code == 405:
         allowed = ", ".join(_allowed(request))
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"

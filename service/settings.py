@@ -120,6 +120,12 @@ class Settings(BaseSettings):
         description="Origins whose web pages may use this service from a browser, separated by commas; * is all.",
     )
 
+    hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Names that the server is called by in public, or shell patterns of them, separated by commas; "
+        "without API keys, requests for other names that anybody could register are refused.",
+    )
+
     max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
     body_timeout: float = Field(
         default=20.0,
@@ -166,9 +172,9 @@ class Settings(BaseSettings):
     def _split_models(cls, value: object) -> object:
         return _split(value, ",") or None if isinstance(value, str) else value
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "hosts", mode="before")
     @classmethod
-    def _split_origins(cls, value: object) -> object:
+    def _split_commas(cls, value: object) -> object:
         return _split(value, ",") if isinstance(value, str) else value
 
     @field_validator("preload", mode="before")

@@ -56,7 +56,7 @@ class NotFound(Problem):
 
 
 class Invalid(Problem):
-    """The request cannot be answered as it is: 400, 405, 406, 409, 415, 422."""
+    """The request cannot be answered as it is: 400, 405, 406, 409, 415, 421, 422."""
 
 
 class Unauthorized(Problem):

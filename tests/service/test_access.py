@@ -177,14 +177,91 @@ def test_web_pages_of_listed_origins_only(locked, client):
 
 
 def test_a_page_of_another_origin_cannot_post_blindly(client, locked, headers):
-    form = {"sec-fetch-site": "cross-site", "origin": "https://other.example", "content-type": "text/plain"}
-    refused = client.post("/v2/repository/models/squeezenet1_1/unload", headers=form)
-    assert refused.status_code == 403
-    assert client.get("/v1/models", headers=form).status_code == 200  # a link may lead here
+    form = {"origin": "https://other.example", "content-type": "text/plain"}
     index = "/v2/repository/index"
-    listed = {**form, **headers["read"], "origin": "https://lab.example"}
-    assert locked.post(index, headers=listed).status_code == 200
-    assert client.post(index, headers=form | {"sec-fetch-site": "same-origin"}).status_code == 200
+    for fetched_from in ({}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-origin"}):
+        for path in ("/v2/repository/models/squeezenet1_1/unload", "/v1/extractors", index, "/nothing"):
+            refused = client.post(path, headers=form | fetched_from)
+            assert refused.status_code == 403
+            assert "FXSERVE_CORS_ORIGINS" in refused.text
+        assert client.delete("/v1/extractors/nothing", headers=form | fetched_from).status_code == 403
+        assert client.get("/v1/models", headers=form | fetched_from).status_code == 200  # a link may lead here
+        listed = {**form, **fetched_from, **headers["read"], "origin": "https://lab.example"}
+        assert locked.post(index, headers=listed).status_code == 200
+    assert client.post(index, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert client.post(index, headers={"sec-fetch-site": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "allowed"),
+    [
+        ("localhost:8000", "http://localhost:8000", True),
+        ("LOCALHOST:8000", "http://localhost:8000", True),
+        ("fx.local", "https://fx.local", True),  # a proxy took TLS off
+        ("fx.local:443", "https://fx.local", True),
+        ("fx.local", "http://fx.local:80", True),
+        ("[::1]:8000", "http://[::1]:8000", True),
+        ("localhost:8000", "http://localhost:9000", False),
+        ("localhost:8000", "http://127.0.0.1:8000", False),
+        ("fx.local", "http://fx.local.evil.example", False),
+        ("localhost", "null", False),
+        ("localhost", "", False),
+        ("localhost", "http://", False),
+        ("localhost", "file://localhost", False),
+        ("localhost", "localhost", False),
+        ("localhost", "http://localhost, http://evil.example", False),
+    ],
+)
+def test_a_page_of_this_origin_may_post(client, host, origin, allowed):
+    answer = client.post("/v2/repository/index", headers={"host": host, "origin": origin})
+    assert answer.status_code == (200 if allowed else 403)
+
+
+def test_one_of_two_origins_is_not_this_one(client):
+    headers = [("host", "localhost"), ("origin", "http://localhost"), ("origin", "http://localhost")]
+    assert client.post("/v2/repository/index", headers=headers).status_code == 403
+
+
+FOREIGN = ("evil.example", "evil.example:8000", "evil.example.", "127.0.0.1.evil.example", "local.evil.example", "a.b")
+
+
+def test_names_that_anybody_could_register_are_refused(client, locked, operations, headers):
+    for method, path in [*operations, ("get", "/docs"), ("get", "/openapi.json"), ("get", "/nothing")]:
+        refused = ask(client, method, path, {"host": "evil.example"})
+        assert refused.status_code == 421, path
+        assert "FXSERVE_HOSTS" in refused.text
+    for host in (*FOREIGN, "x" * 300 + ".local"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 421, host
+        # Nobody can have such a name sent along with a key that only clients know.
+        assert locked.get("/v1/models", headers={"host": host, **headers["read"]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.0.0.1:8000", "10.1.2.3", "[::1]", "[::1]:8000", "[2001:db8::1]:80"),
+        *("localhost", "localhost:8000", "LocalHost.", "fxserve", "fxserve:8000", "lab.localhost", ""),
+        *("gpu1.local", "fx.corp.internal", "fx.default.svc", "fx.default.svc.cluster.local:8000"),
+    ],
+)
+def test_names_that_nobody_can_register_are_answered(client, host):
+    assert client.get("/healthz", headers={"host": host}).status_code == 200
+
+
+def test_the_names_of_a_server_are_answered(make_client, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "Machine.example.org")
+    client = make_client(hosts="fx.example.com, *.fx.example.com", host="127.0.0.1")
+    for host in ("machine.example.org", "fx.example.com:8000", "FX.example.com", "a.b.fx.example.com"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 200, host
+    for host in ("other.example.org", "evilfx.example.com", "fx.example.com.evil.example"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 421, host
+
+
+def test_nobody_is_redirected(client):
+    for path in ("/v1/models/", "/healthz/", "/v2/", "/docs/"):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "no path here ends in /" in answer.text
 
 
 def test_every_answer_tells_browsers_to_run_nothing(client):
