@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.interpreter import Interpreter
 from fxcore.tracing import trace
 from fxcore.transforms.base import CannotTransform, add, attribute, hooked
 
@@ -23,6 +24,15 @@ _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
     "log10": lambda x: 10.0**x,
     "expm1": torch.log1p,
     "log1p": torch.expm1,
+    "sin": torch.asin,
+    "asin": torch.sin,
+    "cos": torch.acos,
+    "acos": torch.cos,
+    "tan": torch.atan,
+    "atan": torch.tan,
+    "erf": torch.erfinv,
+    "erfinv": torch.erf,
+    "acosh": torch.cosh,
     "tanh": torch.atanh,
     "atanh": torch.tanh,
     "sinh": torch.asinh,
@@ -37,26 +47,78 @@ _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: other names of the same functions
+_ALIASES = {
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    "negative": "neg",
+    "expit": "sigmoid",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "true_divide": "div",
+    "truediv": "div",
+    "swapaxes": "transpose",
+}
+_RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+_READS_OF_SHAPE = ("size", "dim", "numel", "ndimension", "nelement", "shape", "ndim", "dtype", "device")
+
+# softplus is x itself above its threshold, where it jumps by about exp(-threshold): two inputs give one output there.
+# Below this threshold they are further apart than float32 numbers.
+_LEAST_THRESHOLD = 15
+
+
 class NotInvertible(CannotTransform):
     """A node has no inverse, or depends on the input in more than one way; ``node``."""
 
 
-def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphModule:
+def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tensor | None = None) -> fx.GraphModule:
     """The inverse of a function of one tensor.
 
     The function must be a chain in which each step has an inverse: arithmetic with constants (numbers, parameters,
-    buffers), exponentials, logarithms and their kin, sigmoid, tanh, permutations of axes, flips and rolls, identity,
-    and square linear layers. Where a step is invertible on part of the numbers only (``sqrt``), so is the result.
+    buffers), exponentials, logarithms, trigonometric and hyperbolic functions, erf, sigmoid, leaky ReLU, softplus,
+    permutations of axes, flips, rolls, reshapes, identity, and square linear layers. For the inverse ``g`` of ``f``,
+    ``f(g(y)) == y`` wherever ``y`` is a value of ``f``, up to rounding. ``g(f(x)) == x`` where each step is given
+    numbers that tell its inputs apart:
+
+    ========================================  ==========================
+    step                                      invertible for inputs in
+    ========================================  ==========================
+    ``sin``                                   [-pi/2, pi/2]
+    ``cos``                                   [0, pi]
+    ``tan``                                   (-pi/2, pi/2)
+    ``asin``, ``acos``                        [-1, 1]
+    ``atanh``, ``erfinv``                     (-1, 1)
+    ``acosh``                                 [1, inf)
+    ``log``, ``log2``, ``log10``, ``rsqrt``   (0, inf)
+    ``log1p``                                 (-1, inf)
+    ``sqrt``                                  [0, inf)
+    ``logit``                                 (0, 1), or within its eps
+    ``reciprocal``, ``c / x``                 all but 0
+    the others                                all
+    ========================================  ==========================
+
+    Elsewhere ``g`` returns the input of that range which has the same value (``sin``, ``cos``, ``tan``), or the
+    function itself returns NaN or infinity. Where a function saturates (``tanh``, ``sigmoid``, ``erf`` of large
+    numbers), rounding loses the input.
+
+    Args:
+        function: a function, or a traced one.
+        example: an input. Reshapes can only be undone if one is given, to the shapes that it has; the first dimension
+            may have another size then where the reshape keeps it.
 
     Raises:
         NotInvertible: naming the step.
 
     >>> import torch
-    >>> inverse = invert(lambda x: torch.exp(2 * x + 1))
+    >>> inverse = invert(lambda x: torch.exp(torch.tan(x)))
     >>> [n.name for n in inverse.graph.nodes if n.op == "call_function"]
-    ['log', 'sub', 'truediv']
-    >>> round(float(inverse(torch.exp(torch.tensor(7.0)))), 4)
-    3.0
+    ['log', 'atan']
+    >>> y = torch.arange(1.0, 6.0)
+    >>> torch.exp(torch.tan(inverse(y))).round(decimals=4).tolist()
+    [1.0, 2.0, 3.0, 4.0, 5.0]
+    >>> rows = torch.rand(2, 3, 4)
+    >>> invert(lambda x: x.flatten(1) * 2, rows)(torch.ones(5, 12)).shape
+    torch.Size([5, 3, 4])
     """
     module = function if isinstance(function, fx.GraphModule) else trace(function)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -66,6 +128,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphMod
             "only a function of one tensor that returns one tensor has an inverse", transform="invert", node="output"
         )
     dependent = _dependent(module.graph, inputs[0])
+    shapes = _Shapes(module).of(example) if example is not None else {}
     root = fx.GraphModule(module, fx.Graph())
     tracer = fx.proxy.GraphAppendingTracer(root.graph)
     value: Any = fx.Proxy(root.graph.placeholder("value"), tracer)
@@ -79,7 +142,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphMod
                 transform="invert",
                 node=node.name,
             )
-        value = _undo(module, root, node, sources[0], value, tracer)
+        value = _undo(module, root, node, sources[0], value, tracer, shapes)
         node = sources[0]
     root.graph.output(value.node)
     root.graph.lint()
@@ -87,14 +150,41 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor]) -> fx.GraphMod
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
+    """Nodes whose value depends on the numbers of the input, not on its shape alone."""
     found = {source}
     for node in graph.nodes:
-        if node.op != "output" and any(n in found for n in node.all_input_nodes):
+        read = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
+        reads_shape = isinstance(read, str) and read in _READS_OF_SHAPE
+        if node.op != "output" and not reads_shape and any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _undo(module: fx.GraphModule, root: fx.GraphModule, node: fx.Node, source: fx.Node, value: Any, tracer: Any) -> Any:
+class _Shapes(Interpreter):
+    """Runs a module and remembers the shape of each node's value."""
+
+    def of(self, example: Tensor) -> dict[fx.Node, torch.Size]:
+        self._shapes: dict[fx.Node, torch.Size] = {}
+        with torch.no_grad():
+            self.run(example)
+        return self._shapes
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self._shapes[n] = value.shape
+        return value
+
+
+def _undo(
+    module: fx.GraphModule,
+    root: fx.GraphModule,
+    node: fx.Node,
+    source: fx.Node,
+    value: Any,
+    tracer: Any,
+    shapes: Mapping[fx.Node, torch.Size],
+) -> Any:
     """``value`` before ``node`` did what it does."""
 
     def fixed(argument: Any) -> Any:
@@ -103,42 +193,60 @@ def _undo(module: fx.GraphModule, root: fx.GraphModule, node: fx.Node, source: f
             return argument
         if argument.op != "get_attr":
             raise NotInvertible(
-                f"{argument.name} is computed; run fold_constants first", transform="invert", node=argument.name
+                f"{argument.name} is computed; only numbers, parameters and buffers can be undone, and fold_constants "
+                "makes buffers of what depends on such alone",
+                transform="invert",
+                node=argument.name,
             )
         constant = attribute(module, str(argument.target))
         return fx.Proxy(root.graph.get_attr(add(root, f"constant_{argument.name}", constant)), tracer)
 
     if node.op == "call_module":
-        return _undo_module(root, node, module.get_submodule(str(node.target)), value, tracer)
+        called = module.get_submodule(str(node.target))
+        if type(called) in (nn.Flatten, nn.Unflatten) and not hooked(called):
+            return _undo_reshape(node, source, value, shapes)
+        return _undo_module(root, node, called, value, tracer)
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = _ALIASES.get(name, name)
     others = [a for a in node.args if a is not source]
+    settings = {key: a for key, a in node.kwargs.items() if a is not source}
     first = bool(node.args) and node.args[0] is source
-    if name in _INVERSES and not others:
+    if name in _INVERSES and not others and settings.keys() <= {"memory_format", "eps"}:
         return _INVERSES[name](value)
-    if name in ("add", "sub", "mul", "truediv", "div", "true_divide", "pow") and len(others) == 1 and not node.kwargs:
-        if _loses(name, first, others[0]):
-            raise NotInvertible(f"{node.name}: many inputs give one output", transform="invert", node=node.name)
-        other = fixed(others[0])
-        if name == "pow":
-            return _undo_power(node, other, first, value)
-        return _ARITHMETIC[name, first](value, other)
-    if name in ("permute", "transpose", "swapaxes", "flip", "roll", "t"):
-        return _undo_move(name, others, node.kwargs, value, node)
+    if name in ("add", "sub", "mul", "div", "pow") and len(others) == 1 and settings.keys() <= {"alpha"}:
+        return _undo_arithmetic(node, name, first, others[0], fixed, settings.get("alpha", 1), value)
+    if name == "leaky_relu":
+        given = dict(zip(("negative_slope", "inplace"), others, strict=False)) | settings
+        return _undo_leaky_relu(node, given.get("negative_slope", 0.01), value)
+    if name == "softplus":
+        given = dict(zip(("beta", "threshold"), others, strict=False)) | settings
+        return _undo_softplus(node, given.get("beta", 1), given.get("threshold", 20), value)
+    if name in _RESHAPES and not any(isinstance(a, torch.dtype) for a in (*others, *settings.values())):
+        return _undo_reshape(node, source, value, shapes)
+    if name in ("permute", "transpose", "flip", "roll", "t"):
+        return _undo_move(name, others, settings, value, node)
     raise NotInvertible(f"{node.name} ({name}) has no inverse that is known here", transform="invert", node=node.name)
 
 
-# Keyed by the function's name and whether the input is its first argument.
-_ARITHMETIC: dict[tuple[str, bool], Callable[[Any, Any], Any]] = {
-    ("add", True): operator.sub,
-    ("add", False): operator.sub,
-    ("sub", True): operator.add,
-    ("sub", False): lambda y, c: c - y,
-    ("mul", True): operator.truediv,
-    ("mul", False): operator.truediv,
-}
-for _name in ("truediv", "div", "true_divide"):
-    _ARITHMETIC[_name, True] = operator.mul
-    _ARITHMETIC[_name, False] = lambda y, c: c / y
+def _undo_arithmetic(
+    node: fx.Node, name: str, first: bool, number: Any, fixed: Callable[[Any], Any], alpha: Any, value: Any
+) -> Any:
+    """``value`` before arithmetic with ``number``; ``first``: the input is the first argument; ``alpha``: multiplies
+    the second argument of a sum."""
+    if _loses(name, first, number) or (not first and alpha == 0):
+        raise NotInvertible(f"{node.name}: many inputs give one output", transform="invert", node=node.name)
+    other = fixed(number)
+    if name == "pow":
+        return _undo_power(node, other, first, value)
+    if name == "mul":
+        return value / other
+    if name == "div":
+        return value * other if first else other / value
+    if first:  # x + alpha * other
+        step = other if alpha == 1 else alpha * other
+        return value - step if name == "add" else value + step
+    moved = value - other if name == "add" else other - value  # alpha * x
+    return moved if alpha == 1 else moved / alpha
 
 
 def _loses(name: str, first: bool, number: Any) -> bool:
@@ -148,7 +256,40 @@ def _loses(name: str, first: bool, number: Any) -> bool:
         return False
     if name == "pow":
         return not first and (number <= 0 or number == 1)
-    return number == 0 and (name == "mul" or (name not in ("add", "sub") and not first))
+    return number == 0 and (name == "mul" or (name == "div" and not first))
+
+
+def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:
+    if not isinstance(slope, (int, float)) or slope <= 0:
+        raise NotInvertible(
+            f"{node.name}: many inputs give one output, since its slope is {slope}", transform="invert", node=node.name
+        )
+    return F.leaky_relu(value, 1 / slope)
+
+
+def _undo_softplus(node: fx.Node, beta: Any, threshold: Any, value: Any) -> Any:
+    numbers = isinstance(beta, (int, float)) and isinstance(threshold, (int, float))
+    if not numbers or beta <= 0 or threshold < _LEAST_THRESHOLD:
+        raise NotInvertible(
+            f"{node.name}: two inputs may give one output, since its beta is {beta} and its threshold {threshold}; it "
+            f"has an inverse for a positive beta and a threshold of at least {_LEAST_THRESHOLD}",
+            transform="invert",
+            node=node.name,
+        )
+    return torch.where(beta * value > threshold, value, value + torch.log(-torch.expm1(-beta * value)) / beta)
+
+
+def _undo_reshape(node: fx.Node, source: fx.Node, value: Any, shapes: Mapping[fx.Node, torch.Size]) -> Any:
+    if source not in shapes:
+        raise NotInvertible(
+            f"{node.name} can only be undone to a shape that is known; give an example of the input, as in "
+            "invert(function, example)",
+            transform="invert",
+            node=node.name,
+        )
+    before, after = shapes[source], shapes[node]
+    kept = before[:1] == after[:1] and before.numel() > 0
+    return value.reshape(-1 if kept else before[0], *before[1:]) if before else value.reshape(())
 
 
 def _undo_power(node: fx.Node, other: Any, first: bool, value: Any) -> Any:
@@ -184,6 +325,10 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
         return value
     if kind in (nn.Tanh, nn.Sigmoid):
         return _INVERSES[kind.__name__.lower()](value)
+    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
+        return _undo_leaky_relu(node, module.negative_slope, value)
+    if isinstance(module, nn.Softplus) and kind is nn.Softplus:
+        return _undo_softplus(node, module.beta, module.threshold, value)
     if kind is nn.Linear and isinstance(module, nn.Linear) and module.in_features == module.out_features:
         weight = module.weight.detach()
         inverse, problem = torch.linalg.inv_ex(weight.double())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
@@ -79,6 +81,127 @@ def test_a_graph_without_inputs() -> None:
 def test_inverses(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.rand(3, 3) * 0.5 + 0.1
     assert torch.allclose(invert(function)(function(x)), x, atol=1e-4)
+
+
+INF, HALF_PI = 8.0, math.pi / 2
+# What the docstring says each is invertible on; ``INF`` stands for as far as rounding loses nothing.
+DOMAINS: list[tuple[Callable[[Tensor], Tensor], float, float]] = [
+    (torch.sin, -HALF_PI, HALF_PI),
+    (torch.cos, 0, math.pi),
+    (torch.tan, -HALF_PI + 0.001, HALF_PI - 0.001),
+    (torch.asin, -1, 1),
+    (torch.arcsin, -1, 1),
+    (torch.acos, -1, 1),
+    (torch.arccos, -1, 1),
+    (torch.atan, -INF, INF),
+    (torch.arctan, -INF, INF),
+    (torch.sinh, -INF, INF),
+    (torch.arcsinh, -INF, INF),
+    (torch.acosh, 1, INF),
+    (torch.atanh, -0.999, 0.999),
+    (torch.tanh, -5, 5),
+    (torch.erf, -3, 3),
+    (torch.erfinv, -0.999, 0.999),
+    (torch.exp, -INF, INF),
+    (torch.log10, 0.001, INF),
+    (torch.log1p, -0.999, INF),
+    (torch.rsqrt, 0.001, INF),
+    (torch.sqrt, 0, INF),
+    (torch.logit, 0.001, 0.999),
+    (lambda x: torch.logit(x, eps=1e-4), 0.001, 0.999),
+    (F.leaky_relu, -INF, INF),
+    (lambda x: F.leaky_relu(x, 3), -INF, INF),
+    (nn.LeakyReLU(0.2), -INF, INF),
+    (F.softplus, -INF, 30),
+    (lambda x: F.softplus(x, 3.0, threshold=15), -INF, INF),
+    (nn.Softplus(2), -INF, INF),
+    (lambda x: torch.add(x, 3, alpha=2), -INF, INF),
+    (lambda x: torch.add(torch.ones(()), x, alpha=4), -INF, INF),
+    (lambda x: x.sub(3, alpha=2), -INF, INF),
+    (lambda x: torch.sub(torch.ones(()), x, alpha=4), -INF, INF),
+    (lambda x: torch.divide(torch.subtract(torch.multiply(x, 3), 2), 7), -INF, INF),
+    (lambda x: torch.negative(x), -INF, INF),
+]
+
+
+@pytest.mark.parametrize(("function", "low", "high"), DOMAINS)
+def test_inverses_on_their_domain(function: Callable[[Tensor], Tensor], low: float, high: float) -> None:
+    x = torch.linspace(low, high, 1001, dtype=torch.float64)
+    model = nn.Sequential(function) if isinstance(function, nn.Module) else function
+    # torch's own functions are no Python functions, which a trace needs.
+    given = traced(model) if isinstance(model, nn.Module) else lambda x: function(x)
+    inverse, values = invert(given), function(x)
+    torch.testing.assert_close(inverse(values), x, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(function(inverse(values)), values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "outside", "principal"),
+    [(torch.sin, 2.0, math.pi - 2), (torch.cos, -1.0, 1.0), (torch.tan, 2.0, 2 - math.pi)],
+)
+def test_a_periodic_function_is_inverted_on_its_principal_branch(
+    function: Callable[[Tensor], Tensor], outside: float, principal: float
+) -> None:
+    found = invert(lambda x: function(x))(function(torch.tensor(outside, dtype=torch.float64)))
+    assert float(found) == pytest.approx(principal)
+
+
+def test_the_example_of_torch_fx() -> None:
+    """https://github.com/pytorch/examples/blob/main/fx/invert.py"""
+
+    def function(x: Tensor) -> Tensor:
+        return torch.exp(torch.tan(x))
+
+    inverse = invert(function)
+    assert [n.target for n in inverse.graph.nodes if n.op == "call_function"] == [torch.log, torch.atan]
+    y = torch.arange(5.0) + 1
+    torch.testing.assert_close(function(inverse(y)), y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(-1, 6) + 1,
+        lambda x: x.view(x.size(0), -1) * 2,
+        lambda x: x.reshape((x.shape[0], 3, 2)),
+        lambda x: torch.reshape(x, (2, 3, -1)).transpose(0, 1),
+        lambda x: torch.flatten(x),
+        lambda x: x.flatten(1).unflatten(1, (3, 2)).unsqueeze(0).squeeze(),
+        nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.Unflatten(1, (3, 2))).double(),
+    ],
+)
+def test_reshapes_are_undone_to_the_shape_of_an_example(function: Callable[[Tensor], Tensor]) -> None:
+    given = traced(function) if isinstance(function, nn.Module) else function
+    x = torch.rand(4, 2, 3, dtype=torch.float64)
+    with pytest.raises(NotInvertible, match=r"give an example of the input"):
+        invert(given)
+    inverse = invert(given, torch.rand(4, 2, 3, dtype=torch.float64))
+    with torch.no_grad():
+        torch.testing.assert_close(inverse(function(x)), x)
+
+
+def test_rows_of_a_reshape_that_keeps_them_may_be_any_number() -> None:
+    inverse = invert(lambda x: x.view(x.shape[0], -1) * 2, torch.rand(1, 2, 3))
+    x = torch.rand(5, 2, 3)
+    torch.testing.assert_close(inverse(x.flatten(1) * 2), x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.leaky_relu(x, 0.0),
+        lambda x: F.softplus(x, threshold=2),
+        lambda x: torch.add(torch.ones(()), x, alpha=0),
+        lambda x: torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x.view(torch.int32),
+        lambda x: x / x.shape[0],
+        lambda x: torch.sin(x) + torch.cos(x),
+        lambda x: torch.cosh(x),
+    ],
+)
+def test_settings_that_lose_the_input(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotInvertible):
+        invert(function, torch.rand(2))
 
 
 def test_inverse_of_a_module() -> None:
