@@ -5,6 +5,7 @@ returns stay what they were unless the pass says otherwise, and a pass that cann
 tells what was done to a module; :func:`list_transforms` and :func:`apply_transforms` serve passes by name.
 """
 
+from fxcore.transforms.arguments import normalize_arguments
 from fxcore.transforms.attention import attention_maps
 from fxcore.transforms.base import (
     Applied,
@@ -16,6 +17,8 @@ from fxcore.transforms.base import (
     applied,
     transform,
 )
+from fxcore.transforms.common_subexpressions import eliminate_common_subexpressions
+from fxcore.transforms.dead_code import eliminate_dead_code
 from fxcore.transforms.decompose import decompose
 from fxcore.transforms.fold_constants import fold_constants
 from fxcore.transforms.fold_normalization import fold_normalization
@@ -46,6 +49,8 @@ __all__ = [
     "attention_maps",
     "decompose",
     "described",
+    "eliminate_common_subexpressions",
+    "eliminate_dead_code",
     "fold_constants",
     "fold_normalization",
     "fuse_conv_bn",
@@ -55,6 +60,7 @@ __all__ = [
     "invert",
     "keep_float",
     "list_transforms",
+    "normalize_arguments",
     "op",
     "out_of_place",
     "remove",

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import fx
 
+from fxcore.transforms.arguments import normalize_arguments
 from fxcore.transforms.attention import attention_maps
 from fxcore.transforms.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
+from fxcore.transforms.common_subexpressions import eliminate_common_subexpressions
 from fxcore.transforms.decompose import RULES, decompose
 from fxcore.transforms.fold_constants import fold_constants
 from fxcore.transforms.fold_normalization import fold_normalization
@@ -48,6 +50,18 @@ _TRANSFORMS = (
         "Take out operations that do nothing in eval mode.",
         {"dropout": {"type": "boolean", "default": True}, "identity": {"type": "boolean", "default": True}},
         remove,
+    ),
+    Transform(
+        "eliminate_common_subexpressions",
+        "Compute once what several nodes compute from the same values.",
+        {},
+        eliminate_common_subexpressions,
+    ),
+    Transform(
+        "normalize_arguments",
+        "Write calls of torch's functions one way, with every argument by name but the first.",
+        {},
+        normalize_arguments,
     ),
     Transform(
         "decompose",

@@ -13,17 +13,30 @@ from fxcore import trace
 from fxcore.transforms import (
     apply_transforms,
     decompose,
+    eliminate_common_subexpressions,
+    eliminate_dead_code,
     fold_constants,
     fold_normalization,
     fuse_conv_bn,
     fuse_linear_bn,
+    normalize_arguments,
     out_of_place,
     remove,
     split_at,
 )
 from fxcore.verify import verify
 
-PASSES = [fuse_conv_bn, fuse_linear_bn, fold_constants, out_of_place, remove, decompose]
+PASSES = [
+    fuse_conv_bn,
+    fuse_linear_bn,
+    fold_constants,
+    out_of_place,
+    remove,
+    decompose,
+    eliminate_common_subexpressions,
+    eliminate_dead_code,
+    normalize_arguments,
+]
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 STEPS = ("conv", "grouped", "transposed", "norm", "relu", "relu_", "silu", "drop", "same", "add", "scale", "tap")
 

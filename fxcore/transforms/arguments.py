@@ -1,0 +1,88 @@
+"""Calls written one way: equal calls look equal, whoever wrote them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.fx.operator_schemas import ArgsKwargsPair, create_type_hint, get_signature_for_torch_op
+
+from fxcore.transforms.base import transform
+
+
+@transform
+def normalize_arguments(module: fx.GraphModule) -> int:
+    """Write the arguments of torch's functions and modules one way: the first by position, all others by name, those
+    that were not given with their defaults.
+
+    The names are those of ``torch.fx.Node.normalized_arguments``. Its ``NormalizeArgs`` is not used, which also names
+    the first argument, by which passes look for what a node computes from. Calls that may mean several overloads with
+    different arguments stay as they are, and so do methods and operators.
+
+    >>> model = fx.symbolic_trace(lambda x: torch.flatten(x, 1) + torch.flatten(input=x, start_dim=1)).eval()
+    >>> for node in normalize_arguments(model).graph.find_nodes(op="call_function", target=torch.flatten):
+    ...     print(node.format_node())
+    %flatten : [num_users=1] = call_function[target=torch.flatten](args = (%x,), kwargs = {start_dim: 1, end_dim: -1})
+    %flatten_1 : [num_users=1] = call_function[target=torch.flatten](args = (%x,), kwargs = {start_dim: 1, end_dim: -1})
+    """
+    count = 0
+    for node in module.graph.nodes:
+        if node.op not in ("call_function", "call_module") or "out" in node.kwargs:
+            continue
+        found = _normalized(module, node)
+        if found is None:
+            continue
+        kwargs = dict(found.kwargs)
+        first = next(iter(kwargs), None)
+        args = () if first is None or _only_by_name(module, node, first) else (kwargs.pop(first),)
+        if (args, kwargs) != (tuple(node.args), dict(node.kwargs)):
+            node.args, node.kwargs = args, kwargs
+            count += 1
+    return count
+
+
+def _normalized(module: fx.GraphModule, node: fx.Node) -> ArgsKwargsPair | None:
+    """All arguments by name; None where that is not known, or depends on types that are not known."""
+    with contextlib.suppress(Exception):  # several overloads, or what no signature fits
+        found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
+        if found is not None:
+            return found
+    if node.op != "call_function" or not get_signature_for_torch_op(node.target):  # type: ignore[arg-type]
+        return None
+    found = None
+    for unknown in (Tensor, int):
+        with contextlib.suppress(Exception):
+            types, named = _types(node, unknown)
+            one = node.normalized_arguments(module, types, named, normalize_to_only_use_kwargs=True)
+            if one is not None and found is not None and one != found:
+                return None
+            found = found or one
+    return found
+
+
+def _only_by_name(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    target = module.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
+    with contextlib.suppress(TypeError, ValueError):  # torch's builtins take what comes first by position
+        known = inspect.signature(target).parameters.get(name)
+        return known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
+    return False
+
+
+def _types(node: fx.Node, unknown: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The types of a call's arguments. The first is a tensor, which it is of all of torch's functions that have
+    overloads; those of others are known where the graph is annotated, and ``unknown`` else."""
+    first = next(iter(node.all_input_nodes), None)
+
+    def kind(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return type(argument)
+        if "value" in argument.meta:
+            return torch.Tensor if isinstance(argument.meta["value"], Tensor) else type(argument.meta["value"])
+        return Tensor if argument is first else unknown
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), kind)
+    return tuple(create_type_hint(a) for a in args), {key: create_type_hint(a) for key, a in kwargs.items()}

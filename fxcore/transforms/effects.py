@@ -1,0 +1,147 @@
+"""What a node does besides computing its value: it may draw at random, write to memory, or do what nobody can see."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.transforms.writes import mutated_argument
+
+_TRAINING = ("training", "train")
+_RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
+
+# Functions of Python that draw, whose names no operator of torch has.
+_RANDOM = {
+    "dropout1d", "dropout2d", "dropout3d", "drop_block2d", "drop_block3d", "fractional_max_pool2d",
+    "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
+    "gumbel_softmax", "multi_head_attention_forward", "rrelu", "scaled_dot_product_attention", "stochastic_depth",
+}  # fmt: skip
+_RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+# Uninitialised memory is as random as dropout.
+UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+# Where functions come from that do nothing but compute; torch's builtins have no module's name.
+_TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")
+_TRUSTED_PACKAGES = ("torch._C.", "torchvision.ops.", "fxcore.")
+_TRUSTED_BUILTINS = {"abs", "bool", "divmod", "float", "getattr", "int", "isinstance", "len", "max", "min", "pow",
+                     "round", "slice", "sum", "tuple"}  # fmt: skip
+# Methods of tensors, and of lists, that do more than compute.
+_EFFECTS = {"backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "delitem", "sort"}
+
+
+def train_mode(module: nn.Module, node: fx.Node) -> str | None:
+    """What makes ``node`` a function in train mode, as ``training=True``; None where it is not in train mode.
+
+    Dropout of rate zero does nothing, and is not.
+
+    >>> import torch.nn.functional as F
+    >>> model = fx.symbolic_trace(lambda x: F.dropout(F.dropout(F.relu(x), 0.0), 0.1))
+    >>> [train_mode(model, node) for node in model.graph.nodes]
+    [None, None, None, 'training=True', None]
+    """
+    if node.op != "call_function":
+        return None
+    given = _named_arguments(module, node)
+    rates = {name: given[name] for name in _RATES if name in given}
+    dropping = [name for name, rate in rates.items() if isinstance(rate, fx.Node) or (rate is not None and rate != 0)]
+    for name in _TRAINING:
+        if name in given:
+            return f"{name}={given[name]}" if given[name] and (dropping or not rates) else None
+    return f"dropout_p={given['dropout_p']}" if "dropout_p" in dropping else None
+
+
+def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that are not given."""
+    assert callable(node.target)
+    with contextlib.suppress(Exception):  # overloads that nothing tells apart; a signature that nobody can read
+        found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
+        if found is not None:
+            return dict(found.kwargs)
+    with contextlib.suppress(TypeError, ValueError):
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        return {**bound.arguments, **bound.arguments.get("kwargs", {})}
+    return dict(node.kwargs)
+
+
+def draws(module: nn.Module, node: fx.Node) -> bool:
+    """Whether two calls of ``node`` may give two values; also where its arguments would have to be known to say no.
+
+    >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x) + x.bernoulli() + torch.relu(x))
+    >>> [node.name for node in model.graph.nodes if draws(model, node)]
+    ['rand_like', 'bernoulli']
+    """
+    if node.op == "call_module":
+        return any(m.training or isinstance(m, _RANDOM_MODULES) for m in called(module, node).modules())
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node)
+    return name in _RANDOM or name in UNSET or _is_seeded(name) or train_mode(module, node) is not None
+
+
+@functools.cache
+def _is_seeded(name: str) -> bool:
+    """Whether torch says that an operator of that name draws from a generator."""
+    packet = getattr(torch.ops.aten, name, None) if name and name.isidentifier() else None
+    return packet is not None and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+
+
+def only_computes(module: nn.Module, node: fx.Node) -> bool:
+    """Whether ``node`` computes the same value again from the same arguments, and does nothing else.
+
+    So do torch's own functions and modules that neither draw nor write. What other code does, nobody knows.
+
+    >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x.add_(1).exp()))
+    >>> [node.name for node in model.graph.nodes if only_computes(model, node)]
+    ['exp']
+    """
+    if node.op == "get_attr":
+        return True
+    if node.op not in ("call_module", "call_function", "call_method") or node.meta.get("mutates"):
+        return False
+    modules = {str(node.target): called(module, node)} if node.op == "call_module" else {}
+    if mutated_argument(node, modules) is not None or draws(module, node) or "out" in node.kwargs:
+        return False
+    if node.op == "call_module":
+        return _module_only_computes(called(module, node))
+    name = _name(node)
+    if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
+        return False
+    if node.op == "call_method":
+        return hasattr(Tensor, name)
+    if node.is_impure():
+        return False
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "builtins":
+        return name in _TRUSTED_BUILTINS
+    overload = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return overload or home in _TRUSTED or home.startswith(_TRUSTED_PACKAGES)
+
+
+def _module_only_computes(module: nn.Module) -> bool:
+    return all(
+        type(part).__module__.split(".")[0] in ("torch", "torchvision")
+        and not isinstance(part, fx.GraphModule)
+        and getattr(part, "inplace", None) is not True
+        and not (part._forward_hooks or part._forward_pre_hooks)
+        for part in module.modules()
+    )
+
+
+def called(module: nn.Module, node: fx.Node) -> nn.Module:
+    """The module that a ``call_module`` node calls."""
+    return module.get_submodule(str(node.target))
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
