@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
 from fxcore.quantize import quantize
-from fxcore.transforms.base import hooked
+from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import (
     affine_of_module,
     fuse_conv_bn,
@@ -65,7 +65,10 @@ class EagerModule:
     def __init__(self, module: fx.GraphModule) -> None:
         own = set(storages_of(tensors_of(module)))
         folded = with_shared_folds(module)
-        self.module = fuse_conv_bn(folded)
+        try:
+            self.module = fuse_conv_bn(folded)
+        except CannotTransform:  # functions in train mode, as of models that drop out in eval mode too
+            self.module = finish(fork(folded))
         pack_convolutions(self.module, of=module)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
         fuse_what_follows(self.module)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxcore.errors import FxError
 from fxcore.tracing import PATH
+from fxcore.transforms.effects import train_mode
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
 APPLIED = "transforms"
@@ -184,8 +185,17 @@ def finish(module: fx.GraphModule) -> fx.GraphModule:
 def require_eval(module: fx.GraphModule, name: str) -> None:
     """Check that ``module`` is a GraphModule in eval mode; in train mode, values depend on the batch and on chance.
 
+    Functions count as modules do: ``F.dropout(x)`` is in train mode unless it is told otherwise.
+
     Raises:
         CannotTransform: it is not; ``name`` is the pass that needs it.
+
+    >>> model = fx.symbolic_trace(lambda x: nn.functional.dropout(x, 0.5))
+    >>> try:
+    ...     require_eval(model, "remove")
+    ... except CannotTransform as error:
+    ...     print(error.detail)
+    remove needs a module in eval mode, and dropout is called with training=True; give it training=self.training
     """
     if not isinstance(module, fx.GraphModule):
         raise CannotTransform(
@@ -197,6 +207,15 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
         if any(m.training for m in module.get_submodule(target).modules() if next(m.children(), None) is None):
             raise CannotTransform(
                 f"{name} needs a module in eval mode and {target} is in train mode; call .eval() first", transform=name
+            )
+    for node in module.graph.nodes:
+        if mode := train_mode(module, node):
+            path = str(node.meta.get(PATH, node.name))
+            told = "training=self.training" if "train" in mode else f"{mode.split('=')[0]}=0 in eval mode"
+            raise CannotTransform(
+                f"{name} needs a module in eval mode, and {path} is called with {mode}; give it {told}",
+                transform=name,
+                node=path,
             )
 
 

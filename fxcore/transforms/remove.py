@@ -39,7 +39,7 @@ _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 
 def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = True) -> int:
     """Take out dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
 
-    A dropout function that is called with ``training`` set stays. Whatever read the value of a node that is taken out
+    Whatever read the value of a node that is taken out
     reads the node's input, which is the same.
 
     >>> from torch import fx, nn
