@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.graph_module import GraphModule
 from fxcore.graphs import ModelGraph, TensorSpec, dtype_name
 from fxcore.layout import layout_name
 from fxcore.levels import stride_of
@@ -136,7 +137,7 @@ def build_extractor(
             results[key] = pruned.call_method("dequantize", (kept[node],))
     pruned.output(results)
     pruned.lint()
-    module = fx.GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
+    module = GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
     module.meta[APPLIED] = graph.passes
     outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
     return Extractor(module, graph, outputs, dtype)

@@ -37,7 +37,7 @@ class ProcessFailed(Exception):
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     """Write ``module``, and tensors ``beside`` it, for another process to :func:`load <load_module>`."""
     # Plain tensors and code, from which the other process makes an ordinary module without tracing a graph again.
-    _, (body, imports) = with_plain_weights(module).__reduce__()[:2]
+    _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
 
 

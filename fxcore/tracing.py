@@ -27,6 +27,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.errors import FxError, NotTraceable, said
 from fxcore.explain import called, explain
+from fxcore.graph_module import GraphModule
 from fxcore.leaves import kept_whole
 
 #: key in ``node.meta`` of torchvision's name for the node
@@ -205,7 +206,7 @@ def trace(
     graph, holder = record(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions, concrete_args=concrete_args)
     name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
     try:
-        made = fx.GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
+        made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
     except RuntimeError as error:
         advice = "keep whole only functions that a module defines by name"
         raise NotTraceable(

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.errors import FxError
+from fxcore.graph_module import GraphModule
 from fxcore.tracing import PATH
 from fxcore.transforms.effects import train_mode
 
@@ -162,7 +163,7 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph._codegen = copy.deepcopy(module.graph._codegen)
-    made = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    made = GraphModule(module, graph, class_name=type(module).__name__)
     made.meta.update(module.meta)
     made.training = module.training
     return made

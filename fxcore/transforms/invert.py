@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.graph_module import GraphModule
 from fxcore.interpreter import Interpreter
 from fxcore.tracing import trace
 from fxcore.transforms.base import CannotTransform, add, attribute, hooked
@@ -146,7 +147,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
         node = sources[0]
     root.graph.output(value.node)
     root.graph.lint()
-    return fx.GraphModule(root, root.graph, "Inverse").eval()
+    return GraphModule(root, root.graph, "Inverse").eval()
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:

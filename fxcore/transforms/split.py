@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from fxcore.graph_module import GraphModule
 from fxcore.tracing import public_name
 from fxcore.transforms.base import CannotTransform, find_node, finish, require_eval
 
@@ -92,5 +93,5 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
         else:
             moved[n] = back.node_copy(n, lambda m: moved[m])
     name = type(module).__name__
-    halves = (fx.GraphModule(module, front, f"{name}_front"), fx.GraphModule(module, back, f"{name}_back"))
+    halves = (GraphModule(module, front, f"{name}_front"), GraphModule(module, back, f"{name}_back"))
     return Halves(finish(halves[0]), finish(halves[1]), tuple(public_name(n) for n in crossing))

@@ -1,17 +1,24 @@
-"""What passes make can be pickled: torch.fx writes the code, and traces it again where it is read."""
+"""What passes make can be pickled, and is the same where it is read."""
 
 from __future__ import annotations
 
 import operator
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
-from fxcore.transforms import attention_maps, fold_normalization, fuse_conv_bn, out_of_place
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.tracing import MODULE, public_name
+from fxcore.transforms import applied, attention_maps, fold_normalization, fuse_conv_bn, out_of_place, remove
 from tests.fxcore.tracing import traced
 
 
@@ -67,3 +74,54 @@ def test_a_pickled_module_computes_the_same(model: nn.Module, edit: Callable[[fx
     x = torch.rand(2, 8, 8, 3) if isinstance(model, ShiftedWindowAttention) else torch.rand(2, 3, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    assert table(again) == table(made)
+    assert applied(again) == applied(made)
+    assert again.state_dict().keys() == made.state_dict().keys()
+    assert not any(part.training for part in again.modules())
+
+
+def table(module: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Names, operations and arguments of all nodes."""
+    return [
+        (n.name, public_name(n), n.op, n.target, str(n.args), str(n.kwargs), n.meta.get(MODULE))
+        for n in module.graph.nodes
+    ]
+
+
+def whole(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def function(x: Tensor, mode: str = "max") -> dict[str, Tensor]:
+    pooled = F.max_pool2d(whole(x)[:, ::2], kernel_size=[2, 2])
+    return {mode: torch.ops.aten.add.Tensor(pooled, 1), "sizes": pooled * x.shape[0]}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_functions_kept_whole_stay_so(protocol: int) -> None:
+    made = trace(function, leaf_functions=(whole,), concrete_args={"mode": "max"})
+    again = pickle.loads(pickle.dumps(made, protocol))
+    assert table(again) == table(made)
+    assert whole in [n.target for n in again.graph.nodes]
+    x = torch.rand(2, 4, 4, 4)
+    torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    assert again.code == made.code
+    assert table(remove(again)) == table(made)
+
+
+def test_an_extractor_is_read_in_another_process(tmp_path: Path) -> None:
+    graph = model_graph("resnet18")
+    made = build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve({"C2": "c2"})).module
+    torch.save(fuse_conv_bn(made), tmp_path / "module.pt")
+    program = (
+        "import sys, torch; from fxcore.transforms import applied; from fxcore.tracing import names\n"
+        "module = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(names(module.graph)[-1], applied(module)[-1].name, float(module(torch.ones(1, 3, 64, 64))['c2'].sum()))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "module.pt")], capture_output=True, text=True, check=True
+    )
+    node, name, total = said.stdout.split()
+    assert (node, name) == (graph.levels["C2"].node, "fuse_conv_bn")
+    with torch.no_grad():
+        assert float(total) == pytest.approx(float(made(torch.ones(1, 3, 64, 64))["c2"].sum()), rel=1e-3)
