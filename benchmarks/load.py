@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,12 +48,36 @@ class Load:
         return self.requests / self.seconds
 
 
-def http(port: int, path: str, body: bytes = b"", content_type: str = "", accept: str = "") -> bytes:
+def http(
+    port: int,
+    path: str,
+    body: bytes = b"",
+    content_type: str = "",
+    accept: str = "",
+    headers: Mapping[str, object] | None = None,
+) -> bytes:
     """A request as it goes over the wire: POST where there is a body."""
     head = [f"{'POST' if body else 'GET'} {path} HTTP/1.1", f"Host: 127.0.0.1:{port}"]
     head += [f"Accept: {accept}"] if accept else []
     head += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"] if body else []
+    head += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
+    """A request of the Open Inference Protocol for one encoded image, with raw tensors both ways, as tritonclient
+    sends it."""
+    element = len(image).to_bytes(4, "little") + image
+    given = {
+        "name": "image",
+        "shape": [1],
+        "datatype": "BYTES",
+        "parameters": {"binary_data_size": len(element)},
+    }
+    wanted = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    head = json.dumps({"inputs": [given], "outputs": wanted}).encode()
+    headers = {"Inference-Header-Content-Length": len(head)}
+    return http(port, path, head + element, "application/octet-stream", headers=headers)
 
 
 def run(

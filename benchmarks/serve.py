@@ -78,6 +78,9 @@ CASES = (
 _TURNS = 5
 _LATENCY_PARTS = 4
 """Of each turn that compares latencies."""
+_PROTOCOL_CONNECTIONS = (1, 32)
+PROTOCOL_BAR = 0.9
+"""Of the rate of ``/v1``."""
 NODE_LIST_BAR = 1500
 MEMORY_BAR = 1.6e9
 
@@ -119,6 +122,29 @@ class Benchmark:
         p50 = f"{1000 / rate:.1f}" if case.latency else ""
         who = f"in-process, {ceiling.backend}"
         self.rows.append((case.name, who, f"{rate:.1f}", p50, "", f"{ratio:.2f}", bar))
+
+    def protocol(self) -> None:
+        """``/v2`` beside ``/v1``: the same images, the same outputs as raw tensors."""
+        spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
+        with servers.fxserve() as server:
+            path, backend = extractor(server, spec, self.options.settle)
+            infer = path.replace("/v1/extractors/", "/v2/models/").replace("/features", "/infer")
+            ways = (
+                self._requests(server, path),
+                [load.infer(server.port, infer, data, list(spec["return_nodes"].values())) for data in self.files],
+            )
+            for connections in _PROTOCOL_CONNECTIONS:
+                seconds, warm, wrk = self.options.seconds, self.options.warm, self.options.wrk
+                turns = [
+                    [load.run(server.port, requests, connections, seconds, warm, wrk=wrk) for requests in ways]
+                    for _ in range(_TURNS)
+                ]
+                ratio = statistics.median(theirs.rate / mine.rate for mine, theirs in turns)
+                for version, results in zip(("v1", "v2"), zip(*turns, strict=True), strict=True):
+                    found = sorted(results, key=lambda result: result.rate)[_TURNS // 2]
+                    say(f"v2-{connections}: /{version} ({backend}) {shown(found)}")
+                    told = (f"{ratio:.2f}", f"≥ {PROTOCOL_BAR}") if version == "v2" else ("", "")
+                    self.rows.append((f"v2-{connections}", f"fxserve /{version}, {backend}", *figures(found, 1), *told))
 
     def node_list(self) -> None:
         with servers.fxserve() as server:
@@ -241,7 +267,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def main() -> None:
-    names = [case.name for case in CASES] + ["nodes", "memory"]
+    names = [case.name for case in CASES] + ["v2", "nodes", "memory"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
     parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
@@ -258,7 +284,9 @@ def main() -> None:
     benchmark = Benchmark(options)
     try:
         for name in options.cases:
-            if name == "nodes":
+            if name == "v2":
+                benchmark.protocol()
+            elif name == "nodes":
                 benchmark.node_list()
             elif name == "memory":
                 benchmark.memory()

@@ -143,6 +143,21 @@ class ModelEntry:
             return asked
         return self._published_name(asked)
 
+    def structure(self, asked: str = "DEFAULT") -> str:
+        """The weights that decide the structure of a model with the weights ``asked``: published ones, or ``random``,
+        the model as its builder makes it. That is also what ``DEFAULT`` means where nothing is published.
+
+        Raises:
+            UnknownWeights: ``asked`` stands for nothing.
+
+        >>> get_model("googlenet").structure(), get_model("googlenet").structure("file:mine.pth")
+        ('IMAGENET1K_V1', 'random')
+        """
+        if asked == "DEFAULT" and self.default_weights is None:
+            return RANDOM
+        weights = self.canonical_weights(asked)
+        return weights if weights in self.published else RANDOM
+
     def is_quantized(self, weights: str) -> bool:
         """Whether ``weights`` are int8 weights, whose model has other modules than the float model."""
         return self.task == "quantization" and weights in self.published

@@ -17,7 +17,7 @@ from service.api import named_v2 as named
 from service.api.extractors import MAKING_PROBLEMS
 from service.api.features import while_connected
 from service.api.protocol_v2 import TAG, Name, Route, body, documented
-from service.api.state import Shared, State
+from service.api.state import Shared, State, state_of
 from service.codecs import compression, json, v2
 from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type
@@ -43,7 +43,7 @@ _VERSION_PARAMETER = {
 _VERSIONED: dict[str, Any] = {"openapi_extra": {"parameters": [_VERSION_PARAMETER]}}
 
 
-async def _find(request: Request, state: Shared, name: Name) -> ExtractorRecord | ModelEntry:
+def _found(request: Request, state: State, name: str) -> ExtractorRecord | ModelEntry:
     target = named.find(state, name)
     version = request.path_params.get("version", named.VERSION)
     if version != named.VERSION:
@@ -52,65 +52,14 @@ async def _find(request: Request, state: Shared, name: Name) -> ExtractorRecord 
     return target
 
 
+async def _find(request: Request, state: Shared, name: Name) -> ExtractorRecord | ModelEntry:
+    return _found(request, state, name)
+
+
 Target = Annotated[ExtractorRecord | ModelEntry, Depends(_find)]
 
 
-@router.get("", response_model=ServerMetadata)
-async def server_metadata() -> ServerMetadata:
-    """What this server is, and which extensions of the protocol it has."""
-    return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
-
-
-_VERSION = version("fxserve")
-
-
-@router.get("/health/live", response_model=Live)
-async def live() -> Live:
-    """The process is up."""
-    return Live(live=True)
-
-
-@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
-async def server_ready(state: Shared) -> Ready:
-    """Preloads are done and the device worker answers."""
-    ready, reason = state.engine.readiness()
-    if not ready:
-        raise NotReady(reason)
-    return Ready(ready=True)
-
-
-@router.get("/models/{name}", response_model=ModelMetadata, responses=documented("unknown-model", "not-traceable"))
-@router.get(
-    "/models/{name}/versions/{version}",
-    **_VERSIONED,
-    response_model=ModelMetadata,
-    responses=documented("unknown-model", "not-traceable"),
-)
-async def model_metadata(state: Shared, name: Name, target: Target) -> ModelMetadata:
-    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
-    tensors = await state.in_thread(lambda: named.describe(target))
-    return ModelMetadata(
-        name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
-    )
-
-
-@router.get(
-    "/models/{name}/ready", response_model=ModelReady, responses=documented("unknown-model", "not-ready", "draining")
-)
-@router.get(
-    "/models/{name}/versions/{version}/ready",
-    **_VERSIONED,
-    response_model=ModelReady,
-    responses=documented("unknown-model", "not-ready", "draining"),
-)
-async def model_ready(state: Shared, name: Name, target: Target) -> ModelReady:
-    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
-    [entry] = named.entries(state, [target])
-    if entry.state != "READY":
-        raise NotReady(f"{name}: {entry.reason}")
-    return ModelReady(name=name, ready=True)
-
-
+# Routes are tried in order, and this one is asked most often.
 _INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "openapi_extra": body(
@@ -157,9 +106,7 @@ _INFER: dict[str, Any] = {
 )
 async def infer(
     request: Request,
-    state: Shared,
     name: Name,
-    target: Target,
     x_request_timeout: Annotated[
         float | None,
         Header(
@@ -169,6 +116,8 @@ async def infer(
 ) -> Response:
     """Outputs for encoded images, or for the model's own input."""
     started = time.monotonic()
+    state = state_of(request)
+    target = _found(request, state, name)
     encoding = _encoding(request)
     state.engine.admission.check()
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
@@ -177,8 +126,12 @@ async def infer(
             data = await _read(request)
             kind, _ = media_type(request.headers.get("content-type"))
             sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
-            tensors = await state.in_thread(lambda: named.describe(target).inputs)
-            asked = await state.engine.run_in_encoder(v2.read, sent, state.settings.max_body_bytes, tensors)
+            tensors = await named.inputs_of(state, target)
+            limit_bytes = state.settings.max_body_bytes
+            if sent.small:
+                asked = v2.read(sent, limit_bytes, tensors)
+            else:
+                asked = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
             claim_for_current_request(max(0, asked.bytes - len(data)))
             del data, sent
             timeout = min(timeout, _own_timeout(asked))
@@ -188,6 +141,68 @@ async def infer(
             return await while_connected(request, work)
     except TimeoutError:
         raise DeadlineExceeded from None
+
+
+@router.get("", response_model=ServerMetadata)
+async def server_metadata() -> ServerMetadata:
+    """What this server is, and which extensions of the protocol it has."""
+    return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
+
+
+_VERSION = version("fxserve")
+
+
+@router.get("/health/live", response_model=Live)
+async def live() -> Live:
+    """The process is up."""
+    return Live(live=True)
+
+
+@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
+async def server_ready(state: Shared) -> Ready:
+    """Preloads are done and the device worker answers."""
+    ready, reason = state.engine.readiness()
+    if not ready:
+        raise NotReady(reason)
+    return Ready(ready=True)
+
+
+@router.get("/models/{name}", response_model=ModelMetadata, responses=documented("unknown-model", "not-traceable"))
+@router.get(
+    "/models/{name}/versions/{version}",
+    **_VERSIONED,
+    response_model=ModelMetadata,
+    responses=documented("unknown-model", "not-traceable"),
+)
+async def model_metadata(state: Shared, name: Name, target: Target) -> Response:
+    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    key = name, target.id if isinstance(target, ExtractorRecord) else None
+    answer = state.metadata.get(key)
+    if answer is None:
+        tensors = await state.in_thread(lambda: named.describe(target))
+        described = ModelMetadata(
+            name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
+        )
+        answer = described.model_dump_json().encode()
+        state.metadata.put(key, answer)
+    return Response(answer, media_type="application/json")
+
+
+@router.get(
+    "/models/{name}/ready", response_model=ModelReady, responses=documented("unknown-model", "not-ready", "draining")
+)
+@router.get(
+    "/models/{name}/versions/{version}/ready",
+    **_VERSIONED,
+    response_model=ModelReady,
+    responses=documented("unknown-model", "not-ready", "draining"),
+)
+async def model_ready(state: Shared, name: Name, target: Target) -> ModelReady:
+    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    [entry] = named.entries(state, [target])
+    if entry.state != "READY":
+        raise NotReady(f"{name}: {entry.reason}")
+    return ModelReady(name=name, ready=True)
 
 
 async def _infer(
@@ -212,8 +227,11 @@ async def _infer(
     if asked.id is not None:
         document["id"] = asked.id
     outputs = {key: result.outputs[key] for key in wanted}
-    claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
-    parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
+    if all(wanted.values()):  # raw tensors are sent from where they are
+        parts, length = v2.write(document, outputs, wanted)
+    else:
+        claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
+        parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
     headers = {"Vary": "Accept-Encoding"}
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)

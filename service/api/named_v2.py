@@ -15,7 +15,7 @@ from fxcore.catalog import ModelEntry
 from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graphs import ModelGraph, TensorSpec, model_graph
 from fxcore.preprocessing import Preprocessing
-from service.api.state import State
+from service.api.state import OwnTensors, State
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
@@ -60,8 +60,29 @@ async def own_spec(
 ) -> ExtractorSpec:
     """The extractor that answers for a model."""
     if not nodes:
-        nodes = await state.in_thread(lambda: own_nodes(model_graph(entry, entry.canonical_weights(weights))))
+        nodes = (await _own(state, entry, entry.structure(weights))).nodes
     return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
+
+
+async def inputs_of(state: State, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
+    """The ways to give ``target`` an input."""
+    if isinstance(target, ExtractorRecord):
+        return inputs(target.inputs, target.preprocessing)
+    return (await _own(state, target, target.structure())).inputs
+
+
+async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
+    """Looked up once for each structure of a model: a request must not wait for the threads that trace."""
+    key = entry.name, structure
+    own = state.own_tensors.get(key)
+    if own is None:
+
+        def look_up() -> OwnTensors:
+            graph = model_graph(entry, structure)
+            return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
+
+        own = state.own_tensors[key] = await state.in_thread(look_up)
+    return own
 
 
 @dataclass(frozen=True)
@@ -77,11 +98,9 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
     if isinstance(target, ExtractorRecord):
         graph, nodes, dtype = target.graph, target.return_nodes, target.dtype
         return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
-    weights = target.default_weights or "random"
-    graph = model_graph(target, weights)
-    preprocessing = target.preprocessing(weights)
-    own = _outputs(graph, preprocessing, graph.resolve(own_nodes(graph)), torch.float32)
-    return Tensors(inputs(graph.inputs, preprocessing), own)
+    graph = model_graph(target, target.structure())
+    own = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), torch.float32)
+    return Tensors(inputs(graph.inputs, graph.preprocessing), own)
 
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:

@@ -19,6 +19,7 @@ from fxcore.catalog import ModelEntry, get_model, list_models
 from fxcore.errors import UnknownModel
 from service.engine import Engine, ExtractorRecord
 from service.metrics import STAGES, STAGES_TAKEN, Metrics
+from service.schemas_v2 import TensorMetadata
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ class KeptAnswers:
             self._bytes -= len(self._answers.popitem(last=False)[1])
 
 
+@dataclass(frozen=True)
+class OwnTensors:
+    """What ``/v2`` takes and answers under a model's name: its inputs, and the nodes where a request names none."""
+
+    inputs: list[TensorMetadata]
+    nodes: list[str]
+
+
 @dataclass
 class State:
     """One service's shared objects, at ``app.state.fxserve``."""
@@ -58,6 +67,9 @@ class State:
     traces: Traces | None = None
     nodes: KeptAnswers = field(default_factory=KeptAnswers)
     graphs: KeptAnswers = field(default_factory=KeptAnswers)
+    metadata: KeptAnswers = field(default_factory=KeptAnswers)
+    # By model and structure, of which there are few.
+    own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
     # Tracing and drawing graphs: a few at a time, so that listing models cannot take the machine from features.
     tracing: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
     # An export holds the weights a second time; one at a time.

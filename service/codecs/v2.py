@@ -31,6 +31,8 @@ IMAGE = "image"
 
 _DTYPES = {name: dtype for dtype, name in V2_NAMES.items()}
 _MOST_STRINGS = 100_000
+_SMALL_JSON = 16 * 1024
+_SMALL_BODY = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,15 @@ class Body:
     header: str | None
     encoding: str
     media_type: str
+
+    @property
+    def small(self) -> bool:
+        """Whether reading it takes less time than going to another thread and back: images or tensors are copied, only
+        JSON has to be parsed."""
+        size = len(self.data)
+        header = self.header or ""
+        json_size = int(header) if header.isdecimal() and len(header) < 20 else size
+        return not self.encoding and size <= _SMALL_BODY and json_size <= _SMALL_JSON
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
@@ -310,3 +311,37 @@ def test_what_unpacks_to_too_much_is_given_up_early(make_client):
         tracemalloc.stop()
     assert answer.status_code == 413
     assert most < 20_000_000
+
+
+def test_inference_waits_for_no_thread_that_traces(tiny):
+    """What an extractor takes is known. Describing it anew took ninety times as long as computing its features."""
+    element = len(png()).to_bytes(4, "little") + png()
+    size = {"binary_data_size": len(element)}
+    document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": size}]}
+    by_model = document | {"parameters": {"weights": "random"}}
+    model = "/v2/models/squeezenet1_1"
+    assert tiny.post(f"{model}/infer", **binary(by_model, element)).status_code == 200  # this one may trace
+    metadata = [tiny.get(path).json() for path in ("/v2/models/tiny", model)]
+    tracing = tiny.app.state.fxserve.tracing
+
+    async def take():
+        for place in range(int(tracing.total_tokens)):
+            await tracing.acquire_on_behalf_of(place)
+
+    async def give_back():
+        for place in range(int(tracing.total_tokens)):
+            tracing.release_on_behalf_of(place)
+
+    soon = {"X-Request-Timeout": "20"}
+    tiny.run(take())
+    try:
+        answers = [
+            tiny.post(INFER, **binary(document, element, **soon)),
+            tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
+            tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        paths = ("/v2/models/tiny", model)
+        assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
+    finally:
+        tiny.run(give_back())
