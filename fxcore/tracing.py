@@ -8,7 +8,6 @@ and why, or is traced around what cannot be.
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import fnmatch
 import functools
@@ -21,10 +20,11 @@ from types import FunctionType
 from typing import Any, cast
 
 import torchvision
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
+from fxcore.copies import shared_copy
 from fxcore.errors import FxError, NotTraceable, said
 from fxcore.explain import called, explain
 from fxcore.graph_module import GraphModule
@@ -269,10 +269,8 @@ def _private(model: nn.Module, training: bool) -> nn.Module:
         made.__dict__.update(vars(model))
         made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
         return made
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     try:
-        copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        return shared_copy(model).train(training)
     except Exception as error:
         mode = "train" if training else "eval"
         advice = f"call .{mode}() on it first"
@@ -284,7 +282,6 @@ def _private(model: nn.Module, training: bool) -> nn.Module:
             expression="",
             advice=advice,
         ) from error
-    return copied.train(training)
 
 
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:

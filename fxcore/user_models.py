@@ -37,6 +37,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation, VideoClassification
 
 from fxcore.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
+from fxcore.copies import shared_copy
 from fxcore.errors import FxError, said
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 
@@ -59,7 +60,8 @@ class UserModel:
     """A model, described.
 
     Attributes:
-        builder: gives the model; ``arguments`` are passed by name.
+        builder: gives the model; ``arguments`` are passed by name. A module that it gives again and again is neither
+            changed nor moved; its weights are shared.
         weights: a state dict (safetensors, or torch's format with tensors only); None: the builder's own.
         preprocessing: ``resize_size``, ``crop_size``, ``mean``, ``std``, ``interpolation``, ``antialias``, as of
             torchvision's presets.
@@ -302,11 +304,23 @@ def _pair(sizes: list[int]) -> tuple[int] | tuple[int, int]:
 
 
 def _build(model: UserModel, weights: None = None) -> nn.Module:
-    """Call the builder; ``weights`` is what torchvision's builders are called with."""
+    """Call the builder; ``weights`` is what torchvision's builders are called with.
+
+    What it gives may be in use elsewhere, and what is built here is moved, cast and frozen: so it is copied.
+    """
     built = model.builder(**model.arguments)
     if not isinstance(built, nn.Module):
         raise BadUserModel(f"its builder gave {type(built).__name__}, not an nn.Module")
-    return _with_inputs_only(built)
+    try:
+        private = shared_copy(built, own_parameters=True)
+    except Exception as error:
+        if model.builder(**model.arguments) is built:
+            raise BadUserModel(
+                f"its builder gives the same module each time, which cannot be copied ({said(error)}); give a builder "
+                "that makes a new one"
+            ) from error
+        private = built
+    return _with_inputs_only(private)
 
 
 def _with_inputs_only(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
 from fxcore.catalog import register
-from fxcore.user_models import BadUserModel, UserEntry, read_models
+from fxcore.user_models import BadUserModel, UserEntry, UserModel, read_models, user_entry
 
 MODULE = '''
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 import fxcore
 
 class Tiny(nn.Module):
@@ -200,3 +203,53 @@ def test_a_file_that_is_wrong_as_a_whole(text: str, said: str, read: Callable[[s
     with pytest.raises(FxError) as caught:
         read(text)
     assert said in caught.value.detail
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout())
+        self.register_buffer("mean", torch.rand(4))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
+        made: Tensor = (self.body(pixels) - self.mean.view(4, 1, 1)) * self.scale.view(4, 1, 1)
+        return made if mask is None else made * mask
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["builders", "file"])
+def test_a_module_in_hand_is_neither_moved_nor_changed(file: bool, tmp_path: Path) -> None:
+    """In train mode, with its gradients: the server takes a copy that shares the weights."""
+    model = Own().train()
+    kind, attributes = type(model), dict(vars(model))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: (id(tensor), tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    weights = tmp_path / "own.safetensors" if file else None
+    if weights is not None:
+        save_file({name: tensor.detach() + 1 for name, tensor in tensors.items() if tensor.ndim}, weights)
+    entry = user_entry("own", UserModel(lambda: model, weights=weights, preprocessing={"crop_size": 32}))
+    graph = model_graph(entry)
+    loaded = load_model(entry, entry.canonical_weights("DEFAULT"))
+    extractor = build_extractor(graph, loaded, graph.resolve(["body", "mul"]), torch.float64)
+    loaded.double()
+    with torch.no_grad():
+        extractor.module.double()(torch.rand(2, 3, 32, 32, dtype=torch.float64))
+    assert type(model) is kind
+    assert vars(model).keys() == attributes.keys()
+    assert all(part.training for part in model.modules())
+    assert model.body[2].inplace
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert (id(tensor), tensor.data_ptr()) == values[name][:2], name
+        assert torch.equal(tensor, values[name][2]), name
+        assert tensor.requires_grad == isinstance(tensor, nn.Parameter)
+    assert not file or torch.equal(loaded.scale, (model.scale + 1).double())
+    if not file:
+        again = load_model(entry, entry.canonical_weights("DEFAULT"))
+        assert again.scale.data_ptr() == model.scale.data_ptr()
+
+
+def test_a_module_in_hand_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(BadUserModel, match="give a builder that makes a new one"):
+        user_entry("own", UserModel(lambda: model))
