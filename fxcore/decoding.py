@@ -31,7 +31,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
 from fxcore.errors import BadTensor
-from fxcore.images import open_image, opened, orientation, plain_jpeg_size
+from fxcore.images import open_image, opened, plain_jpeg_header
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 
 # An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
@@ -183,13 +183,12 @@ def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], 
     """Height and width of a JPEG file as it is stored, and its orientation; None of what PIL has to decode.
 
     Raises:
-        BadImage, ImageTooLarge: see :func:`fxcore.images.image_size`.
+        BadImage, ImageTooLarge: see :func:`fxcore.images.image_header`.
     """
-    plain = plain_jpeg_size(data, max_pixels)
+    plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
-        return plain, 1
-    image = opened(data, max_pixels)
-    turn = orientation(image)
+        return plain[:2], 1
+    image, turn = opened(data, max_pixels)
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     return (image.height, image.width), turn

@@ -6,12 +6,13 @@ import io
 import re
 import struct
 import warnings
+from typing import NamedTuple
 
 import numpy as np
-import PIL.ExifTags
 import PIL.Image
-import PIL.ImageOps
 
+from fxcore.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
+from fxcore.containers import stripped
 from fxcore.errors import BadImage, ImageTooLarge
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -32,13 +33,31 @@ MAX_SCANS = 100
 """Most scans of a JPEG file, the limit that libtiff has too; progressive files have about ten. Each scan costs a pass
 over all pixels, however few bytes it has: a file of 78 KB with 500 took 19 s."""
 
+_MAX_MARKERS = 1000
+"""Most markers of a JPEG file, restarts aside: each scan has a few tables before it."""
+
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _JPEG_END = 0xD9
 
-# Chunks of a PNG that may hold its orientation. They may come after the pixels.
-_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+# What each orientation asks of a viewer.
+_TURNS = {
+    2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
+    3: PIL.Image.Transpose.ROTATE_180,
+    4: PIL.Image.Transpose.FLIP_TOP_BOTTOM,
+    5: PIL.Image.Transpose.TRANSPOSE,
+    6: PIL.Image.Transpose.ROTATE_270,
+    7: PIL.Image.Transpose.TRANSVERSE,
+    8: PIL.Image.Transpose.ROTATE_90,
+}
 
-_PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
+_RGB_BYTES = 4
+"""What PIL takes for a pixel of any mode but those of :data:`_MODE_BYTES`."""
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1}
+_BESIDE_BYTES = {"WEBP": 12, "TIFF": 8}
+"""What their decoders hold for a pixel beside PIL's image: libwebp two canvases and its answer, libtiff a strip, which
+may be all of the image. Peaks of 16 bytes were measured for WebP, and of 7 to 11.5 for TIFF, by mode."""
+_JPEG_COEFFICIENT_BYTES = 2
+"""What libjpeg holds for each component of a pixel where there is more than one scan."""
 
 # The caller limits the size, by the header; PIL's own limit would only add a second answer.
 PIL.Image.MAX_IMAGE_PIXELS = None
@@ -48,37 +67,61 @@ PIL.Image.MAX_IMAGE_PIXELS = None
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
-def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
-    """Height and width from the header alone, as they will be once the EXIF orientation is applied.
+class Header(NamedTuple):
+    """What the first bytes of an image say.
+
+    Attributes:
+        height, width: in pixels, as they will be once the EXIF orientation is applied.
+        held: most bytes that :func:`open_image` holds at a time, the file aside.
+    """
+
+    height: int
+    width: int
+    held: int
+
+
+def image_header(data: bytes, max_pixels: int | None = None) -> Header:
+    """Size and cost of an image, from its header alone. No pixel is decoded, and no metadata but the orientation read.
 
     Raises:
-        BadImage: not an image in one of :data:`FORMATS`, or a JPEG of over :data:`MAX_SCANS` scans.
+        BadImage: not an image in one of :data:`FORMATS`, a JPEG of over :data:`MAX_SCANS` scans, or a file of more
+            pieces than any program writes; see :mod:`fxcore.containers`.
         ImageTooLarge: more than ``max_pixels``.
     """
-    plain = plain_jpeg_size(data, max_pixels)
+    plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
         return plain
-    with opened(data, max_pixels) as image:
+    image, turn = opened(data, max_pixels)
+    with image:
         width, height = image.size
-        if image.format == "PNG":
-            turned = _png_orientation(data) >= 5
-        else:  # PIL has changed the places of a TIFF's sides already
-            turned = image.format != "TIFF" and orientation(image) >= 5
-        return (width, height) if turned else (height, width)
+        held = _MODE_BYTES.get(image.mode, _RGB_BYTES) + _BESIDE_BYTES.get(image.format or "", 0)
+        if image.mode != "RGB":
+            held += _RGB_BYTES
+        if image.format in ("JPEG", "MPO"):
+            held += _JPEG_COEFFICIENT_BYTES * len(image.getbands())  # of one scan it would be none
+        if turn > 1:
+            held += _RGB_BYTES
+        held *= width * height
+        return Header(width, height, held) if turn >= 5 else Header(height, width, held)
 
 
-def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int] | None:
-    """Height and width of a JPEG file in grey or colour without an EXIF orientation; None of anything else.
+def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
+    """Height and width of :func:`image_header`, which see."""
+    return image_header(data, max_pixels)[:2]
+
+
+def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | None:
+    """The header of a JPEG file in grey or colour without an EXIF orientation; None of anything else.
 
     It takes a tenth of the time that PIL does, and never waits for the GIL.
 
     Raises:
         BadImage: over :data:`MAX_SCANS` scans.
-        ImageTooLarge: see :func:`image_size`.
+        ImageTooLarge: see :func:`image_header`.
     """
     if data[:2] != b"\xff\xd8":
         return None
-    size: tuple[int, int] | None = None
+    header: Header | None = None
     components = frame = 0
     place = 2
     for _ in range(_MAX_JPEG_SEGMENTS):
@@ -88,18 +131,31 @@ def plain_jpeg_size(data: bytes, max_pixels: int | None = None) -> tuple[int, in
         if start != 0xFF:
             return None
         if kind == _JPEG_SCAN:  # PIL reads every segment before this one
-            if frame == _JPEG_PROGRESSIVE or first != components:  # else this scan is the only one
+            if header is not None and (frame == _JPEG_PROGRESSIVE or first != components):  # else there is no other
                 _check_scans(data)
-            return size
+                more = header.height * header.width * _JPEG_COEFFICIENT_BYTES * components
+                header = header._replace(held=header.held + more)
+            return header
         if kind in _JPEG_FRAMES:
-            frame, size, components = kind, (height, width), last
-            if first != 8 or components not in (1, 3) or 0 in size:
+            frame, components = kind, last
+            if first != 8 or components not in (1, 3) or 0 in (height, width):
                 return None
             _check_pixels(height, width, max_pixels)
+            header = Header(height, width, height * width * (_RGB_BYTES if components == 3 else _RGB_BYTES + 1))
         elif kind not in _JPEG_SKIPPED:
             return None
         place += 2 + length
     return None
+
+
+def has_plain_header(data: bytes) -> bool:
+    """Whether :func:`plain_jpeg_header` knows the size of ``data``, or its refusal."""
+    try:
+        return plain_jpeg_header(data, 0) is not None
+    except ImageTooLarge:
+        return True
+    except BadImage:
+        return False
 
 
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
@@ -117,50 +173,38 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     >>> image.mode, image.size, image.getpixel((0, 0))
     ('RGB', (4, 2), (7, 7, 7))
     """
-    image = opened(data, max_pixels)
+    image, turn = opened(data, max_pixels)
+    format = image.format or "image"
     try:
         image.load()
-        image = PIL.ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
             image = PIL.Image.fromarray((np.asarray(image).clip(0, 0xFFFF) // 256).astype(np.uint8))
-        return image.convert("RGB")
+        if image.mode != "RGB":  # else it would be copied
+            image = image.convert("RGB")
+        return image.transpose(_TURNS[turn]) if turn in _TURNS else image
     except Exception as error:  # decoders fail in as many ways as there are damaged files
-        raise BadImage(
-            f"the {image.format or 'image'} data is damaged or cut short: {error or type(error).__name__}"
-        ) from error
+        raise BadImage(f"the {format} data is damaged or cut short: {error or type(error).__name__}") from error
 
 
-def orientation(image: PIL.Image.Image) -> int:
-    """The EXIF orientation, 1 to 8; from 5 on height and width change places.
+def opened(data: bytes, max_pixels: int | None = None) -> tuple[PIL.Image.Image, int]:
+    """The header of an image: its format, mode and size, and the orientation that is yet to be applied, 1 to 8.
 
-    Nothing is decoded, so of a PNG only what comes before its pixels counts.
+    Nothing is decoded.
 
     Raises:
-        BadImage: the EXIF data is damaged.
-    """
-    try:
-        value = PIL.Image.Image.getexif(image).get(PIL.ExifTags.Base.Orientation, 1)
-    except Exception as error:  # the parser fails in as many ways as there are damaged files
-        raise BadImage(f"the EXIF data is damaged: {error or type(error).__name__}") from error
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-
-def opened(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
-    """The header of an image: its format, mode and size. Nothing is decoded.
-
-    Raises:
-        BadImage, ImageTooLarge: see :func:`image_size`.
+        BadImage, ImageTooLarge: see :func:`image_header`.
     """
     if not data:
         raise BadImage("the image is empty (0 bytes)")
+    pixels, turn = stripped(data)
     try:
-        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+        image = PIL.Image.open(io.BytesIO(pixels), formats=FORMATS)
     except Exception as error:
         raise BadImage(f"these {len(data)} bytes are not an image; send one of {', '.join(FORMATS)}") from error
     _check_pixels(image.height, image.width, max_pixels)
     if image.format in ("JPEG", "MPO"):
-        _check_scans(data)
-    return image
+        _check_scans(pixels)
+    return image, turn
 
 
 def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
@@ -176,24 +220,12 @@ def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
 def _check_scans(data: bytes) -> None:
     """Refuse a JPEG of too many scans."""
     scans, place = 0, 2
-    while (marker := _JPEG_MARKER.search(data, place)) is not None and marker[0][1] != _JPEG_END:
+    for _ in range(_MAX_MARKERS):
+        marker = _JPEG_MARKER.search(data, place)
+        if marker is None or marker[0][1] == _JPEG_END:
+            return
         place = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
         scans += marker[0][1] == _JPEG_SCAN
         if scans > MAX_SCANS:
             raise BadImage(f"the JPEG has over {MAX_SCANS} scans; save it anew with an image editor, or as PNG")
-
-
-def _png_orientation(data: bytes) -> int:
-    """The orientation of a PNG. PIL's own way decodes all of it, to see what comes after the pixels."""
-    if not any(kind in data for kind in _PNG_TEXTS):
-        return 1
-    kept = [data[:8]]
-    at = 8
-    while at + 12 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        chunk = data[at : at + 12 + length]
-        if kind == b"IHDR" or (kind in _PNG_TEXTS and len(chunk) == 12 + length):
-            kept.append(chunk)
-        at += 12 + length
-    with opened(b"".join([*kept, _PNG_END])) as without_pixels:
-        return orientation(without_pixels)
+    raise BadImage(f"the JPEG has over {_MAX_MARKERS} markers; save it anew with an image editor, or as PNG")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from fxcore.decoding import Decoder
-from fxcore.images import plain_jpeg_size
+from fxcore.images import plain_jpeg_header
 
 
 class JpegBatches:
@@ -47,11 +47,11 @@ class JpegBatches:
         short, which PIL refuses.
 
         Raises:
-            BadImage: see :func:`fxcore.images.plain_jpeg_size`.
+            BadImage: see :func:`fxcore.images.plain_jpeg_header`.
         """
         # Without a JFIF segment libjpeg looks at others to tell RGB from YCbCr, and nvJPEG may decide otherwise.
         jfif = data[:4] == b"\xff\xd8\xff\xe0" and data[6:11] == b"JFIF\0"
-        return jfif and data[-2:] == b"\xff\xd9" and plain_jpeg_size(data) is not None
+        return jfif and data[-2:] == b"\xff\xd9" and plain_jpeg_header(data) is not None
 
     def rows(self, files: Sequence[bytes]) -> Tensor:
         """Rows for :meth:`fxcore.decoding.Decoder.batch`, complete on the device: uint8 ``[N, H, W, 3]``.

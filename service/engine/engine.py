@@ -20,6 +20,7 @@ import torch
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
+from fxcore.images import has_plain_header
 from fxcore.memory import use_one_heap
 from service.engine import inputs, sizes
 from service.engine.admission import Admission, Ticket
@@ -316,7 +317,7 @@ class Engine:
     ) -> FeatureResult:
         await self.load(record)
         started = time.monotonic()
-        plan = await self._quickly(_is_small(images), self._plan, record, images, options)
+        plan = await self._quickly(_is_quick(images), self._plan, record, images, options)
         known = all(shape in record.row_sizes for shape in set(plan.shapes))
         row_bytes, answer = await self._quickly(known, self._sizes, record, plan, options)
         ticket.claim(plan.bytes, answer)
@@ -372,8 +373,12 @@ class Engine:
             self._preload_trouble = None
 
 
-def _is_small(images: Inputs) -> bool:
-    return isinstance(images, Mapping) or (len(images) <= _SMALL_IMAGES and sum(map(len, images)) <= _SMALL_BYTES)
+def _is_quick(images: Inputs) -> bool:
+    """Whether the headers are few and plain: others are read by PIL, and walked through as long as they are."""
+    if isinstance(images, Mapping):
+        return True
+    few = len(images) <= _SMALL_IMAGES and sum(map(len, images)) <= _SMALL_BYTES
+    return few and all(map(has_plain_header, images))
 
 
 def pick_device(asked: str) -> torch.device:

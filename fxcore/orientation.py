@@ -1,0 +1,55 @@
+"""Which way up an image is to be shown, read from its EXIF or XMP block and nothing else."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+_ORIENTATION = 0x0112
+_SHORT, _LONG = 3, 4
+_HEADER_BYTES = 8
+_ENTRY_BYTES = 12
+_IN_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+
+
+def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
+    """The orientation, 1 to 8; from 5 on height and width change places.
+
+    It is the EXIF block's if that has one, else the XMP packet's, as Pillow has it. What is damaged counts as upright.
+
+    Args:
+        exif: a TIFF header and its first directory, with or without ``Exif\\0\\0`` before it.
+        xmp: a packet, or its beginning.
+
+    >>> orientation(b"MM\\0*\\0\\0\\0\\x08\\0\\x01" + b"\\x01\\x12\\0\\x03\\0\\0\\0\\x01\\0\\x06\\0\\0")
+    6
+    >>> orientation(None, b'<rdf:Description tiff:Orientation="3"/>')
+    3
+    """
+    value = None if exif is None else _in_exif(exif)
+    if value is None and xmp is not None:
+        match = _IN_XMP.search(xmp)
+        value = None if match is None else int(match[1])
+    return value if value is not None and 1 <= value <= 8 else 1
+
+
+def _in_exif(block: bytes) -> int | None:
+    """The value of the tag in the first directory; 0 where it is there and makes no sense."""
+    start = 6 if block.startswith(b"Exif\0\0") else 0
+    order = {b"II": "<", b"MM": ">"}.get(block[start : start + 2])
+    if order is None or len(block) < start + _HEADER_BYTES:
+        return None
+    (offset,) = struct.unpack_from(f"{order}I", block, start + 4)
+    at = start + offset
+    if at + 2 > len(block):
+        return None
+    (count,) = struct.unpack_from(f"{order}H", block, at)
+    entries = block[at + 2 : at + 2 + _ENTRY_BYTES * count]
+    entries = entries[: len(entries) // _ENTRY_BYTES * _ENTRY_BYTES]
+    for tag, kind, values, value in struct.iter_unpack(f"{order}HHI4s", entries):
+        if tag == _ORIENTATION:
+            if values != 1 or kind not in (_SHORT, _LONG):
+                return 0
+            found: int = struct.unpack(f"{order}I" if kind == _LONG else f"{order}Hxx", value)[0]
+            return found
+    return None

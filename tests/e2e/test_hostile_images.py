@@ -1,0 +1,33 @@
+"""Images that were made to cost much, sent to a real server: everybody else is served meanwhile."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from tests.e2e.conftest import Server
+from tests.nasty import png
+
+
+def test_metadata_that_unpacks_to_much_holds_up_nobody(server: Server) -> None:
+    """Eight requests of three images with 64 texts of a megabyte each took 52 s, and /healthz waited 5 s meanwhile."""
+    text = (b"zTXt", b"Comment\0\0" + zlib.compress(bytes(10**6), 9))
+    image = png(1, 1, *[text] * 64, (b"IDAT", zlib.compress(b"\0\0")))
+    assert len(image) < 70_000
+    path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2&pool=avg"
+    files = [("file", (f"{index}.png", image, "image/png")) for index in range(3)]
+    assert server.http.post(path, files=files).status_code == 200
+    slowest = 0.0
+    with ThreadPoolExecutor(8) as pool:
+        began = time.monotonic()
+        answers = [pool.submit(httpx.post, server.url + path, files=files, timeout=60) for _ in range(8)]
+        while not all(answer.done() for answer in answers):
+            asked = time.monotonic()
+            assert server.http.get("/healthz").status_code == 200
+            slowest = max(slowest, time.monotonic() - asked)
+        assert [answer.result().status_code for answer in answers] == [200] * 8
+    assert time.monotonic() - began < 5
+    assert slowest < 0.5
