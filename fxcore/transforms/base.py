@@ -298,6 +298,24 @@ def _take_names_back(module: fx.GraphModule) -> None:
                 node.target = near
 
 
+def check_operation(given: Any, transform: str, parameter: str) -> None:
+    """Check that a graph may call ``given``: a function, or the name of a tensor method.
+
+    Raises:
+        BadParameter: no graph calls that; of ``transform`` and its ``parameter``.
+    """
+    wrong = None
+    if isinstance(given, str):
+        if not hasattr(Tensor, given):
+            wrong = f"{given[:64]!r} is no method of tensors; give functions themselves"
+    elif isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
+        wrong = f"{given if isinstance(given, type) else type(given)} is a module; replace_module replaces modules"
+    elif not callable(given):
+        wrong = f"{given!r} is neither a function nor the name of a tensor method"
+    if wrong is not None:
+        raise BadParameter(f"{transform}: {wrong}", transform=transform, parameter=parameter)
+
+
 def bare_copy(module: nn.Module) -> nn.Module:
     """The same module with the same parameters, whose attributes can be set without touching the original."""
     made = copy.copy(module)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxcore.transforms.base import BadParameter, transform
+from fxcore.transforms.base import BadParameter, check_operation, transform
 from fxcore.transforms.insert import rewrite
-from fxcore.transforms.replace import ACTIVATIONS, is_activation
+from fxcore.transforms.replace import ACTIVATIONS, MODULES, is_activation
 
 Rule = Callable[..., Any]
 
@@ -25,6 +25,7 @@ RULES: dict[str, Rule] = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x * 0.5**0.5)),
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
 }
+_CLASSES: dict[Any, str] = {MODULES[name]: name for name in RULES}
 # Written with other settings an operation is another one.
 _DEFAULTS = {"gelu": ("approximate", "none")}
 
@@ -44,14 +45,31 @@ def decompose(
             returns what stands in their place.
 
     Raises:
-        BadParameter: no rule of that name.
+        BadParameter: no rule of that name, a rule for what is neither a function nor a tensor method, or none at all.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.ReLU().eval())
     >>> [n.name for n in decompose(model, ["relu"]).graph.nodes]
     ['input_1', 'gt', 'mul', 'output']
     """
-    wanted = list(operations)
+    wanted = [operations] if isinstance(operations, str) else list(operations)
+    for key, given in (rules or {}).items():
+        if key in _CLASSES:
+            raise BadParameter(
+                f"decompose: {key} is a module's class, and rules are for functions and tensor methods; its own rule "
+                f"goes by the name {_CLASSES[key]!r} in operations, and replace_module replaces modules",
+                transform="decompose",
+                parameter="rules",
+            )
+        check_operation(key, "decompose", "rules")
+        if not callable(given):
+            raise BadParameter(
+                f"decompose: the rule for {key} is {given!r} and no function", transform="decompose", parameter="rules"
+            )
+    if not wanted and not rules:
+        raise BadParameter(
+            "decompose: neither operations nor rules are given", transform="decompose", parameter="operations"
+        )
     unknown = [name for name in wanted if name not in RULES]
     if unknown:
         raise BadParameter(

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import erase_dead, hooked, transform
+from fxcore.transforms.base import BadParameter, erase_dead, hooked, transform
 
 _DROPOUT_MODULES = {
     nn.Dropout,
@@ -39,14 +39,22 @@ _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 
 def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = True) -> int:
     """Take out dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
 
-    Whatever read the value of a node that is taken out
-    reads the node's input, which is the same.
+    Whatever read the value of a node that is taken out reads the node's input, which is the same.
+
+    Raises:
+        BadParameter: neither is to be taken out.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Dropout()).eval())
     >>> [n.name for n in remove(model).graph.nodes]
     ['input_1', '_1', 'output']
     """
+    if not dropout and not identity:
+        raise BadParameter(
+            "remove: dropout and identity are both false, so there is nothing to take out",
+            transform="remove",
+            parameter="dropout",
+        )
     count = 0
     for node in list(module.graph.nodes):
         source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("x"))

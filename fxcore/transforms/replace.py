@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import BadParameter, CannotTransform, add, erase_dead, hooked, transform
+from fxcore.transforms.base import (
+    BadParameter,
+    CannotTransform,
+    add,
+    check_operation,
+    erase_dead,
+    hooked,
+    transform,
+)
 from fxcore.transforms.writes import mutated_argument
 
 
@@ -36,7 +44,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "tanh": torch.tanh,
 }
-_MODULES: dict[str, type[nn.Module]] = {
+#: the modules that apply them
+MODULES: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
     "hardsigmoid": nn.Hardsigmoid,
@@ -72,24 +81,41 @@ def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 @transform
-def replace_op(module: fx.GraphModule, old: Callable[..., Any] | str, new: Callable[..., Any]) -> int:
+def replace_op(
+    module: fx.GraphModule,
+    old: Callable[..., Any] | str | Collection[Callable[..., Any] | str],
+    new: Callable[..., Any],
+) -> int:
     """Call ``new`` with the same arguments wherever the graph calls ``old``.
 
     Args:
-        old: a function, or the name of a tensor method.
+        old: a function, the name of a tensor method, or several of them.
         new: a function that takes what ``old`` takes.
+
+    Raises:
+        BadParameter: no graph calls such a thing: a module's class, a name that is no tensor method.
 
     >>> import torch
     >>> from torch import fx
     >>> model = fx.symbolic_trace(lambda x: torch.add(x, x)).eval()
-    >>> int(replace_op(model, torch.add, torch.mul)(torch.tensor(5)))
+    >>> int(replace_op(model, {torch.add, "add"}, torch.mul)(torch.tensor(5)))
     25
     """
+    several = isinstance(old, Collection) and not isinstance(old, (str, nn.Module))
+    wanted: list[Any] = [*old] if several else [old]  # type: ignore[misc]
+    for one in wanted:
+        check_operation(one, "replace_op", "old")
+    if not wanted:
+        raise BadParameter("replace_op: no operation is given to replace", transform="replace_op", parameter="old")
+    if not callable(new):
+        raise BadParameter(
+            f"replace_op calls a function in their place, and {new!r} is none", transform="replace_op", parameter="new"
+        )
     count = 0
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is old:
+        if node.op == "call_function" and any(node.target is one for one in wanted):
             node.target = new
-        elif node.op == "call_method" and node.target == old:
+        elif node.op == "call_method" and node.target in wanted:
             node.op, node.target = "call_function", new
         else:
             continue
@@ -110,12 +136,19 @@ def replace_module(
 
     Raises:
         CannotTransform: the graph calls no module of that path.
+        BadParameter: ``old`` is neither a path nor a module's class.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
     >>> [type(m).__name__ for m in replace_module(model, nn.ReLU, lambda old: nn.GELU()).children()]
     ['Linear', 'GELU']
     """
+    if not isinstance(old, str) and not (isinstance(old, type) and issubclass(old, nn.Module)):
+        raise BadParameter(
+            f"replace_module replaces modules by class or path, and {old!r} is neither; replace_op replaces functions",
+            transform="replace_module",
+            parameter="old",
+        )
     make = _named_module(new) if isinstance(new, str) else new
     made: dict[int, str] = {}
     count = 0
@@ -142,7 +175,7 @@ def replace_module(
 
 def _named_module(name: str) -> Callable[[nn.Module], nn.Module]:
     named_function(name)
-    return lambda old: _MODULES[name]()
+    return lambda old: MODULES[name]()
 
 
 @transform
@@ -192,7 +225,7 @@ def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
         return False
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        return type(called) is _MODULES[name] and not hooked(called)
+        return type(called) is MODULES[name] and not hooked(called)
     if node.op == "call_method":
         return str(node.target).removesuffix("_") == name
     if node.op == "call_function":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -376,3 +378,48 @@ def test_a_pass_that_changes_the_outputs_is_stopped() -> None:
 
     with pytest.raises(CannotKeep):
         lose(traced(nn.Sequential(nn.ReLU())))
+
+
+# what can change nothing
+
+
+def test_several_operations_are_replaced_at_once() -> None:
+    """As torch.fx's own documentation does: https://pytorch.org/docs/stable/fx.html#graph-manipulation"""
+    module = fx.symbolic_trace(lambda x: torch.add(x, x) + x.add(x)).eval()
+    changed = replace_op(module, {operator.add, torch.add, "add"}, torch.bitwise_and)
+    assert applied(changed)[-1].changes == 3
+    assert int(changed(torch.tensor(6))) == 6
+
+
+class Activated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        (lambda m: replace_op(m, set(), torch.mul), "old"),
+        (lambda m: replace_op(m, nn.ReLU, torch.mul), "old"),
+        (lambda m: replace_op(m, [torch.relu, nn.ReLU()], torch.mul), "old"),
+        (lambda m: replace_op(m, "torch.relu", torch.mul), "old"),
+        (lambda m: replace_op(m, 7, torch.mul), "old"),
+        (lambda m: replace_op(m, torch.relu, "mul"), "new"),
+        (lambda m: replace_module(m, torch.relu, "gelu"), "old"),
+        (lambda m: replace_module(m, nn.ReLU(), "gelu"), "old"),
+        (lambda m: decompose(m, [], rules={nn.ReLU: lambda x: x}), "rules"),
+        (lambda m: decompose(m, [], rules={nn.Conv2d: lambda x: x}), "rules"),
+        (lambda m: decompose(m, [], rules={"relu_six": lambda x: x}), "rules"),
+        (lambda m: decompose(m, [], rules={torch.relu: "gelu"}), "rules"),
+        (lambda m: decompose(m, []), "operations"),
+        (lambda m: remove(m, dropout=False, identity=False), "dropout"),
+    ],
+)
+def test_what_can_change_nothing_is_refused(change: Callable[[fx.GraphModule], Any], parameter: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        change(traced(Activated()))
+    assert caught.value.extra["parameter"] == parameter
+
+
+def test_one_operation_to_decompose_may_be_a_word() -> None:
+    assert applied(decompose(traced(Activated()), "relu"))[-1].changes == 1
