@@ -11,20 +11,22 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from fxcore.errors import FxError
+from service import heads
 from service.engine.errors import Draining
 from service.middleware import LINGER_BYTES, LINGER_SECONDS, request_id
-from service.problems import KINDS, Refusal, error_response
+from service.problems import Refusal, error_response
 from service.transport import HeadWithBody
 
 HEAD_SECONDS = 10.0
 """From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
 of its body, where the answer came first."""
 
-MAX_HEAD_BYTES = 64 * 1024
-"""Of the request line and all headers."""
+MAX_PIPELINED = 64
+"""Requests that one connection may send ahead of their answers; one that sends more is closed after so many."""
 
 LAST_SECONDS = 0.1
 """How long a connection without a request stays open when the server ends, for what its client has sent already."""
@@ -48,6 +50,9 @@ class Connection(HttpToolsProtocol):
         self._unfinished: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
+        self._answering: RequestResponseCycle | None = None
+        self._fault: Refusal | None = None
+        self._bytes_without_body = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,6 +61,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended()
         self._read_on()
+        if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
+            _break_off(self._answering)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -65,20 +72,24 @@ class Connection(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._head_only = self._in_head or not self._in_message
+        self._bytes_without_body += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.send_400_response("")
+            self._in_head = self._in_head or not self._in_message
+            self._head_bytes += 1
+            self._end(self._fault or heads.not_http())
             return
         if self._in_head and not self.transport.is_closing():
             # Where an earlier request ends in the same piece, it is not known how much of it belongs to this head.
             self._head_bytes += len(data) if self._head_only else 1
-            if self._head_bytes > MAX_HEAD_BYTES:
-                detail = f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes"
-                self._end(Refusal("head-too-large", detail))
+            if self._head_bytes > heads.MAX_HEAD_BYTES:
+                self._end(heads.too_large())
             else:
                 self._expect_end()
+        elif self._in_message and self._bytes_without_body > heads.MAX_HEAD_BYTES:  # trailers, extensions of chunks
+            self._end(heads.too_large())
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
@@ -94,28 +105,31 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                version, method = self.parser.get_http_version(), self.parser.get_method()
+                data = heads.without_upgrade(version, method, self.url, self.headers) + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
 
-    def _head_without_upgrade(self) -> bytes:
-        target = self.parser.get_method() + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()
-        lines = [target]
-        for name, value in self.headers:
-            if name == b"connection":
-                options = [option.strip() for option in value.split(b",")]
-                value = b", ".join(option for option in options if option.lower() != b"upgrade")
-            lines.append(name + b": " + value)
-        return b"\r\n".join([*lines, b"", b""])
-
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise RuntimeError("too many requests at once")  # which ends the parsing
         super().on_message_begin()
         self._in_head = self._in_message = True
         self._head_bytes = 0
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers come after what they would change has been decided
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        if self.parser.get_method() == b"CONNECT":
-            raise ValueError("this is no proxy")
+        version = self.parser.get_http_version()
+        try:
+            self.url = heads.check(version, self.parser.get_method(), self.url, self.headers)
+        except Refusal as fault:
+            self._fault = fault
+            raise
+        if version == "1.0":
+            self.expect_100_continue = False
         if self.parser.should_upgrade():  # see _parse
             return
         self._in_head = self._head_only = False
@@ -126,6 +140,10 @@ class Connection(HttpToolsProtocol):
         if self._leaving:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._bytes_without_body = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
@@ -133,8 +151,14 @@ class Connection(HttpToolsProtocol):
         self._ended()
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.pipeline:  # uvicorn reads on after each answer, and a client that sends faster would never be held up
+            self.flow.pause_reading()
         if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
             self._expect_end()
 
@@ -176,27 +200,33 @@ class Connection(HttpToolsProtocol):
             self._unfinished.cancel()
             self._unfinished = None
 
-    def send_400_response(self, msg: str) -> None:
-        self.transport.write(_written(Refusal("not-http", KINDS["not-http"].example)))
-        self.transport.close()
-
     def _end(self, why: Refusal | FxError) -> None:
         """Close the connection, and say why where a request has begun that has no answer. Requests before that one
-        are answered first, and nothing is said then, which could be taken for their answer.
+        are answered first, and nothing is said then, which could be taken for their answer. One whose body cannot be
+        read to its end gets no other answer.
 
         Once it is said, the connection is closed for our side only, until the client has seen that and closes its own,
         because unread bytes would make it a reset, which can take the answer with it."""
         self._ended()
-        if self._works():
-            self.cycle.keep_alive = False
+        unread = self.cycle if self._in_message and not self._in_head else None
+        before = [cycle for cycle in self._unanswered() if cycle is not unread]
+        if unread is not None:
+            _break_off(unread)
+        if before:
+            before[-1].keep_alive = False
             self._thrown_away = 0
-        elif self._in_head and self._head_bytes:
+        elif (self._in_head and self._head_bytes) or (unread is not None and not unread.response_started):
             self.transport.write(_written(why))
             self.transport.write_eof()
             self._thrown_away = 0
             self._unfinished = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
         else:
             self.transport.close()
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        """Requests that were read and wait for their answers, in their order."""
+        running = [] if self._answering is None or self._answering.response_complete else [self._answering]
+        return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
 
     def _expect_reading(self) -> None:
         self._read_on()
@@ -213,6 +243,12 @@ class Connection(HttpToolsProtocol):
             self._expect_reading()
         else:  # closing would wait for it to read
             self.transport.abort()
+
+
+def _break_off(cycle: RequestResponseCycle) -> None:
+    """Tell a request that it can neither be read nor answered further."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def _written(why: Refusal | FxError) -> bytes:

@@ -19,7 +19,7 @@ _SECURITY_SCHEME = {
 }
 
 
-_OF_NO_ROUTE = ("not-http", "head-too-large", "not-found", "method-not-allowed", "internal")
+_OF_NO_ROUTE = ("not-http", "http-version", "head-too-large", "not-found", "method-not-allowed", "internal")
 """Problems that may be answered before a route is found, or by any of them."""
 
 

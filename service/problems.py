@@ -68,6 +68,7 @@ KINDS: dict[str, Kind] = {
         "20 s, and every 65,536 bytes make good for one",
     ),
     "not-http": Kind(400, "Not HTTP", "what came is not a request as HTTP/1.1 has it"),
+    "http-version": Kind(505, "HTTP version not supported", "this server speaks HTTP/1.1 and 1.0, and not 2.0"),
     "head-too-large": Kind(431, "Head too large", "the request line and the headers have more than 65,536 bytes"),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
     "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET, HEAD"),

@@ -193,8 +193,10 @@ def test_not_ready_until_the_preloads_are_done(start):
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_leaves_takes_its_work_along(small, slow):
-    """Its request ends when it leaves, not when the work is done, and the one place is free for the next."""
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_client_that_leaves_takes_its_work_along(small, slow, at_once):
+    """Its request ends when it leaves, not when the work is done, and the one place is free for the next. Those that it
+    sent behind that one are not begun."""
     gone = 'fxserve_requests_total{method="POST",route="/v1/models/{model}/features",status="499"}'
     before = small.metric(gone)
     boundary, body = b"b", b""
@@ -207,11 +209,12 @@ def test_a_client_that_leaves_takes_its_work_along(small, slow):
     )
     for left in range(1, 4):
         connection = small.connect()
-        connection.sendall(head + body)
+        connection.sendall((head + body) * at_once)
         time.sleep(0.05)
         connection.close()
         until(lambda expected=before + left: small.metric(gone) >= expected)
         assert small.metric(gone) == before + left
+    assert "Traceback" not in small.log.read_text()
 
 
 def test_a_client_that_leaves_while_it_sends(small):

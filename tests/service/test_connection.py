@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
-from service.connection import MAX_HEAD_BYTES, Connection
+from service.connection import MAX_PIPELINED, Connection
+from service.heads import MAX_HEAD_BYTES
 from service.problems import Refusal
 
 
@@ -50,6 +51,13 @@ class Slow:
 def slow() -> Iterator[tuple[Slow, socket.socket]]:
     """The application, and a connection to it. Afterwards all that it was asked has been answered."""
     app = Slow()
+    with serving(app) as connection:
+        yield app, connection
+
+
+@contextlib.contextmanager
+def serving(app: ASGIApp) -> Iterator[socket.socket]:
+    """A connection to a server of ``app``."""
     server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 200_000)  # what one piece of a request may have
@@ -57,7 +65,7 @@ def slow() -> Iterator[tuple[Slow, socket.socket]]:
         thread.start()
         stack.callback(thread.join, 30)
         stack.callback(setattr, server, "should_exit", True)
-        yield app, stack.enter_context(socket.create_connection(listener.getsockname()))
+        yield stack.enter_context(socket.create_connection(listener.getsockname()))
 
 
 def test_a_head_that_is_too_long_waits_for_the_answer_before(
@@ -81,6 +89,60 @@ def test_a_head_that_is_too_long_waits_for_the_answer_before(
     assert read_until(connection, b"ok").count(b"HTTP/1.1 ") == 1
     assert connection.recv(1000) == b""
     assert not app.errors
+
+
+@pytest.mark.parametrize(
+    "broken", [b"garbage\r\n\r\n", b"POST /second HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\n"]
+)
+def test_what_is_not_http_waits_for_the_answer_before(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
+    app, connection = slow
+    connection.settimeout(30)
+    connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n" + broken)
+    assert app.asked.wait(30)
+    app.open.set()
+    received = b""
+    while piece := connection.recv(1000):
+        received += piece
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert received.endswith(b"\r\n\r\nok")
+    assert not app.errors
+
+
+def test_requests_without_end_are_not_kept(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    connection.settimeout(30)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+    assert app.asked.wait(30)
+    app.open.set()
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1000):
+            received += piece
+    assert 1 < received.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED + 1
+
+
+def test_the_request_that_is_answered_is_told_that_its_client_left(caplog: pytest.LogCaptureFixture) -> None:
+    """And those behind it are not begun."""
+    begun: list[str] = []
+    left = threading.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+        left.set()
+
+    with serving(wait) as connection:
+        post = b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nb"
+        connection.sendall(b"".join(post % number for number in range(3)))
+        while not begun:
+            left.wait(0.01)
+        connection.close()
+        assert left.wait(30)
+    assert begun == ["/0"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socket.socket]) -> None:
