@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs
+from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
 
 _REMEMBERED_SHAPES = 64
@@ -34,6 +35,13 @@ service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connectio
 single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so that
 resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
 """
+
+_PACKED = 5 / 4
+"""Bytes of the weights as OpenVINO packs them for its kernels, in the formats of several batch sizes, for each byte of
+the weights as they are stored, which it keeps as well: 1.2 were measured on resnet50."""
+
+_OBJECTS = 512 * 1024
+"""Bytes that a compiled model takes beside weights and values: its graph, its generated code, its threads' stacks."""
 
 Shapes = tuple[torch.Size, ...]
 
@@ -74,10 +82,11 @@ class OpenVINO:
 
 @dataclass
 class _Compiled:
-    """An inference request, and the shape and dtype of each of its outputs."""
+    """A compiled model, the shape and dtype of each output, and bytes of intermediate values for one size."""
 
-    request: Any
+    resident: Resident
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
+    scratch: int
 
 
 class OpenVINOModule:
@@ -113,22 +122,27 @@ class OpenVINOModule:
             "INFERENCE_NUM_THREADS": threads,
             "ENABLE_CPU_PINNING": False,  # decoders share these cores
         }
-        self._any_size = self._core.compile_model(model, "CPU", self._settings)
-        self._request = self._any_size.create_infer_request()
+        if threads == 1:
+            self._settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
+        self._compiled = self._core.compile_model(model, "CPU", self._settings)
+        self._any_size = Resident(self._compiled)
+        RESIDENTS.add(self._any_size)
         self._bytes = path.with_suffix(".bin").stat().st_size
         self._reshape(model, [torch.Size((2, *row)) for row in usual])
         self._known_beforehand = all(x.partial_shape.is_static for x in model.outputs)
+        # Of a row of the usual size, by the pixel, to be multiplied by those of a batch.
+        self._scratch = LIVE_ACTIVATIONS * _largest(model) / sum(2 * row.numel() for row in usual)
         self._model = model if self._bytes <= _FIXED_WEIGHTS and self._known_beforehand else None
-        self._fixed_bytes = 0
         self._fixed: dict[Shapes, _Compiled] = {}
         self._seen: dict[Shapes, _Compiled] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         shapes = tuple(x.shape for x in inputs)
         known = self._fixed.get(shapes) or self._fix(shapes) or self._seen.get(shapes)
+        resident = self._any_size if known is None else known.resident
         # The outputs' shapes are known only after a first pass; from then on, unless they depend on values, their
         # memory is allocated beforehand.
-        request = self._any_size.create_infer_request() if known is None else known.request
+        request = self._compiled.create_infer_request() if known is None else known.resident.request
         given = []  # OpenVINO does not keep the memory that it is given
         for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
             # By NumPy: each call into torch releases the GIL and has to wait for it again.
@@ -146,28 +160,40 @@ class OpenVINOModule:
             if self._known_beforehand:
                 if len(self._seen) >= _REMEMBERED_SHAPES:
                     self._seen.clear()
-                self._seen[shapes] = _Compiled(self._request, [(array.shape, array.dtype) for array in arrays])
+                outputs = [(array.shape, array.dtype) for array in arrays]
+                self._seen[shapes] = _Compiled(self._any_size, outputs, self._scratch_of(inputs))
+        RESIDENTS.ran(resident, self._scratch_of(inputs) if known is None else known.scratch)
         return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
 
     def storages(self) -> dict[int, int]:
-        kept = self._bytes if self._model is not None else 0  # for further sizes
-        return {id(self): self._bytes + kept + self._fixed_bytes}
+        fixed = list(self._fixed.values())  # asked while another thread may compile
+        # Models of a fixed size share the stored weights, and have their own packed ones.
+        packed = int(self._bytes * _PACKED * (1 + len(fixed)))
+        scratch = self._any_size.scratch + sum(one.resident.scratch for one in fixed)
+        return {id(self): self._bytes + packed + scratch + _OBJECTS * (1 + len(fixed))}
 
     def _fix(self, shapes: Shapes) -> _Compiled | None:
         """Compile for ``shapes``, if that is worth it."""
         if self._model is None or shapes[0][0] > _FIXED_ROWS or tuple(shape[1:] for shape in shapes) != self._usual:
             return None
         self._reshape(self._model, shapes)
-        largest = max(output.tensor.size for op in self._model.get_ops() for output in op.outputs())
-        size = self._bytes + LIVE_ACTIVATIONS * largest
-        if self._fixed_bytes + size > _FIXED_BYTES:
+        scratch = LIVE_ACTIVATIONS * _largest(self._model)
+        size = int(self._bytes * _PACKED) + scratch
+        if sum(int(self._bytes * _PACKED) + one.scratch for one in self._fixed.values()) + size > _FIXED_BYTES:
             self._model = None
+            return None
+        if not RESIDENTS.place():
             return None
         compiled = self._core.compile_model(self._model, "CPU", self._settings)
         outputs = [(tuple(x.shape), x.element_type.to_dtype()) for x in compiled.outputs]
-        self._fixed_bytes += size
-        self._fixed[shapes] = _Compiled(compiled.create_infer_request(), outputs)
-        return self._fixed[shapes]
+        fixed = self._fixed
+        resident = Resident(compiled, lambda: fixed.pop(shapes, None))
+        RESIDENTS.add(resident)
+        fixed[shapes] = _Compiled(resident, outputs, scratch)
+        return fixed[shapes]
+
+    def _scratch_of(self, inputs: Inputs) -> int:
+        return int(self._scratch * sum(x.numel() for x in inputs))
 
     def _reshape(self, model: Any, shapes: Sequence[torch.Size]) -> None:
         """Make the inputs of ``model`` of ``shapes``, which are channels first."""
@@ -175,3 +201,10 @@ class OpenVINOModule:
         for place, ((rows, channels, *rest), last) in enumerate(zip(shapes, self._channels_last, strict=True)):
             sizes[place] = [rows, *rest, channels] if last else [rows, channels, *rest]
         model.reshape(sizes)
+
+
+def _largest(model: Any) -> int:
+    """Bytes of the largest value that ``model`` computes; 0 where sizes are known only afterwards."""
+    computed = (op for op in model.get_ops() if op.get_type_name() not in ("Constant", "Parameter"))
+    values = (output for op in computed for output in op.outputs())
+    return max((value.tensor.size for value in values if value.partial_shape.is_static), default=0)
