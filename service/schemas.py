@@ -70,6 +70,9 @@ class TransformStep(BaseModel):
     params: Annotated[dict[Annotated[str, Field(max_length=64)], ParameterValue], Field(max_length=16)] = Field(
         default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
     )
+    optional: bool = Field(
+        default=False, description="Accept that it finds nothing to change, which is refused otherwise."
+    )
 
 
 class FeatureQuery(BaseModel):
@@ -151,8 +154,8 @@ class ExtractorSpec(BaseModel):
     )
     transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
         default_factory=list,
-        description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name` and "
-        "`params`.",
+        description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name`, "
+        "`params` and `optional`.",
     )
     image_size: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = Field(
         default=None, description="Side in pixels of the square that images are cropped to; null: the weights' own."

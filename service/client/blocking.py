@@ -69,7 +69,8 @@ class Client(Common):
             name: to find it by, beside its id.
             precision: what it computes in.
             backend: what computes it; ``auto`` is eager at first and the fastest that agrees with it later.
-            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``.
+            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; with ``"optional": True``
+                beside them, one may find nothing to change.
             image_size: crop images to a square of this side instead of the weights' own.
             wait: seconds to wait until it is ready.
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 Step = dict[str, Any]
 
+OPTIONAL = "optional"
+"""Key of a step that may find nothing to change."""
+
 
 FOLD = "fold_normalization"
 
@@ -63,6 +66,8 @@ def steps(spec: ExtractorSpec) -> list[Step]:
     found: list[Step] = []
     for asked in spec.transforms:
         wanted: dict[str, Any] = {"name": asked} if isinstance(asked, str) else {**asked.params, "name": asked.name}
+        # Absent where it is false, as in specs from before it was there: their ids stay.
+        accepted = {OPTIONAL: True} if not isinstance(asked, str) and asked.optional else {}
         if wanted["name"] == FOLD:
             if len(wanted) > 1:
                 raise BadParameter(
@@ -72,10 +77,10 @@ def steps(spec: ExtractorSpec) -> list[Step]:
                 )
             if any(step["name"] == FOLD for step in found):
                 raise CannotTransform(f"{FOLD} can be asked for once", transform=FOLD)
-            found.append(wanted)
+            found.append({**wanted, **accepted})
         else:
             transform, given = parse(wanted)
-            found.append({"name": transform.name, **given})
+            found.append({"name": transform.name, **given, **accepted})
     return found
 
 
@@ -126,14 +131,26 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
     """Apply ``wanted`` in order and compare with ``extractor``, which stays as it is. Not for the event loop.
 
     Raises:
-        CannotTransform: a transform does not apply, or cannot keep a node that is asked for.
+        CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
+            node that is asked for.
     """
     mean, std = record.entry.preprocessing(record.weights, record.spec.image_size).normalization() or ([], [])
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
     given = [
         {**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(record.graph, step) for step in after
     ]
-    module = apply_transforms(extractor.module, given)
+    module = apply_transforms(
+        extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
+    )
+    own = applied(module)[-len(after) :] if after else ()  # before them, those that brought nodes
+    for step, done in zip(after, own, strict=True):
+        if not done.changes and OPTIONAL not in step:
+            raise CannotTransform(
+                f"{done.name} finds nothing to change in what the nodes asked for need; leave it out, or say "
+                '"optional": true beside its name to accept that',
+                transform=done.name,
+                changes=0,
+            )
     original: Callable[..., Any] = extractor.module
     if any(step["name"] == FOLD for step in after):
         shift, scale = (torch.tensor(v, dtype=record.dtype, device=record.device) for v in (mean, std))

@@ -18,6 +18,9 @@ def spec(*transforms: Any, **changed: Any) -> dict[str, Any]:
     return {**fields, "transforms": list(transforms), **changed}
 
 
+IF_ANY = {"name": "remove", "optional": True}
+
+
 def features(client: Any, id: str) -> dict[str, np.ndarray]:
     pixels = np.array(photos()[0].resize((224, 224)))[None]
     body = io.BytesIO()
@@ -41,7 +44,7 @@ def test_all_passes_are_listed_with_their_parameters(client):
 
 def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(client):
     plain = client.post("/v1/extractors", json=spec()).json()
-    made = client.post("/v1/extractors", json=spec("fuse_conv_bn", {"name": "remove", "params": {"identity": False}}))
+    made = client.post("/v1/extractors", json=spec("fuse_conv_bn", IF_ANY | {"params": {"identity": False}}))
     assert made.status_code == 201, made.text
     detail = made.json()
     assert detail["id"] != plain["id"]
@@ -121,9 +124,32 @@ def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client)
     def id_of(*transforms: Any) -> str:
         return str(client.post("/v1/extractors", json=spec(*transforms)).json()["id"])
 
-    assert id_of("remove") == id_of({"name": "remove", "params": {"dropout": True}})
-    assert id_of("remove") != id_of({"name": "remove", "params": {"dropout": False}})
-    assert id_of("remove", "fuse_conv_bn") != id_of("fuse_conv_bn", "remove")
+    assert id_of(IF_ANY) == id_of(IF_ANY | {"params": {"dropout": True}})
+    assert id_of(IF_ANY) != id_of(IF_ANY | {"params": {"dropout": False}})
+    assert id_of(IF_ANY, "fuse_conv_bn") != id_of("fuse_conv_bn", IF_ANY)
+    assert id_of("fuse_conv_bn") == id_of({"name": "fuse_conv_bn", "optional": False})
+    assert id_of("fuse_conv_bn") != id_of({"name": "fuse_conv_bn", "optional": True})
+
+
+@pytest.mark.parametrize(
+    "idle",
+    ["remove", {"name": "replace_activation", "params": {"old": "gelu", "new": "relu"}}, "out_of_place"],
+    ids=["remove", "replace_activation", "out_of_place"],
+)
+def test_a_transform_that_finds_nothing_is_refused_unless_it_is_optional(client, idle):
+    """Before, behind and between others, of which each changes something."""
+    step = {"name": idle} if isinstance(idle, str) else idle
+    change = {"name": "replace_activation", "params": {"old": "relu", "new": "silu"}}
+    for transforms in ([step], [step, "fuse_conv_bn"], ["fuse_conv_bn", step, change], ["fuse_conv_bn", step]):
+        answer = client.post("/v1/extractors", json=spec(*transforms))
+        document = answer.json()
+        assert (answer.status_code, document["type"]) == (422, "/problems/cannot-transform"), document
+        assert (document["transform"], document["changes"]) == (step["name"], 0)
+        assert '"optional": true' in document["detail"]
+    made = client.post("/v1/extractors", json=spec("fuse_conv_bn", step | {"optional": True}))
+    assert made.status_code in (200, 201), made.text
+    applied = {a["name"]: a["changes"] for a in made.json()["checks"]["transforms"]["applied"]}
+    assert applied == {"fuse_conv_bn": 4, step["name"]: 0}
 
 
 def test_a_transform_that_changes_values_is_served_and_said(client):
