@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from fxcore.transforms.keep_float import KEPT, named
 from fxcore.verify import OutputErrors, verify
 
 Inputs = tuple[Tensor, ...]
+Calibration = Tensor | Inputs | Iterable[Tensor | Sequence[Tensor]]
 
 # Said by torch on every call; once for the process, since ``catch_warnings`` is made for one thread.
 warnings.filterwarnings("ignore", message=r"\s*torch\.ao\.quantization is deprecated", category=DeprecationWarning)
@@ -39,6 +40,7 @@ warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are dep
 
 _BATCH = 8
 _REPORT_ROWS = 2
+_WANTED = "int8 is calibrated on a tensor, a tuple of tensors, or an iterable of those"
 
 _WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -80,7 +82,7 @@ class Quantized:
     layers: list[LayerError]
 
 
-def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Sequence[str] = ()) -> Quantized:
+def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence[str] = ()) -> Quantized:
     """``module`` computed in int8 wherever torch has a kernel for that; it stays as it is.
 
     Weights get a scale per channel, activations one per tensor from histograms over the calibration inputs. Transposed
@@ -88,13 +90,14 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
 
     Args:
         module: in eval mode, on the CPU, float32.
-        calibration: positional inputs, one row each; :func:`fxcore.photos.calibration_rows` makes them of photographs.
+        calibration: what :func:`~fxcore.verify.verify` takes, a tensor or a tuple of positional arguments, or any
+            iterable of those, such as a data loader. :func:`fxcore.photos.calibration_rows` makes them of photographs.
         keep: names of nodes to leave in float32; a path means every node under it. Those that
             :func:`~fxcore.transforms.keep_float.keep_float` named come on top.
 
     Raises:
         UnknownNode: ``keep`` names none.
-        CannotQuantize: it fails, or there is nothing to calibrate on.
+        CannotQuantize: it fails, or there is nothing to calibrate on, or something else than the module takes.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> from fxcore.photos import calibration_rows
@@ -106,14 +109,12 @@ def quantize(module: fx.GraphModule, calibration: Sequence[Inputs], *, keep: Seq
     ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2', 'maxpool']
     """
     require_eval(module, "quantize")
-    if not calibration:
-        raise CannotQuantize("int8 needs images to calibrate on, and none were given")
-    rows = [tuple(torch.cat(parts) for parts in zip(*chunk, strict=True)) for chunk in _chunks(calibration, _BATCH)]
-    few = tuple(torch.cat(parts) for parts in zip(*calibration[:_REPORT_ROWS], strict=True))
+    batches = _batches(module, calibration)
+    few = tuple(tensor[:_REPORT_ROWS] for tensor in batches[0]) if _rows(batches[0]) is not None else batches[0]
     try:
         with torch.no_grad():
-            observed, kept = _observed(module, rows[0], [*module.meta.get(KEPT, ()), *keep])
-            for inputs in rows:
+            observed, kept = _observed(module, batches[0], [*module.meta.get(KEPT, ()), *keep])
+            for inputs in batches:
                 observed(*inputs)
             computed = {node.name: public_name(_computed_by(observed, node)) for node in observed.graph.nodes}
             paths = {name: path for name, path in computed.items() if path not in kept}
@@ -330,6 +331,44 @@ def _layer_errors(
     return sorted(layers, key=lambda layer: layer.sqnr)
 
 
-def _chunks(rows: Sequence[Inputs], size: int) -> Iterator[Sequence[Inputs]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
+    """The positional inputs of each call that ranges are taken from; single rows are put together.
+
+    Raises:
+        CannotQuantize: there are none, or they are not what ``module`` takes.
+    """
+    one = isinstance(calibration, Tensor) or (
+        isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
+    )
+    if not one and not isinstance(calibration, Iterable):
+        raise CannotQuantize(f"{_WANTED}, not on {calibration!r:.100}")
+    inputs = module.graph.find_nodes(op="placeholder")
+    wanted = [node.name for node in inputs if not node.args]
+    groups: list[list[Inputs]] = []
+    for given in [calibration] if one else calibration:
+        call = (given,) if isinstance(given, Tensor) else given
+        if not isinstance(call, (tuple, list)) or not all(isinstance(part, Tensor) for part in call):
+            raise CannotQuantize(f"{_WANTED}, not on {given!r:.100}")
+        if not len(wanted) <= len(call) <= len(inputs):
+            raise CannotQuantize(
+                f"the module takes {', '.join(wanted)} and was given {len(call)} tensors to calibrate on; a tuple "
+                "holds the arguments of one call, a list several calls"
+            )
+        shapes = [part.shape for part in call]
+        last = groups[-1] if groups else []
+        if 0 < len(last) < _BATCH and _rows(call) == 1 and shapes == [part.shape for part in last[0]]:
+            last.append(tuple(call))
+        else:
+            groups.append([tuple(call)])
+    if not groups or any(part.numel() == 0 for part in groups[0][0]):
+        raise CannotQuantize("int8 needs images to calibrate on, and none were given")
+    return [
+        tuple(torch.cat(parts) for parts in zip(*group, strict=True)) if len(group) > 1 else group[0]
+        for group in groups
+    ]
+
+
+def _rows(call: Sequence[Tensor]) -> int | None:
+    """The size that all tensors of a call have in their first dimension; None if they differ in it."""
+    sizes = {part.shape[0] if part.ndim else None for part in call}
+    return sizes.pop() if len(sizes) == 1 else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import UnknownNode
@@ -252,3 +254,62 @@ def test_products_of_all_eight_bits_do_not_overflow() -> None:
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
     with pytest.raises(CannotQuantize, match="images to calibrate on"):
         quantize(small[0].module, [])
+
+
+# what it is calibrated on
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        made: Tensor = self.one(x) + self.other(y)
+        return made
+
+
+def test_calibration_is_what_verify_takes_or_an_iterable_of_it() -> None:
+    torch.manual_seed(0)
+    module = trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    images = torch.rand(6, 3, 8, 8)
+    loader = DataLoader(TensorDataset(images), batch_size=1)
+    forms: list[Any] = [
+        images,
+        (images,),
+        [images],
+        [(row,) for row in images.split(1)],
+        list(images.split(1)),
+        iter(images.split(1)),
+        loader,
+    ]
+    expected = module(images)
+    for form in forms:
+        found = quantize(module, form)
+        errors = verify(lambda _: expected, found.module, images)
+        assert errors.cosine > 0.999
+        assert [layer.name for layer in found.layers] == ["0"]
+    two = trace(Both(), concrete_args={"scale": 1.0})
+    for form in (images, images.flip(0)), [(images[:4], images[2:]), [images, images]]:
+        made = quantize(two, form).module
+        assert verify(two, made, (images, images)).cosine > 0.999
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ([], "none were given"),
+        (iter([]), "none were given"),
+        (torch.rand(0, 3, 8, 8), "none were given"),
+        (torch.rand(6, 3, 8, 8).split(1), "a list several calls"),
+        ([(torch.rand(2, 3, 8, 8), torch.arange(2))], "a list several calls"),
+        (None, "not on None"),
+        (["chelsea.jpg"], "not on 'chelsea.jpg'"),
+        ([{"x": torch.rand(1, 3, 8, 8)}], "not on {'x'"),
+    ],
+    ids=["empty", "exhausted", "no_rows", "tuple", "labels", "nothing", "names", "mapping"],
+)
+def test_calibration_that_the_module_does_not_take(wrong: Any, says: str) -> None:
+    module = trace(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    with pytest.raises(CannotQuantize, match=says):
+        quantize(module, wrong)
