@@ -14,6 +14,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
+from fxcore.images import image_header
 from service.access import may_build
 from service.api.extractors import BUILD_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.api.models import Model
@@ -234,6 +235,8 @@ async def _extract(
         assert not isinstance(images, Mapping)
         output = record.outputs[0]
         preprocessing = record.preprocessing if asked.preprocess != "none" else None
+        header = await state.engine.run_in_encoder(image_header, images[0])
+        claim_for_current_request(header.held)
         parts = await state.engine.run_in_encoder(
             heatmap.write, images[0], preprocessing, result.outputs[output.key], output.layout
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -17,8 +19,8 @@ from service.engine.threads import decode_only
 
 log = logging.getLogger("fxserve.decoding")
 
-_SOON_DECODED = 8 * 1024**2
-"""Most bytes of :attr:`Plan.bytes` that the device worker decodes itself; two megapixels take it 10 ms."""
+_SOON_DECODED = 12 * 1024**2
+"""Most bytes of a part that the device worker decodes itself; two megapixels take it 10 ms."""
 
 
 class Decoders:
@@ -66,30 +68,34 @@ class Decoding:
         job: told if a part fails; of several that fail, of the first in the order sent.
         queue: where the rows go.
         row_bytes: what a row of each shape takes while it is computed.
+        at_once: most parts that are decoded at a time, whose memory the request has claimed.
     """
 
-    def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int]) -> None:
+    def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int], at_once: int = 1) -> None:
         self._plan = plan
         self._job = job
         self._queue = queue
         self._row_bytes = row_bytes
+        self._at_once = at_once
+        self._left = deque(range(len(plan.parts)))
         self._guard = threading.Lock()
         self._ended = [False] * len(plan.parts)
         self._failed: dict[int, BaseException] = {}
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
     def start(self, decoders: Decoders) -> None:
-        """Hand all parts to ``decoders``. Those that begin once nobody wants the job any more do nothing.
+        """Hand the first parts to ``decoders``; each that ends hands on another, until nobody wants the job any more.
 
         The device worker decodes the first part if it has nothing else to do and that is not long: it would wait for
         it anyway, and going from one thread to another takes a quarter of what decoding a photograph does.
         """
-        for index in range(len(self._ended)):
-            part = partial(self._decode, index)
-            if index or self._plan.bytes > _SOON_DECODED or not self._queue.offer(Undecoded(self._job, part)):
+        first = [self._left.popleft() for _ in range(min(self._at_once, len(self._left)))]
+        for index in first:
+            part = partial(self._decode, index, decoders)
+            if index or self._plan.costs[0] > _SOON_DECODED or not self._queue.offer(Undecoded(self._job, part)):
                 decoders.put(partial(part, self._queue.put))
 
-    def _decode(self, index: int, hand_on: Callable[[Sequence[Item]], object]) -> None:
+    def _decode(self, index: int, decoders: Decoders, hand_on: Callable[[Sequence[Item]], object]) -> None:
         if not self._job.wanted():
             return
         error: BaseException | None = None
@@ -105,6 +111,8 @@ class Decoding:
         except BaseException as raised:  # whoever waits for the job is told
             error = raised
         self._end(index, error)
+        with suppress(IndexError):  # it was the last
+            decoders.put(partial(self._decode, self._left.popleft(), decoders, self._queue.put))
 
     def _end(self, index: int, error: BaseException | None) -> None:
         with self._guard:

@@ -51,6 +51,9 @@ log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
 
+_DECODING_SHARE = 1 / 4
+"""Share of the bytes of all requests that one may take to decode several images at a time."""
+
 # Up to this, reading headers takes less time than going to another thread and back.
 _SMALL_IMAGES = 8
 _SMALL_BYTES = 256 * 1024
@@ -320,10 +323,12 @@ class Engine:
         plan = await self._quickly(_is_quick(images), self._plan, record, images, options)
         known = all(shape in record.row_sizes for shape in set(plan.shapes))
         row_bytes, answer = await self._quickly(known, self._sizes, record, plan, options)
-        ticket.claim(plan.bytes, answer)
+        # All decoders, and the device worker; fewer at a time where the images are large.
+        at_once = plan.at_once(self.settings.decode_threads + 1, int(_DECODING_SHARE * self.admission.max_bytes))
+        ticket.claim(plan.held(at_once), answer)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline)
-        Decoding(plan, job, self._queue, row_bytes).start(self._decoders)
+        Decoding(plan, job, self._queue, row_bytes, at_once).start(self._decoders)
         del plan  # from here on the decoders and the queue own what is decoded
         outputs = await job.answer()
         timings = {

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from fxcore.decoding import decode
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
 from fxcore.graphs import TensorSpec, dtype_name
-from fxcore.images import image_size, open_image
+from fxcore.images import Header, image_header, open_image
 from fxcore.jpeg_batches import JpegBatches
 from fxcore.preprocessing import Preprocessing
 from service.engine.groups import decoding_bytes, groups
@@ -32,6 +33,7 @@ RowShape = tuple[tuple[int, ...], ...]
 """The shape of one row of each input of a model, without the first dimension."""
 
 _FLOAT_BYTES = 4
+_PIL_BYTES = 4
 
 _PARTS = 16
 """Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
@@ -49,8 +51,8 @@ class Plan:
 
     Attributes:
         shapes: the shape of every row, in the order sent.
-        bytes: what decoding holds in memory at most, by the headers: all decoded rows, and the largest image, or the
-            images that are decoded together.
+        rows: bytes of all decoded rows.
+        costs: for each part, the most bytes that decoding it holds beside its rows, by the headers.
         parts: rows of one shape, and what decodes them: a function to call in a decoder, in any order and at the same
             time. It gives one tensor ``[n, ...]`` for each input of the model, on the CPU or on the model's device;
             uint8 pixels ``[n, H, W, 3]`` are for :meth:`fxcore.decoding.Decoder.batch`.
@@ -59,9 +61,20 @@ class Plan:
     """
 
     shapes: list[RowShape]
-    bytes: int
+    rows: int
+    costs: Sequence[int]
     parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
+
+    def held(self, at_once: int) -> int:
+        """Most bytes that are held while ``at_once`` parts at a time are decoded."""
+        return self.rows + sum(nlargest(at_once, self.costs))
+
+    def at_once(self, most: int, limit: int) -> int:
+        """How many parts at a time, up to ``most``, can be decoded without holding more than ``limit`` bytes; one at
+        least."""
+        most = max(1, min(most, len(self.parts)))
+        return next((count for count in range(most, 1, -1) if self.held(count) <= limit), 1)
 
 
 def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int) -> Plan:
@@ -97,13 +110,14 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
     raw = preprocess == "none"
     sizes: list[tuple[int, int]] = []
     pixels: list[int] = []
-    largest = 0
+    costs: list[int] = []
     for index, data in enumerate(images):
         with _indexed(index):
-            height, width = image_size(data, max_pixels)
+            header = image_header(data, max_pixels)
+            height, width, _ = header
             resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
         pixels.append(max(height * width, resized[0] * resized[1]))
-        largest = max(largest, height * width * 3, resized[0] * resized[1] * 3)
+        costs.append(len(data) + _decoding_bytes(header, resized, None if preprocess != "default" else preprocessing))
         sizes.append((height, width) if raw else preprocessing.output_size(height, width))
     pad = None
     if len(set(sizes)) > 1 and preprocessing.pads and not raw:
@@ -112,6 +126,8 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
     fast = preprocess == "fast"
     item = record.decoder.dtype.itemsize if fast else _FLOAT_BYTES
     decoded = sum(3 * height * width * item for height, width in sizes)
+    if pad is not None:
+        decoded *= 2  # the rows, and the batch that is made of them
 
     def prepare(index: int) -> tuple[Tensor]:
         with _indexed(index):
@@ -130,13 +146,26 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
 
     batches = record.jpeg_batches if fast else None
     parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
+    costs_of_parts: list[int] = []
     for group in _grouped(batches, images, sizes, pixels):
         if batches is None or len(group) == 1:
             parts.append((group, partial(prepare, group.start)))
+            costs_of_parts.append(costs[group.start])
         else:
             parts.append((group, partial(together, group, batches)))
-            largest = max(largest, decoding_bytes([pixels[index] for index in group]))
-    return Plan([((3, *size),) for size in sizes], largest + decoded, parts, pad)
+            costs_of_parts.append(decoding_bytes([pixels[index] for index in group]))
+    return Plan([((3, *size),) for size in sizes], decoded, costs_of_parts, parts, pad)
+
+
+def _decoding_bytes(header: Header, resized: tuple[int, int], preprocessing: Preprocessing | None) -> int:
+    """Most bytes that one image takes on its way to its row: as PIL decodes it, or decoded and then preprocessed.
+
+    Without a ``preprocessing``, it is copied from PIL as bytes, and resized as those.
+    """
+    pixels = header.height * header.width
+    if preprocessing is None:
+        return header.held + 3 * pixels + 2 * 3 * math.prod(resized)
+    return max(header.held, _PIL_BYTES * pixels + preprocessing.held(header.height, header.width))
 
 
 def _grouped(
@@ -210,13 +239,21 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
         shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
+    cost = 0  # of one image or frame at a time, and of a clip's frames all together
+    for tensor in ordered:
+        if tensor.dtype == torch.uint8 and preprocess != "none":
+            frames = tensor.shape[1] if tensor.ndim == 5 else 1
+            cost += frames * record.preprocessing.held(tensor.shape[-3], tensor.shape[-2])
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
         return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
 
     # Images are worth several threads, tensors are only widened.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
-    return Plan([row_shape] * rows, decoded, [(part, partial(prepare, part)) for part in _spread(rows, step)])
+    spread = _spread(rows, step)
+    # The rows of a part are stacked from single ones.
+    costs = [cost and cost + decoded * len(part) // rows for part in spread]
+    return Plan([row_shape] * rows, decoded, costs, [(part, partial(prepare, part)) for part in spread])
 
 
 def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:

@@ -4,11 +4,13 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 
 from service.engine import FeatureOptions
-from tests.service.engine.running import MakeEngine, Watched, built, tensors, waiting
+from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -49,3 +51,34 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
         await idle()
         await running.features(record, jpegs[:2], fast)
         assert sorted(seen) == ["fxserve-cpu", "fxserve-decode-0"]
+
+
+@pytest.mark.parametrize(("limit", "at_once"), [(2 * 1024**3, 4), (64 * 1024**2, 1)])
+async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: int, at_once: int) -> None:
+    """PNG files of a thousandth of their pixels, of which each takes 16 MB decoded."""
+    image = encoded(np.zeros((2000, 2000, 3), dtype=np.uint8), "PNG")
+    decoding = 0
+    seen: list[tuple[int, int]] = []
+    together = threading.Barrier(at_once)
+    guard = threading.Lock()
+    async with engine(decode_threads=4, max_inflight_bytes=limit) as running:
+        record = await built(running)
+        preprocess = record.preprocessing.image
+
+        def noted(image: PIL.Image.Image) -> torch.Tensor:
+            nonlocal decoding
+            with guard:
+                decoding += 1
+            together.wait(PATIENCE)  # each has its image now
+            with guard:
+                seen.append((decoding, running.admission.bytes))
+            together.wait(PATIENCE)
+            with guard:
+                decoding -= 1
+            return preprocess(image)
+
+        record.preprocessing.image = noted  # type: ignore[method-assign]
+        await running.features(record, [image] * 8)
+    assert [count for count, _ in seen] == [at_once] * 8
+    for count, claimed in seen:
+        assert count * 4 * 2000 * 2000 <= claimed <= limit

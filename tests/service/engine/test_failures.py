@@ -164,14 +164,16 @@ async def test_admission_counts_requests(engine: MakeEngine) -> None:
 
 
 async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    async with engine(max_inflight_bytes=4_000_000) as running:
+    async with engine(max_inflight_bytes=10_000_000) as running:
         record = await built(running)
         watched = Watched(record)
         watched.open.clear()
         held = asyncio.create_task(running.features(record, [jpegs[1]]))
         await watched.begun()
-        image, answer = 400 * 600 * 3, 4 * (48 * 14 * 14 + 576 * 7 * 7)
-        assert running.admission.bytes == image + 4 * 3 * 224 * 224 + answer
+        row, answer = 4 * 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
+        decoded = 4 * 400 * 600
+        resized = 4 * 384 * (400 + 256) + (3 + 36) * 224 * 224
+        assert running.admission.bytes == len(jpegs[1]) + decoded + resized + row + answer
         pooled = FeatureOptions(pool="avg")
         with pytest.raises(AdmissionFull, match="bytes"):
             await running.features(record, [jpegs[1]] * 4, pooled)

@@ -44,7 +44,7 @@ def test_rows_come_in_order(
 
 def test_pixels_count_as_bytes_until_their_batch_is_made(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     floats, pixels = plan(record, jpegs, "default", LIMIT), plan(record, jpegs, "fast", LIMIT)
-    assert floats.bytes - pixels.bytes == len(jpegs) * 3 * 224 * 224 * (4 - 1)
+    assert floats.rows - pixels.rows == len(jpegs) * 3 * 224 * 224 * (4 - 1)
     assert floats.shapes == pixels.shapes == [((3, 224, 224),)] * len(jpegs)
 
 
