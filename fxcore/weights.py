@@ -105,6 +105,28 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     return model
 
 
+def download_weights(entry: ModelEntry, weights: str) -> None:
+    """Have the file of published ``weights`` in torch.hub's cache, which may take minutes; others need none.
+
+    Raises:
+        WeightsUnavailable: it is not there and cannot be downloaded.
+    """
+    info = missing_weights(entry, weights)
+    if info is not None:
+        _download(info)
+
+
+def missing_weights(entry: ModelEntry, weights: str) -> WeightsInfo | None:
+    """The published weights that ``weights`` names, if their file would have to be downloaded.
+
+    >>> from fxcore import get_model
+    >>> missing_weights(get_model("squeezenet1_1"), "random") is None
+    True
+    """
+    info = None if isinstance(entry, UserEntry) else entry.published.get(weights)
+    return info if info is not None and not info.file.is_file() else None
+
+
 def published_state_dict(info: WeightsInfo) -> StateDict:
     """The state dict of published weights, from torch.hub's cache or downloaded into it with its hash checked.
 

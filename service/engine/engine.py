@@ -54,6 +54,9 @@ T = TypeVar("T")
 _DECODING_SHARE = 1 / 4
 """Share of the bytes of all requests that one may take to decode several images at a time."""
 
+DOWNLOADS = 4
+"""Most files of weights that are downloaded at a time."""
+
 # Up to this, reading headers takes less time than going to another thread and back.
 _SMALL_IMAGES = 8
 _SMALL_BYTES = 256 * 1024
@@ -81,7 +84,9 @@ class Engine:
         self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_on, (self.device, 1))
         # Reading headers decides over admission and must not wait behind what was admitted.
         self._intake = ThreadPoolExecutor(1, "fxserve-intake", compute_with, (1,))
-        self._models = ModelStore(self.device, settings.weights_dir, self._builders)
+        # Downloads take minutes and hardly any CPU, and must not keep what is there already from being built.
+        self._downloads = ThreadPoolExecutor(DOWNLOADS, "fxserve-download")
+        self._models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
         self._tiers = Tiers(self.device, self._queue, settings)
         self._extractors = Extractors(
             self._models,
@@ -146,7 +151,7 @@ class Engine:
         self._extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
-        for pool in (self._intake, self._builders, self._encoders):
+        for pool in (self._intake, self._builders, self._encoders, self._downloads):
             pool.shutdown(wait=False, cancel_futures=True)
         release()
 

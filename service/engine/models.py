@@ -12,7 +12,7 @@ from torch import nn
 
 from fxcore.backends.base import storages_of, tensors_of
 from fxcore.catalog import ModelEntry
-from fxcore.weights import load_model
+from fxcore.weights import download_weights, load_model, missing_weights
 from service.engine.records import PRECISIONS, ModelKey
 from service.engine.threads import in_pool
 
@@ -37,12 +37,14 @@ class ModelStore:
         device: where models are put.
         weights_dir: where ``file:NAME`` weights are.
         pool: the threads that load.
+        downloads: the threads that download published weights, which may take minutes each.
     """
 
-    def __init__(self, device: torch.device, weights_dir: Path | None, pool: Executor) -> None:
+    def __init__(self, device: torch.device, weights_dir: Path | None, pool: Executor, downloads: Executor) -> None:
         self._device = device
         self._weights_dir = weights_dir
         self._pool = pool
+        self._downloads = downloads
         self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
@@ -74,6 +76,9 @@ class ModelStore:
         }
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
+        _, weights, _ = key
+        if await in_pool(self._pool, missing_weights, entry, weights) is not None:
+            await in_pool(self._downloads, download_weights, entry, weights)
         return await in_pool(self._pool, self._read, entry, key)
 
     def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:

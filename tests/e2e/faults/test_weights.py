@@ -7,12 +7,13 @@ import resource
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.e2e.conftest import until
 from tests.e2e.faults.app import STALL_SECONDS
 from tests.e2e.faults.conftest import Clients, FaultyServer, Weights
 
@@ -61,6 +62,28 @@ def test_a_download_that_stalls(server: FaultyServer, clients: Clients, cache: P
     assert not list(cache.glob("stalls*"))
     weights.stall_after = None
     taken(server, clients, "stalls", cache, weights)
+
+
+def test_downloads_keep_no_build_waiting(
+    begin: Callable[..., FaultyServer], clients: Clients, weights: Weights
+) -> None:
+    """As many as there are threads that build, of which this server has one."""
+    server = begin(build_threads=1)
+    cache = server.log.parent / "hub/checkpoints"
+    for file in cache.glob("stalls-*"):  # another test may have downloaded it
+        file.unlink()
+    weights.stall_after = len(weights.data) // 2
+    weights.resumed.clear()
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.features(1, model="stalls")))
+    asking.start()
+    until(lambda: list(cache.glob("tmp*")))  # it has begun
+    clients.check(server.features(1, 2), 1, 2)
+    assert not answers
+    weights.resumed.set()
+    asking.join()
+    unavailable(answers[0])
+    server.stop()
 
 
 def test_a_download_with_the_wrong_hash(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
