@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, said
 from fxcore.extractor import Extractor
 from fxcore.images import has_plain_header
 from fxcore.memory import use_one_heap
@@ -376,9 +376,10 @@ class Engine:
                 await self.settle(record)  # ready means as fast as it gets
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
-        except (FxError, ValueError) as error:
-            log.error("%s failed: %s", self._preload_trouble, error)
-            self._preload_trouble = f"{self._preload_trouble} failed: {error}"
+        except Exception as error:
+            wrong = isinstance(error, FxError | ValueError)  # else it is a defect, whose frames are wanted
+            log.error("%s failed: %s", self._preload_trouble, error, exc_info=None if wrong else error)
+            self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else said(error)}"
         else:
             self._preload_trouble = None
 

@@ -217,6 +217,19 @@ async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: 
         assert preload in reason
 
 
+async def test_a_preload_that_meets_a_defect_is_told_of(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*asked: object) -> None:
+        raise LookupError("nobody thought of this")
+
+    monkeypatch.setattr("service.engine.tiers.Tiers.improve", defect)
+    async with engine(preload="squeezenet1_1@random:features.3") as running:
+        await until(lambda: "failed" in running.readiness()[1])
+        assert running.readiness() == (
+            False,
+            "preloading squeezenet1_1@random:features.3 failed: LookupError: nobody thought of this",
+        )
+
+
 async def test_the_loop_goes_on_while_extractors_are_built(engine: MakeEngine) -> None:
     """Tracing and loading hold the interpreter now and then, never the event loop: it turns all the time."""
     turns = 0
