@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -168,18 +168,28 @@ class Extractors:
     def unload(self, id_or_name: str) -> None:
         """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
 
-        Requests that are on their way through it end normally: they go on with what is given back.
+        Requests that are on their way through it end normally: they go on with what is given back. One that is being
+        built for the first time is unloaded once that is done, as nothing could be said of it before.
 
         Raises:
             UnknownExtractor: there is none of that id or name.
         """
         record = self.find(id_or_name)
-        empty = {"extractor": None, "run": None, "tier": None, "build": None, "held": None}
-        self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)  # type: ignore[arg-type]
+        if record.build is not None and not record.outputs:
+            record.build.add_done_callback(lambda _: self._unload_built(record))
+            return
+        empty: dict[str, Any] = {"extractor": None, "run": None, "tier": None, "build": None, "held": None}
+        if record.state == "building":
+            empty["state"] = "ready"  # as it is while it is not in memory
+        self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)
         self._tiers.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         loaded = any(other.run is not None or other.build is not None for other in others)
         self._let_go(record, None if loaded else "unloaded")
+
+    def _unload_built(self, record: ExtractorRecord) -> None:
+        if record.run is not None and self._records.get(record.id) is record:
+            self.unload(record.id)
 
     def close(self) -> None:
         """Make no more room."""

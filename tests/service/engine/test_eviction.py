@@ -18,6 +18,7 @@ from fxcore.graphs import kept_graphs, model_graph
 from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.engine.memory import tidy
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
+from tests.service.engine.stand_ins import Held
 
 pytestmark = pytest.mark.anyio
 
@@ -167,6 +168,31 @@ async def test_what_was_given_back_is_freed(
             assert (await request).images == 1
             del record, watched, request
         await until(lambda: module() is None)
+
+
+async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record, _ = await running.extractor(spec())
+        await running.unload(record.id)
+        assert record.build is not None
+        await asyncio.wait_for(record.build, PATIENCE)
+        await until(lambda: running.find(record.id) is not record)
+        unloaded = running.find(record.id)
+        assert (unloaded.state, unloaded.run) == ("ready", None)
+        assert [info.key for info in unloaded.outputs] == ["features.8", "features.12"]
+        assert (await running.features(unloaded, tensors(1))).images == 1
+
+
+async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(engine: MakeEngine, held: Held) -> None:
+    async with engine() as running:
+        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        await held.began("features.3")
+        await running.unload(record.id)
+        assert running.find(record.id).state == "ready"
+        assert record.build is not None
+        await asyncio.wait_for(record.build, PATIENCE)
+        held.open.set()
+        assert (await running.features(running.find(record.id), tensors(1))).images == 1
 
 
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
