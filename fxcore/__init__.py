@@ -25,6 +25,7 @@ from fxcore.extractor import Extractor, OutputInfo, build_extractor
 from fxcore.graphs import ModelGraph, NodeInfo, TensorSpec, model_graph
 from fxcore.health import check_health
 from fxcore.images import open_image
+from fxcore.interpreter import Interpreter
 from fxcore.levels import Level
 from fxcore.preprocessing import Preprocessing
 
@@ -33,6 +34,7 @@ from fxcore.profile import profile
 from fxcore.quantize import quantize
 from fxcore.render import render
 from fxcore.tracing import trace
+from fxcore.transformer import Transformer
 from fxcore.transforms import apply_transforms, list_transforms
 from fxcore.user_models import UserModel
 from fxcore.verify import verify
@@ -41,6 +43,7 @@ from fxcore.weights import load_model
 __all__ = [
     "Extractor",
     "FxError",
+    "Interpreter",
     "Level",
     "ModelEntry",
     "ModelGraph",
@@ -48,6 +51,7 @@ __all__ = [
     "OutputInfo",
     "Preprocessing",
     "TensorSpec",
+    "Transformer",
     "UserModel",
     "WeightsInfo",
     "apply_transforms",

@@ -11,6 +11,19 @@ class Interpreter(fx.Interpreter):
     """torch.fx's interpreter, which also runs graphs whose arguments are lists.
 
     torch.fx stores lists as immutable ones, and some operators do not take those for lists (swin3d).
+
+    >>> import torch
+    >>> from fxcore import trace
+    >>> class Sums(Interpreter):
+    ...     def run_node(self, n):
+    ...         value = super().run_node(n)
+    ...         print(n.name, float(value.sum()))
+    ...         return value
+    >>> _ = Sums(trace(lambda x: torch.exp(x) * 2)).run(torch.zeros(3))
+    x 0.0
+    exp 3.0
+    mul 6.0
+    output 6.0
     """
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
