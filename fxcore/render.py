@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, fx
+from torch.fx.passes.shape_prop import TensorMetadata
 
-from fxcore.graphs import ModelGraph, target_name
+from fxcore.graphs import ModelGraph, dtype_name, target_name
 from fxcore.svg import Box, draw, printable
 from fxcore.tracing import PATH, public_name
 
 Format = Literal["table", "code", "dot", "svg", "mermaid"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-_COLUMNS = ("opcode", "name", "target", "args", "kwargs", "node")
+_COLUMNS = ("opcode", "name", "target", "args", "kwargs", "shape", "dtype", "node")
+_SHAPE = _COLUMNS.index("shape")
 # Longer cells push the rest of their own line; they would push all the others otherwise (DenseNet's lists).
 _WIDEST = 60
 # torch.fx swaps the repr of a graph's nodes while it writes code: one writer at a time, or the swap stays.
@@ -34,7 +36,8 @@ def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = Non
 
     Args:
         graph: a model's graph, whose levels are highlighted, or an extractor's, whose outputs are.
-        format: ``table``: torch.fx's opcode/name/target/args/kwargs table with torchvision's names as a last column;
+        format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes where the graph has
+            been annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names as a last column;
             ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
         depth: drawings show modules of as many parts as one box each: 1 is ``layer1``, 2 is ``layer1.0``. None shows
             every node.
@@ -74,8 +77,11 @@ def _keys(graph: fx.Graph) -> dict[str, str]:
 def _table(graph: fx.Graph) -> str:
     rows: list[tuple[str, ...]] = [_COLUMNS]
     for n in graph.nodes:
-        rows.append((n.op, n.name, target_name(n), _text(n.args), _text(n.kwargs), n.meta.get(PATH, "")))
-    widths = [max(len(cell) for row in rows if len(cell := row[i]) <= _WIDEST) for i in range(len(_COLUMNS))]
+        cells = (n.op, n.name, target_name(n), _text(n.args), _text(n.kwargs))
+        rows.append((*cells, _shape(n), _dtype(n), n.meta.get(PATH, "")))
+    if not any(row[_SHAPE] for row in rows[1:]):
+        rows = [(*row[:_SHAPE], row[-1]) for row in rows]
+    widths = [max(len(cell) for row in rows if len(cell := row[i]) <= _WIDEST) for i in range(len(rows[0]))]
     rows.insert(1, tuple("-" * width for width in widths))
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "".join(line.rstrip() + "\n" for line in lines)
@@ -143,13 +149,26 @@ def _what(node: fx.Node, graph: fx.Graph) -> str:
     return " ".join(part for part in (kind, target if target != public_name(node) or not kind else "") if part)
 
 
+def _tensor(node: fx.Node) -> Any:
+    """What has the shape and dtype of the node's value, if that is a tensor."""
+    value = node.meta.get("value", node.meta.get("tensor_meta"))
+    return value if isinstance(value, (Tensor, TensorMetadata)) else None
+
+
+def _dtype(node: fx.Node) -> str:
+    tensor = _tensor(node)
+    return "" if tensor is None else dtype_name(tensor.dtype)
+
+
 def _shape(node: fx.Node) -> str:
-    value = node.meta.get("value")
-    if not isinstance(value, Tensor):
+    tensor = _tensor(node)
+    if tensor is None:
         return ""
+    shape = [str(size) for size in tensor.shape]
     rows = node.meta.get("rows")
-    first = {0: str(value.shape[0]) if value.ndim else "", 1: "N"}.get(rows or 0, f"{rows}N")
-    return "[" + ", ".join([first, *map(str, value.shape[1:])]) + "]"
+    if rows and shape:
+        shape[0] = "N" if rows == 1 else f"{rows}N"
+    return "[" + ", ".join(shape) + "]"
 
 
 _FILL = {

@@ -40,7 +40,7 @@ RESPONSE: dict[str, Any] = {
     "model": GraphDocument,
     "description": "The graph, in the format that `format` or `Accept` asks for.",
     "content": {
-        "text/plain": {"schema": {"type": "string"}, "example": "opcode         name    target    args    kwargs\n…"},
+        "text/plain": {"schema": {"type": "string"}, "example": "opcode  name  target  args  kwargs  shape  dtype\n…"},
         "text/vnd.graphviz": {"schema": {"type": "string"}, "example": "digraph resnet50 { … }"},
         "image/svg+xml": {"schema": {"type": "string"}, "example": "<svg …/>"},
         "text/vnd.mermaid": {"schema": {"type": "string"}, "example": "flowchart TD\n…"},

@@ -9,7 +9,9 @@ import threading
 import xml.etree.ElementTree as ET
 
 import pytest
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.render import FORMATS, Format, render
@@ -43,13 +45,18 @@ def nasty_graph() -> fx.Graph:
 def test_table_has_a_row_for_each_node_with_both_of_its_names(model: str) -> None:
     graph = model_graph(model)
     header, rule, *rows = render(graph, "table").splitlines()
-    assert header.split() == ["opcode", "name", "target", "args", "kwargs", "node"]
+    assert header.split() == ["opcode", "name", "target", "args", "kwargs", "shape", "dtype", "node"]
     assert set(rule) == {"-", " "}
     nodes = list(graph.graph.nodes)
     assert len(rows) == len(nodes)
     for row, node in zip(rows, nodes, strict=True):
         assert row.split()[:2] == [node.op, node.name]
-        assert row.endswith(node.meta.get(PATH, "}"))
+        assert row.endswith(node.meta.get(PATH, ("}", "float32")))
+        value = node.meta.get("value")
+        if isinstance(value, Tensor) and node.meta["rows"] == 1:
+            shape = ", ".join(["N", *map(str, value.shape[1:])])
+            assert f"  [{shape}]  " in row
+            assert f"  {str(value.dtype).removeprefix('torch.')}" in row
     assert "0x" not in "".join(rows)  # no memory addresses
 
 
@@ -59,6 +66,16 @@ def test_table_writes_arguments_as_torch_fx_does() -> None:
     for row, node in zip(rows, graph.nodes, strict=True):
         assert f"  {node.args!r}  " in row
         assert f"  {node.kwargs!r}" in row
+
+
+def test_table_has_no_empty_columns_and_shows_what_shape_prop_found() -> None:
+    module = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU()))
+    plain = render(module.graph, "table").splitlines()[0].split()
+    assert plain == ["opcode", "name", "target", "args", "kwargs", "node"]
+    ShapeProp(module).propagate(torch.zeros(3, 4))
+    header, _, *rows = render(module.graph, "table").splitlines()
+    assert "shape" in header
+    assert [row.split("{}")[-1].split("  ")[-2:] for row in rows[:2]] == [["[3, 4]", "float32"], ["[3, 2]", "float32"]]
 
 
 @pytest.mark.parametrize("model", MODELS)
