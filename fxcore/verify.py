@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
+from fxcore.interpreter import Interpreter
+from fxcore.tracing import public_name
 
 
 class Incomparable(FxError):
     """The two modules return different things: other keys or shapes, or a tensor on one side only; ``output`` names the
-    first. Types may differ, since it is numbers that are compared."""
+    first, ``node`` the first node whose value differs. Types may differ, since it is numbers that are compared."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Verification:
     Attributes:
         allclose: whether every output is.
         speedup: median time of the original over that of the transformed module, or None where it was not measured.
+        first_divergence: the first node, by its public name and in the original's order, whose value is not allclose.
+            None where every output is, where the two are not both graph modules, and where no node that both have
+            differs.
 
     >>> found = verify(lambda x: {"a": x, "b": 2 * x}, lambda x: {"a": x, "b": 3 * x}, torch.ones(4))
     >>> found.allclose, found.outputs["a"].max_abs, found.outputs["b"].relative
@@ -56,6 +61,7 @@ class Verification:
     outputs: dict[str, OutputErrors]
     allclose: bool
     speedup: float | None
+    first_divergence: str | None = None
 
     @property
     def max_abs(self) -> float:
@@ -75,7 +81,12 @@ class Verification:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; numbers that JSON has not are None."""
         outputs = {key: finite(asdict(errors)) for key, errors in self.outputs.items()}
-        return {"allclose": self.allclose, "speedup": self.speedup, "outputs": outputs}
+        return {
+            "allclose": self.allclose,
+            "speedup": self.speedup,
+            "first_divergence": self.first_divergence,
+            "outputs": outputs,
+        }
 
 
 def verify(
@@ -104,6 +115,14 @@ def verify(
     >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
     >>> found.allclose, found.max_abs, found.cosine
     (True, 0.0, 1.0)
+
+    Of two graph modules, the first node that diverges is named:
+
+    >>> from fxcore import trace
+    >>> from fxcore.transforms import replace_op
+    >>> model = trace(lambda x: torch.exp(torch.relu(torch.neg(x))))
+    >>> verify(model, replace_op(model, torch.relu, torch.sigmoid), torch.ones(2)).first_divergence
+    'relu'
     """
     arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch.no_grad():
@@ -118,8 +137,15 @@ def verify(
             "they must return the same outputs in the same order",
             output=missing,
         )
-    outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
-    return Verification(outputs, all(o.allclose for o in outputs.values()), speedup)
+    try:
+        outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
+    except Incomparable as error:
+        node = _first_divergence(original, transformed, arguments, rtol, atol)
+        hint = f"; the first node that differs is {node}" if node else ""
+        raise Incomparable(f"{error.detail}{hint}", **error.extra, node=node) from None
+    allclose = all(o.allclose for o in outputs.values())
+    first = None if allclose else _first_divergence(original, transformed, arguments, rtol, atol)
+    return Verification(outputs, allclose, speedup, first)
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -134,6 +160,53 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in items:
         found |= flat(item, f"{prefix}.{key}" if prefix else key)
     return found
+
+
+def _first_divergence(
+    original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], rtol: float, atol: float
+) -> str | None:
+    """The first node of ``original`` whose value differs from that of the node with its name."""
+    if not isinstance(original, fx.GraphModule) or not isinstance(transformed, fx.GraphModule):
+        return None
+    both = {public_name(n) for n in original.graph.nodes} & {public_name(n) for n in transformed.graph.nodes}
+    expected: dict[str, dict[str, Any]] = {}
+    different: set[str] = set()
+
+    def keep(name: str, value: Any) -> None:
+        # As it is now: what works in place later writes to it.
+        expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
+
+    def compare(name: str, value: Any) -> None:
+        before, after = expected.get(name, {}), flat(value)
+        try:
+            agree = list(before) == list(after) and all(
+                _errors(key, before[key], after[key], rtol, atol).allclose for key in before
+            )
+        except Incomparable:
+            agree = False
+        if not agree:
+            different.add(name)
+
+    with torch.no_grad():
+        _Watcher(original, both, keep).run(*_copies(inputs))
+        _Watcher(transformed, both, compare).run(*_copies(inputs))
+    return next((name for n in original.graph.nodes if (name := public_name(n)) in different), None)
+
+
+class _Watcher(Interpreter):
+    """Tells what each of some nodes makes as soon as it is made."""
+
+    def __init__(self, module: fx.GraphModule, names: set[str], tell: Callable[[str, Any], None]) -> None:
+        super().__init__(module)
+        self._names = names
+        self._tell = tell
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        name = public_name(n)
+        if n.op != "output" and name in self._names:
+            self._tell(name, value)
+        return value
 
 
 def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> OutputErrors:

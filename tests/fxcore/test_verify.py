@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -12,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxcore import trace
+from fxcore.transforms import fuse_conv_bn, insert_after, out_of_place, replace_activation, wrap
 from fxcore.verify import Incomparable, verify
+from tests.fxcore.models import filled
 
 
 def test_errors_are_what_they_say() -> None:
@@ -127,3 +131,47 @@ def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("fxcore.verify"), "time", SimpleNamespace(perf_counter=lambda: now))
     assert verify(lasting(4, 9, 4), lasting(1, 1, 7), torch.ones(1), runs=3).speedup == 4.0
     assert verify(lasting(), lasting(), torch.ones(1)).speedup is None
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.act(self.first(x))
+        return {"out": self.second(y), "sum": y.sum()}
+
+
+def test_the_first_node_that_diverges_is_named() -> None:
+    """By torchvision's name, and though what works in place overwrites what was right."""
+    module = trace(InPlace().eval())
+    x = torch.randn(3, 4)
+    assert verify(module, out_of_place(module), x).first_divergence is None
+    other = replace_activation(module, old="relu", new="silu")
+    assert verify(module, other, x).first_divergence == "act"
+    assert verify(module, other, x).as_dict()["first_divergence"] == "act"
+    # Far from the output, and of a value that only one output reads.
+    assert verify(module, insert_after(module, "second", torch.exp, outputs=True), x).first_divergence is None
+    changed = copy.deepcopy(module)
+    changed.second.weight.data += 1
+    assert verify(module, changed, x).first_divergence == "second"
+    # Functions have no nodes.
+    assert verify(module, lambda v: other(v), x).first_divergence is None
+
+
+def test_nodes_of_fused_models_diverge_only_where_something_was_changed() -> None:
+    module = trace(filled("resnet18"))
+    fused = fuse_conv_bn(module)
+    x = torch.randn(1, 3, 32, 32)
+    assert verify(module, fused, x).first_divergence is None
+    fused.get_submodule("layer2.0.conv2").weight.data.mul_(2)
+    assert verify(module, fused, x).first_divergence == "layer2.0.bn2"
+
+
+def test_where_shapes_differ_the_node_is_named_too() -> None:
+    module = trace(lambda x: torch.exp(torch.neg(x)))
+    other = wrap(module, "neg", lambda f, v: f(v)[:1])
+    with pytest.raises(Incomparable, match="the first node that differs is neg") as caught:
+        verify(module, other, torch.ones(3))
+    assert caught.value.extra == {"output": "0", "node": "neg"}
