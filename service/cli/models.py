@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
 
+_DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid")
+
 _FORMAT_OF: dict[str, Format] = {
     ".txt": "table",
     ".py": "code",
@@ -83,6 +85,10 @@ def graph(
     ] = None,
     height: Annotated[int | None, typer.Option(help="Height of the input that shapes are for.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the input that shapes are for.")] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Draw one box for each module of as many parts: 1 is layer1, 2 is layer1.0."),
+    ] = None,
     weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "random",
     out: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
 ) -> None:
@@ -90,7 +96,7 @@ def graph(
 
     \b
     fxserve graph resnet50
-    fxserve graph resnet50 --out resnet50.svg
+    fxserve graph resnet50 --out resnet50.svg --depth 2
     fxserve graph resnet50 --format json --height 480 --width 640
     """
     if (height is None) != (width is None):
@@ -99,6 +105,8 @@ def graph(
     if format is None and suffix and suffix not in _FORMAT_OF:
         raise typer.BadParameter(f"--out: {suffix} is none of {', '.join(_FORMAT_OF)}; or name a --format")
     chosen = format or _FORMAT_OF.get(suffix, "table")
+    if depth is not None and chosen not in _DRAWINGS:
+        raise typer.BadParameter(f"--depth is for drawings ({', '.join(_DRAWINGS)}), and this is {chosen}")
     shown = _graph(model, weights)
     if height is not None and width is not None:
         shown = shown.at(height, width)
@@ -109,7 +117,7 @@ def graph(
     else:
         from fxcore.render import render
 
-        text = render(shown, chosen)
+        text = render(shown, chosen, depth)
     if out is None:
         sys.stdout.write(text)
     else:

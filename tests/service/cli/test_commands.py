@@ -180,6 +180,17 @@ def test_graph_writes_the_format_of_the_suffix(tmp_path: Path) -> None:
     assert out.read_text().startswith("digraph")
 
 
+@pytest.mark.parametrize("format", ["dot", "svg", "mermaid"])
+def test_graph_draws_modules_of_a_depth_as_one_box(format: str, tmp_path: Path) -> None:
+    graph = model_graph("resnet18")
+    expected = render(graph, format, 1)  # type: ignore[arg-type]
+    assert len(expected) < len(render(graph, format)) / 3  # type: ignore[arg-type]
+    assert fxserve("graph", "resnet18", "--format", format, "--depth", 1).stdout == expected
+    out = tmp_path / "graph.svg"
+    fxserve("graph", "resnet18", "--out", out, "--depth", 2)
+    assert out.read_text() == render(graph, "svg", 2)
+
+
 RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
 
 
@@ -192,6 +203,8 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["graph", "vit_b_16", "--height", "64", "--width", "64"], 1, "cannot take an input of 64 x 64"),
         (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'json', 'table'"),
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
+        (["graph", "resnet18", "--depth", "1"], 2, "--depth is for drawings (dot, svg, mermaid), and this is table"),
+        (["graph", "resnet18", "--format", "svg", "--depth", "0"], 2, "Invalid value for '--depth'"),
         (["grph"], 2, "No such command 'grph'. Did you mean 'graph'"),
         (["--verbose"], 2, "No such option: --verbose"),
         (["models", "--task", "poetry"], 2, "Invalid value for '--task': 'poetry' is not one of 'classification'"),
