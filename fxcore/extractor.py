@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.frozen import made_constants
 from fxcore.graph_module import GraphModule
 from fxcore.graphs import ModelGraph, TensorSpec, dtype_name
 from fxcore.layout import layout_name
 from fxcore.levels import stride_of
 from fxcore.parts import trace_model
-from fxcore.tracing import PATH, made_constants, record
+from fxcore.tracing import PATH, record
 from fxcore.transforms.base import APPLIED
 from fxcore.transforms.out_of_place import purify
 

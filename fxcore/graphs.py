@@ -21,10 +21,11 @@ from fxcore import nodes as naming
 from fxcore.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.catalog import RANDOM, ModelEntry, get_model
 from fxcore.errors import BadTensor
+from fxcore.frozen import made_constants
 from fxcore.layout import layout_name
 from fxcore.levels import Level, channels_of, find_levels, stride_of
 from fxcore.parts import trace_model
-from fxcore.tracing import PATH, made_constants, names
+from fxcore.tracing import PATH, names
 from fxcore.transforms.base import Applied, applied, fork
 from fxcore.transforms.registry import apply_transforms
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxcore.frozen import frozen
 from fxcore.interpreter import Interpreter
 from fxcore.tracing import public_name
 
@@ -59,6 +60,7 @@ class Health:
     Attributes:
         nodes: every node whose value is a floating-point tensor, in order of execution.
         first_nan, first_inf, first_saturated: names of the first nodes where each is seen, or None.
+        frozen: constants that were drawn at random when the model was traced, and are the same in every call since.
         cause: for the first NaN or infinity, ``input``, ``weights`` or ``operation``: where it comes from.
     """
 
@@ -67,11 +69,12 @@ class Health:
     first_inf: str | None
     first_saturated: str | None
     cause: str | None
+    frozen: list[str]
 
     @property
     def healthy(self) -> bool:
-        """No NaN, no infinity, nothing saturated."""
-        return self.first_nan is None and self.first_inf is None and self.first_saturated is None
+        """No NaN, no infinity, nothing saturated, nothing drawn at random that is a constant now."""
+        return (self.first_nan, self.first_inf, self.first_saturated, self.frozen) == (None, None, None, [])
 
 
 def check_health(
@@ -114,6 +117,7 @@ def check_health(
         first_inf=next((h.name for h in nodes if h.inf), None),
         first_saturated=next((h.name for h in nodes if h.saturated >= saturation), None),
         cause=_cause(module, bad) if bad is not None else None,
+        frozen=[name for name, made in frozen(module.graph).items() if made.random],
     )
 
 

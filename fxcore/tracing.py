@@ -20,13 +20,14 @@ from types import FunctionType
 from typing import Any, cast
 
 import torchvision
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.copies import shared_copy
 from fxcore.errors import FxError, NotTraceable, said
 from fxcore.explain import called, explain
+from fxcore.frozen import FROZEN, Factories
 from fxcore.graph_module import GraphModule
 from fxcore.leaves import kept_whole
 
@@ -71,6 +72,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     Attributes:
         broke: the error that ended the trace and the path of the innermost module that it came out of.
+        factories: knows where tensors come from that the model makes meanwhile, where it has been entered.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.patterns = patterns
         self.closed = closed or {}
         self.broke: tuple[BaseException, str] | None = None
+        self.factories = Factories()
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
@@ -110,6 +113,12 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_arg(self, a: Any) -> Any:
+        argument = super().create_arg(a)
+        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.of(a)):
+            argument.meta[FROZEN] = made
+        return argument
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
@@ -143,6 +152,9 @@ def trace(
         leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
             defined, as ``torch.fx.wrap`` wants.
         concrete_args: arguments that have this one value in the graph. The result does not take them.
+
+    Tensors that ``root`` makes of nothing become constants of the graph (:func:`fxcore.frozen.frozen`); where they were
+    drawn at random, a :class:`fxcore.frozen.FrozenDraw` warns of it.
 
     Returns:
         A module whose ``graph`` has each node's name under ``node.meta["path"]``, but for ``output``.
@@ -234,7 +246,7 @@ def record(
 
     Returns:
         The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
-        computes become its attributes (:func:`made_constants`).
+        computes become its attributes (:func:`fxcore.frozen.made_constants`).
     """
     given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
@@ -248,7 +260,8 @@ def record(
         with _TRACE_LOCK, kept_whole(leaf_functions, root):
             tracer = Tracer(classes, patterns, closed)
             try:
-                graph = cast(fx.Graph, tracer.trace(root, concrete or None))
+                with tracer.factories:
+                    graph = cast(fx.Graph, tracer.trace(root, concrete or None))
                 break
             except Exception as error:
                 path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
@@ -258,6 +271,7 @@ def record(
                 closed[path] = explained.detail.split("; ")[0]
     _check_names(graph, root)
     _drop_arguments(graph, concrete)
+    tracer.factories.warn(called(root))
     return graph, tracer.root
 
 
@@ -313,25 +327,6 @@ def names(graph: fx.Graph) -> list[str]:
 def public_name(node: fx.Node) -> str:
     """torchvision's name of the node, or its fx name where it has none."""
     return str(node.meta.get(PATH, node.name))
-
-
-def made_constants(graph: fx.Graph) -> list[str]:
-    """Attributes that tracing made of tensors that the model computes from its buffers, in order of first use.
-
-    torch.fx records what is done to parameters, and keeps of what is done to buffers the result alone:
-
-    >>> import torch
-    >>> class Centred(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.register_buffer("mean", torch.zeros(3))
-    ...     def forward(self, x):
-    ...         return x - self.mean.view(3, 1, 1)
-    >>> made_constants(trace(Centred()).graph)
-    ['_tensor_constant0']
-    """
-    targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
-    return list(dict.fromkeys(target for target in targets if target.startswith("_tensor_constant")))
 
 
 def _check_kind(root: Any) -> None:

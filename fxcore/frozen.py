@@ -1,0 +1,160 @@
+"""Tensors that a model makes while it is traced: the graph holds what came out that once.
+
+torch.fx records what is done to its inputs and parameters. ``torch.randn(3)`` has neither: it runs, and its numbers
+become a constant of the graph, the same in every call.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+#: key in ``node.meta`` of a constant that the model made while it was traced: a :class:`Made`
+FROZEN = "frozen"
+
+_OWN = str(Path(__file__).parent) + os.sep
+_ELSEWHERE = (_OWN, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_UNSET = ("empty", "empty_strided", "new_empty", "empty_like")
+# What ``torch.tensor([1, 2])`` comes to.
+_LITERALS = ("lift_fresh", "lift_fresh_copy")
+_FILLS = ("fill_", "zero_", "copy_")
+
+
+class FrozenDraw(UserWarning):
+    """A model draws random numbers while it is traced; every call of the graph has the same."""
+
+
+class Made(NamedTuple):
+    """Where a constant comes from.
+
+    Attributes:
+        function: torch's name of what made it, as ``randn``.
+        source: ``file:line: code`` of the model.
+        random: whether it would be another if it were made again.
+    """
+
+    function: str
+    source: str
+    random: bool
+
+
+class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, knows of each tensor that this thread makes from nothing where it was made.
+
+    Attributes:
+        draws: one for each line that drew at random, whatever became of the numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: dict[str, Made] = {}
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = str(func.overloadpacket.__name__)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if name in _FILLS:
+            given = given[1:]  # what was there is gone
+        sources = [self._made[t] for t in given if t in self._made]
+        fresh = not given and name not in _FILLS
+        if name in _LITERALS and not sources:
+            name, fresh = "tensor", True
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        made: Made | None
+        if drawn or fresh:
+            made = Made(name.removesuffix("_"), _line(), drawn or name in _UNSET)
+            if drawn:
+                self.draws.setdefault(made.source, made)
+        else:
+            made = next((m for m in sources if m.random), sources[0] if sources else None)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                if made is not None:
+                    self._made[tensor] = made
+                elif name in _FILLS:
+                    self._made[tensor] = Made(name.removesuffix("_"), _line(), False)
+        return result
+
+    def of(self, tensor: Tensor) -> Made | None:
+        """Where ``tensor`` was made, if this saw it."""
+        found: Made | None = self._made.get(tensor)
+        return found
+
+    def warn(self, model: str) -> None:
+        """Warn of draws at random."""
+        if self.draws:
+            lines = "; ".join(f"{made.function} at {made.source}" for made in self.draws.values())
+            warnings.warn(
+                f"{model} draws random numbers while it is traced, and every call of the graph will have those of "
+                f"this once ({lines}); draw with the likes of torch.randn_like(x) or x.new_empty(...).normal_(), which "
+                "are recorded, or keep the function that draws whole with leaf_functions",
+                FrozenDraw,
+                stacklevel=_outside(),
+            )
+
+
+def frozen(graph: fx.Graph) -> dict[str, Made]:
+    """The constants that the model made while it was traced, by the name of the attribute.
+
+    >>> from fxcore import trace
+    >>> made = frozen(trace(lambda x: x + torch.arange(3)).graph)["_tensor_constant0"]
+    >>> made.function, made.random
+    ('arange', False)
+    """
+    return {str(n.target): n.meta[FROZEN] for n in graph.nodes if FROZEN in n.meta}
+
+
+def made_constants(graph: fx.Graph) -> list[str]:
+    """Attributes that tracing made of tensors that the model computes from its buffers, in order of first use.
+
+    torch.fx records what is done to parameters, and keeps of what is done to buffers the result alone:
+
+    >>> import torch
+    >>> from fxcore import trace
+    >>> from torch import nn
+    >>> class Centred(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.register_buffer("mean", torch.zeros(3))
+    ...     def forward(self, x):
+    ...         return x - self.mean.view(3, 1, 1)
+    >>> made_constants(trace(Centred()).graph)
+    ['_tensor_constant0']
+    """
+    targets = (str(node.target) for node in graph.nodes if node.op == "get_attr")
+    return list(dict.fromkeys(target for target in targets if target.startswith("_tensor_constant")))
+
+
+def _line() -> str:
+    """The line of the model that runs."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_elsewhere(frame.f_code.co_filename):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def _is_elsewhere(file: str) -> bool:
+    return file.startswith(_ELSEWHERE) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)
+
+
+def _outside() -> int:
+    """How many frames above :meth:`Factories.warn` fxcore ends."""
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame, level = frame.f_back, level + 1
+    return level
