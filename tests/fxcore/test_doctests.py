@@ -5,12 +5,15 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import fxcore
+from fxcore import list_transforms
 from fxcore.errors import FxError
 
+PAGE = Path(fxcore.__file__).parent / "README.md"
 MODULES = ["fxcore", *sorted(m.name for m in pkgutil.walk_packages(fxcore.__path__, "fxcore."))]
 
 
@@ -19,6 +22,19 @@ def test_examples(name: str) -> None:
     module = importlib.import_module(name)
     result = doctest.testmod(module)
     assert result.failed == 0
+
+
+def test_the_page_on_the_library() -> None:
+    result = doctest.testfile(str(PAGE), module_relative=False)
+    assert result.attempted > 40
+    assert result.failed == 0
+
+
+def test_the_page_is_linked_and_names_every_pass() -> None:
+    assert "(fxcore/README.md)" in (PAGE.parent.parent / "README.md").read_text()
+    page = PAGE.read_text()
+    for name in [t.name for t in list_transforms() if t.exact] + ["trace", "quantize", "verify", "profile", "export"]:
+        assert name in page, name
 
 
 def public() -> list[tuple[str, str]]:
