@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +29,18 @@ from torch import Tensor, fx, nn
 from fxcore import process
 from fxcore.backends.base import Inputs, LoweringFailed, Options, lowering, tensors_of
 
-T = TypeVar("T")
+
+class FromArtifact(Protocol):
+    """What is loaded from an artifact.
+
+    Attributes:
+        recalled: whether the artifact was kept from before. It may be damaged and still load.
+    """
+
+    recalled: bool
+
+
+T = TypeVar("T", bound=FromArtifact)
 
 CACHE_BYTES = 4 * 1024**3
 """Most bytes of artifacts that are kept; the least recently used go first."""
@@ -65,10 +76,14 @@ def compiled(
         if home is None or not _writable(home):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True)))
         kept = home / f"{backend}-{key}"
+        if kept.is_dir() and not options.reuse:
+            shutil.rmtree(kept, ignore_errors=True)
         if kept.is_dir():
             try:
                 os.utime(kept)
-                return load(kept)
+                loaded = load(kept)
+                loaded.recalled = True
+                return loaded
             except Exception:  # damaged, or of a compiler that no longer reads it: made anew below
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))

@@ -43,6 +43,7 @@ class Options:
         threads: CPU threads that one call may use.
         cache: folder in which compiled artifacts stay between starts; None keeps none.
         calibration: inputs, one row each, from which int8 takes the ranges of activations.
+        reuse: whether a compiled artifact that is kept in the cache may be loaded; else it is made again.
         cancelled: once set, a lowering that takes long ends early with :class:`LoweringFailed`.
     """
 
@@ -51,6 +52,7 @@ class Options:
     threads: int = 1
     cache: Path | None = None
     calibration: Sequence[Inputs] = ()
+    reuse: bool = True
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 

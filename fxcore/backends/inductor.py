@@ -48,6 +48,8 @@ class Inductor:
 class InductorModule:
     """A :class:`~fxcore.backends.base.Lowered` over a compiled package."""
 
+    recalled = False
+
     def __init__(self, path: str, places: dict[str, int], device: torch.device) -> None:
         self._run = torch._inductor.aoti_load_package(path, device_index=-1 if device.index is None else device.index)
         self._places = places

@@ -99,6 +99,8 @@ class OpenVINOModule:
         threads: CPU threads that one call may use.
     """
 
+    recalled = False
+
     def __init__(self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], threads: int) -> None:
         import openvino
 

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -81,6 +82,8 @@ class Tiers:
         self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_on, (device, 1))
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
         self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
+        # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
+        self._remade: set[tuple[str, str]] = set()
 
     def close(self) -> None:
         """End what is being lowered."""
@@ -192,22 +195,35 @@ class Tiers:
     async def _lowered(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
     ) -> tuple[Lowered, Reference]:
-        """Lower in ``pool``; with it come the photographs to compare on."""
+        """Lower in ``pool``; with it come the photographs to compare on.
+
+        An artifact that was kept is tried on the first of them, since a damaged one may load and be wrong.
+        """
         cancelled = self._lowering[record] = threading.Event()
         if record.gone and not record.users:
             cancelled.set()
 
-        def work() -> tuple[Lowered, Reference]:
+        def work(reuse: bool) -> tuple[Lowered, Reference]:
             if cancelled.is_set():
                 raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
-            options = replace(self._options(record), cancelled=cancelled)
+            options = replace(self._options(record), cancelled=cancelled, reuse=reuse)
             rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
             lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
             return lowered, Reference(extractor.module, rows, record.spec.precision)
 
         try:
-            return await in_pool(pool, work)
+            lowered, reference = await in_pool(pool, work, True)
+            remade = record.id, backend.name
+            if getattr(lowered, "recalled", False) and remade not in self._remade:
+                candidate = Candidate(backend.name)
+                with suppress(PassFailed):
+                    candidate.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
+                if not candidate.agrees:
+                    log.warning("the compiled model of extractor %s is wrong, and made again", record.id)
+                    self._remade.add(remade)
+                    lowered, reference = await in_pool(pool, work, False)
+            return lowered, reference
         finally:
             del self._lowering[record]
 
