@@ -51,7 +51,12 @@ _SUBMODULE_TASKS: dict[str, Task] = {
 # torchvision's builders set these arguments themselves when they are given weights (`_ovewrite_named_param`); a model
 # built to receive the same weights later needs the same. A test holds every model's parameter count against the
 # count that its weights declare.
-_AUXILIARY_HEADS = {"googlenet": False, "inception_v3": True}  # are they kept once weights are loaded?
+_AUXILIARY_HEADS = {  # are they kept once weights are loaded?
+    "googlenet": False,
+    "inception_v3": True,
+    "quantized_googlenet": False,
+    "quantized_inception_v3": False,
+}
 
 # One lock for everything that patches torch.nn.Module or seeds the global random generator.
 _BUILD_LOCK = threading.RLock()
@@ -215,7 +220,7 @@ class ModelEntry:
         if self.is_quantized(weights):
             return self.build(weights)
         structure = self._structure(weights)
-        if self.name.removeprefix("quantized_") in _AUXILIARY_HEADS:
+        if self.name in _AUXILIARY_HEADS:
             structure["init_weights"] = False  # theirs draws with scipy, which takes seconds
         with _BUILD_LOCK, torch.random.fork_rng(devices=[]), _weightless(), _quiet():
             return self.builder(weights=None, **structure).eval()
@@ -232,15 +237,15 @@ class ModelEntry:
         if weights not in self.published:
             return arguments
         meta = self.meta[weights]
-        base = self.name.removeprefix("quantized_")
         if meta.get("categories"):
             arguments["num_classes"] = len(meta["categories"])
         if "keypoint_names" in meta:
             arguments["num_keypoints"] = len(meta["keypoint_names"])
         if self.task == "segmentation" and "aux_loss" in inspect.signature(self.builder).parameters:
             arguments["aux_loss"] = True
-        if base in _AUXILIARY_HEADS:
-            arguments |= {"transform_input": True, "aux_logits": _AUXILIARY_HEADS[base], "init_weights": False}
+        if self.name in _AUXILIARY_HEADS:
+            kept = _AUXILIARY_HEADS[self.name]
+            arguments |= {"transform_input": True, "aux_logits": kept, "init_weights": False}
         if self.is_quantized(weights):
             arguments["quantize"] = True
         return arguments

@@ -1,4 +1,5 @@
-"""Discovery: which models there are, and what is inside them. Nothing here touches weights."""
+"""Discovery: which models there are, and what is inside them. No weights are loaded for it; those asked for decide
+details of a model's structure, such as which heads it has."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from fxcore.graphs import ModelGraph, model_graph
 from service.api import graphs
 from service.api.state import Shared
 from service.problems import Refusal, documented
-from service.schemas import ModelDetail, ModelList, NodeList
+from service.schemas import ModelDetail, ModelList, NodeList, WeightsName
 from service.schemas_graphs import GraphFormat
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
@@ -23,6 +24,14 @@ MAX_SIDE = 4096
 Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
 Side = Annotated[
     int | None, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.", examples=[480])
+]
+Weights = Annotated[
+    WeightsName,
+    Query(
+        description="Describe the model that has these weights: `DEFAULT`, a name from the model's list, `random` or "
+        "`file:NAME`. None are loaded.",
+        examples=["IMAGENET1K_V1"],
+    ),
 ]
 
 
@@ -60,28 +69,33 @@ async def list_models(
 
 @router.get("/{model}", response_model=ModelDetail, responses=documented("unknown-model", "invalid-request"))
 async def show_model(state: Shared, model: Model) -> Response:
-    """One model: its weights, its input, its preprocessing and its pyramid levels."""
+    """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
     entry = state.model(model)
     return _json(await state.in_thread(lambda: _detail(entry)))
 
 
 @router.get(
-    "/{model}/nodes", response_model=NodeList, responses=documented("unknown-model", "not-traceable", "invalid-request")
+    "/{model}/nodes",
+    response_model=NodeList,
+    responses=documented("unknown-model", "unknown-weights", "not-traceable", "invalid-request"),
 )
 async def list_nodes(
     state: Shared,
     model: Model,
+    weights: Weights = "DEFAULT",
     transforms: Annotated[
         Literal["attention_maps"] | None,
         Query(description="List the eval nodes that this transform brings, too.", examples=["attention_maps"]),
     ] = None,
 ) -> Response:
     """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
-    answer = state.nodes.get((model, transforms))
+    entry = state.model(model)
+    structure = entry.structure(weights)
+    key = (model, structure, transforms)
+    answer = state.nodes.get(key)
     if answer is None:
-        entry = state.model(model)
-        answer = await state.in_thread(lambda: _nodes(entry, transforms))
-        state.nodes.put((model, transforms), answer)
+        answer = await state.in_thread(lambda: _nodes(entry, structure, transforms))
+        state.nodes.put(key, answer)
     return _json(answer)
 
 
@@ -89,13 +103,16 @@ async def list_nodes(
     "/{model}/graph",
     responses={
         200: graphs.RESPONSE,
-        **documented("unknown-model", "not-acceptable", "bad-tensor", "not-traceable", "invalid-request"),
+        **documented(
+            "unknown-model", "unknown-weights", "not-acceptable", "bad-tensor", "not-traceable", "invalid-request"
+        ),
     },
 )
 async def show_graph(
     request: Request,
     state: Shared,
     model: Model,
+    weights: Weights = "DEFAULT",
     height: Side = None,
     width: Side = None,
     format: Annotated[
@@ -113,16 +130,17 @@ async def show_graph(
             "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
         )
     size = None if height is None or width is None else (height, width)
-    key = (model, size, wanted, depth)
+    structure = entry.structure(weights)
+    key = (model, structure, size, wanted, depth)
     answer = state.graphs.get(key)
     if answer is None:
-        answer = await state.in_thread(lambda: graphs.write(_graph(entry, size), wanted, depth))
+        answer = await state.in_thread(lambda: graphs.write(_graph(entry, structure, size), wanted, depth))
         state.graphs.put(key, answer)
     return graphs.response(answer, wanted, format)
 
 
-def _graph(entry: ModelEntry, size: tuple[int, int] | None) -> ModelGraph:
-    graph = model_graph(entry)
+def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:
+    graph = model_graph(entry, structure)
     return graph if size is None else graph.at(*size)
 
 
@@ -137,8 +155,8 @@ def _levels(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-def _nodes(entry: ModelEntry, transforms: str | None) -> bytes:
-    graph = model_graph(entry)
+def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
+    graph = model_graph(entry, structure)
     if transforms is not None:
         graph = graph.with_nodes_of(transforms)
     return orjson.dumps(
@@ -155,7 +173,7 @@ def _nodes(entry: ModelEntry, transforms: str | None) -> bytes:
 
 
 def _detail(entry: ModelEntry) -> bytes:
-    graph = model_graph(entry)
+    graph = model_graph(entry, entry.structure())
     weights = {}
     for name in entry.weights:
         info = entry.weights_info(name)

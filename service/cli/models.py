@@ -56,7 +56,7 @@ def models(
 def nodes(
     model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
     train: Annotated[bool, typer.Option("--train", help="Only the names of the graph in train mode.")] = False,
-    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "random",
+    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "DEFAULT",
 ) -> None:
     """List a model's nodes: levels first, then each node with its shape, layout and target.
 
@@ -89,7 +89,7 @@ def graph(
         int | None,
         typer.Option(min=1, help="Draw one box for each module of as many parts: 1 is layer1, 2 is layer1.0."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "random",
+    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "DEFAULT",
     out: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
 ) -> None:
     """Print or draw a model's eval graph.
@@ -132,4 +132,4 @@ def _graph(model: str, weights: str) -> ModelGraph:
 
     register_models(settings_of({}).models_dir, try_each=False)
     entry = get_model(model)
-    return model_graph(entry, entry.canonical_weights(weights))
+    return model_graph(entry, entry.structure(weights))

@@ -41,12 +41,16 @@ class AsyncClient(Common):
         """One model: its weights, inputs, preprocessing and levels."""
         return await self._run(flows.model(model, self.patience))
 
-    async def nodes(self, model: str, *, transforms: Literal["attention_maps"] | None = None) -> dict[str, Any]:
+    async def nodes(
+        self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
+    ) -> dict[str, Any]:
         """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
 
-        ``transforms``: list the nodes that this transform brings, too.
+        Args:
+            weights: the weights whose structure is described, as of :meth:`extractor`; none are loaded.
+            transforms: list the nodes that this transform brings, too.
         """
-        return await self._run(flows.nodes(model, transforms, self.patience))
+        return await self._run(flows.nodes(model, weights, transforms, self.patience))
 
     async def extractor(
         self,

@@ -171,9 +171,9 @@ def model(name: str, patience: Patience) -> Flow[dict[str, Any]]:
     return found
 
 
-def nodes(name: str, transforms: str | None, patience: Patience) -> Flow[dict[str, Any]]:
-    """The nodes of one model, with those that ``transforms`` brings."""
-    query = {"transforms": transforms} if transforms is not None else {}
+def nodes(name: str, weights: str, transforms: str | None, patience: Patience) -> Flow[dict[str, Any]]:
+    """The nodes of one model with ``weights``, and those that ``transforms`` brings."""
+    query = {"weights": weights, **({"transforms": transforms} if transforms is not None else {})}
     found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), patience, query)
     return found
 

@@ -60,6 +60,8 @@ def test_discovery(client):
     assert {model["task"] for model in client.models(task="video")} == {"video"}
     names = torchvision.models.feature_extraction.get_graph_node_names(torchvision.models.resnet50(weights=None))[1]
     assert client.nodes("resnet50")["eval_nodes"] == names
+    assert "cat" in client.nodes("googlenet")["eval_nodes"]
+    assert "cat" not in client.nodes("googlenet", weights="random")["eval_nodes"]
     assert client.model("resnet50")["default_weights"] == "IMAGENET1K_V2"
 
 

@@ -3,6 +3,7 @@ import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from service.api.state import KeptAnswers
+from service.schemas import ExtractorSpec
 
 
 def test_all_models_of_torchvision(client):
@@ -63,19 +64,59 @@ def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", ["resnet18", "vit_b_16", "googlenet"])
 def test_nodes_are_torchvisions(client, model):
     train, evaluated = get_graph_node_names(torchvision.models.get_model(model, weights=None))
-    answer = client.get(f"/v1/models/{model}/nodes").json()
+    answer = client.get(f"/v1/models/{model}/nodes?weights=random").json()
     assert answer["train_nodes"] == train
     assert answer["eval_nodes"] == evaluated
     assert answer["model"] == model
     assert answer["fingerprint"]
 
 
+def test_the_default_weights_decide_what_is_listed(client):
+    """With them googlenet has no auxiliary heads; torchvision is told so, as it tells itself on loading."""
+    model = torchvision.models.googlenet(transform_input=True, aux_logits=False, init_weights=False)
+    nodes = client.get("/v1/models/googlenet/nodes").json()
+    assert nodes == client.get("/v1/models/googlenet/nodes?weights=DEFAULT").json()
+    assert nodes == client.get("/v1/models/googlenet/nodes?weights=IMAGENET1K_V1").json()
+    assert nodes["eval_nodes"] == get_graph_node_names(model)[1]
+    assert "cat" in nodes["eval_nodes"]
+    graph = client.get("/v1/models/googlenet/graph").json()
+    assert [node["name"] for node in graph["nodes"]] == nodes["eval_nodes"]
+    bare = client.get("/v1/models/googlenet/graph?weights=random").json()
+    assert [node["name"] for node in bare["nodes"]] == client.get("/v1/models/googlenet/nodes?weights=random").json()[
+        "eval_nodes"
+    ]
+    assert "cat" not in {node["name"] for node in bare["nodes"]}
+    assert client.get("/v1/models/googlenet/graph?weights=file:mine.pth").json() == bare
+
+
+@pytest.mark.parametrize("model", ["googlenet", "deeplabv3_mobilenet_v3_large"])
+def test_what_is_listed_is_what_an_extractor_has(client, model):
+    """The same graph by its fingerprint, and levels are the nodes that an extractor takes for them."""
+    nodes = client.get(f"/v1/models/{model}/nodes").json()
+    detail = client.get(f"/v1/models/{model}").json()
+    assert detail["levels"] == nodes["levels"]
+    levels = list(nodes["levels"]) or nodes["eval_nodes"][-1:]
+    spec = {"model": model, "return_nodes": levels}
+    found = client.run(client.app.state.fxserve.engine.extractor(ExtractorSpec(**spec)))[0]
+    assert found.fingerprint == nodes["fingerprint"]
+    assert found.return_nodes == {level: nodes["levels"].get(level, {"node": level})["node"] for level in levels}
+    client.delete(f"/v1/extractors/{found.id}")
+
+
+def test_weights_that_there_are_not(client):
+    for path in ("nodes", "graph"):
+        answer = client.get(f"/v1/models/resnet18/{path}?weights=V9")
+        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/unknown-weights")
+        assert answer.json()["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
+
+
 def test_nodes_are_written_once(client):
     answer = client.get("/v1/models/resnet50/nodes").content
-    assert client.app.state.fxserve.nodes.get(("resnet50", None)) == answer
-    client.app.state.fxserve.nodes.put(("resnet50", None), b"kept")
+    key = ("resnet50", "IMAGENET1K_V2", None)
+    assert client.app.state.fxserve.nodes.get(key) == answer
+    client.app.state.fxserve.nodes.put(key, b"kept")
     assert client.get("/v1/models/resnet50/nodes").content == b"kept"
-    client.app.state.fxserve.nodes.put(("resnet50", None), answer)
+    client.app.state.fxserve.nodes.put(key, answer)
 
 
 def test_what_was_used_least_recently_is_forgotten():

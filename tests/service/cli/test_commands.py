@@ -147,6 +147,8 @@ def test_nodes_says_what_stays_closed() -> None:
 
 
 def test_nodes_of_weights_with_another_structure() -> None:
+    assert "cat" in fxserve("nodes", "googlenet").stdout.split()  # its default weights come without auxiliary heads
+    assert "cat" not in fxserve("nodes", "googlenet", "--weights", "random").stdout.split()
     result = fxserve("nodes", "vit_h_14", "--weights", "IMAGENET1K_SWAG_E2E_V1")
     assert "Nx3x518x518" in result.stdout
 
