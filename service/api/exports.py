@@ -12,13 +12,14 @@ from fxcore.exports import FORMATS, CannotExport, export
 from fxcore.extractor import Extractor
 from service.access import require_admin
 from service.api.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, loaded
+from service.api.queries import Route
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
 from service.engine.checks import calibration_of
 from service.engine.tiers import int8_graph
 from service.problems import documented
 
-router = APIRouter(prefix="/v1/extractors", tags=["extractors"])
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
 Format = Literal["fx", "torch_export", "onnx", "openvino", "torchscript"]
 _BINARY = {"schema": {"type": "string", "format": "binary"}}

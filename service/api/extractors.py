@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from fxcore.extractor import Extractor
 from service.api import graphs
+from service.api.queries import Route
 from service.api.state import Shared, State
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
@@ -20,7 +21,7 @@ from service.problems import Refusal, documented, problem
 from service.schemas import ExtractorDetail, ExtractorList, ExtractorSpec
 from service.schemas_graphs import GraphFormat
 
-router = APIRouter(prefix="/v1/extractors", tags=["extractors"])
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0
@@ -155,7 +156,7 @@ async def make_extractor(
     )
 
 
-@router.get("", response_model=ExtractorList)
+@router.get("", response_model=ExtractorList, responses=documented("invalid-request"))
 async def list_extractors(state: Shared) -> Response:
     """All extractors, in whatever state."""
     answer = orjson.dumps({"extractors": [described(record) for record in state.engine.list()]})

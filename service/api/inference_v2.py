@@ -118,6 +118,7 @@ async def infer(
     started = time.monotonic()
     state = state_of(request)
     target = _found(request, state, name)
+    _check_query(request)
     encoding = _encoding(request)
     state.engine.admission.check()
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
@@ -294,6 +295,21 @@ def _own_timeout(asked: v2.Request) -> float:
     if type(value) is not int or value < 0:
         raise Refusal("invalid-request", "parameter 'timeout' is a number of microseconds")
     return value / 1e6 if value else math.inf
+
+
+def _check_query(request: Request) -> None:
+    """The protocol has no query. What a gateway adds to it means nothing here, but our own parameters are meant.
+
+    Raises:
+        Refusal: 400: the query has some of those that belong into the body.
+    """
+    for name in request.query_params if request.scope["query_string"] else ():
+        if name in _PARAMETERS:
+            detail = f'query parameter {name!r} is not read here: send it as one of the "parameters" in the JSON'
+            raise Refusal("invalid-request", detail)
+
+
+_PARAMETERS = frozenset({*CHOICES, "weights", "timeout", "binary_data_output"})
 
 
 def _encoding(request: Request) -> str:

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from fxcore.catalog import ModelEntry
+from fxcore.catalog import ModelEntry, is_torchvisions
 from fxcore.graphs import ModelGraph, model_graph
 from service.api import graphs
+from service.api.queries import Route
 from service.api.state import Shared
 from service.problems import Refusal, documented
 from service.schemas import ModelDetail, ModelList, NodeList, WeightsName
 from service.schemas_graphs import GraphFormat
 
-router = APIRouter(prefix="/v1/models", tags=["models"])
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 
 # No model needs a larger input. Annotating a graph runs it on meta tensors: that takes time, if no memory.
 MAX_SIDE = 4096
@@ -47,6 +48,10 @@ async def list_models(
             examples=["classification"],
         ),
     ] = None,
+    source: Annotated[
+        Literal["torchvision", "timm", "own"] | None,
+        Query(description="Only models that come from there; `own` are the operator's.", examples=["torchvision"]),
+    ] = None,
     q: Annotated[
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
     ] = None,
@@ -62,7 +67,9 @@ async def list_models(
             "loaded": entry.name in loaded,
         }
         for entry in state.models()
-        if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
+        if (task is None or entry.task == task)
+        and (source is None or source == ("torchvision" if is_torchvisions(entry.name) else "own"))
+        and (q is None or q.lower() in entry.name.lower())
     ]
     return _json(orjson.dumps({"models": found}))
 

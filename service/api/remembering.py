@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
+from service.api.queries import Route
 from service.middleware import header
 from service.problems import Refusal, error_response
 
@@ -57,7 +58,7 @@ class Remembering:
         await response(scope, receive, send)
 
 
-class RememberingRoute(APIRoute):
+class RememberingRoute(Route):
     """Validates the parameters of each distinct path, query and timeout once; from then on :class:`Remembering` calls
     the endpoint with them.
 

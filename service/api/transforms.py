@@ -6,13 +6,15 @@ import orjson
 from fastapi import APIRouter, Response
 
 from fxcore.transforms import described, list_transforms
+from service.api.queries import Route
 from service.engine.transforming import parameters
+from service.problems import documented
 from service.schemas import TransformList
 
-router = APIRouter(prefix="/v1/transforms", tags=["extractors"])
+router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
 
 
-@router.get("", response_model=TransformList)
+@router.get("", response_model=TransformList, responses=documented("invalid-request"))
 async def show_transforms() -> Response:
     """Every pass over a graph, with its parameters in an extractor's `transforms` as JSON Schema."""
     found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]

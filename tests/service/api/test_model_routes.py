@@ -21,6 +21,8 @@ def test_all_models_of_torchvision(client):
         ("q=RESNET1", {n for n in torchvision.models.list_models() if "resnet1" in n}),
         ("task=segmentation&q=resnet50", {"deeplabv3_resnet50", "fcn_resnet50"}),
         ("q=nothing-like-it", set()),
+        ("source=torchvision&q=resnet18", {"resnet18", "quantized_resnet18"}),
+        ("source=own", set()),
     ],
 )
 def test_models_by_task_and_name(client, query, expected):

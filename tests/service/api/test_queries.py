@@ -1,0 +1,62 @@
+"""Query parameters that a route does not know are refused: ignored, they would answer another question."""
+
+import io
+
+import PIL.Image
+import pytest
+
+from service.app import create_app
+
+ROUTES = [
+    (method.upper(), path, {p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"})
+    for path, methods in create_app().openapi()["paths"].items()
+    for method, operation in methods.items()
+    if path.startswith("/v1")
+]
+
+
+def png():
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    return {"content": buffer.getvalue(), "headers": {"content-type": "image/png"}}
+
+
+@pytest.mark.parametrize(("method", "path", "known"), ROUTES, ids=lambda value: str(value) if value else "none")
+def test_every_route_of_v1_lists_what_it_knows(client, method, path, known):
+    path = path.format(model="resnet18", extractor="none-such")
+    answer = client.run(client.http.request(method, f"{path}?weigths=random"))
+    document = answer.json()
+    assert (answer.status_code, document["type"]) == (422, "/problems/invalid-request")
+    assert "'weigths'" in document["detail"]
+    assert set(document["known"]) == known
+    assert document["errors"][0]["in"] == "query"
+    assert document["errors"][0]["field"] == "weigths"
+    if "weights" in known:
+        assert "did you mean 'weights'?" in document["detail"]
+
+
+def test_one_that_is_given_twice(client):
+    answer = client.get("/v1/models/googlenet/nodes?weights=DEFAULT&weights=random")
+    assert answer.status_code == 422
+    assert "given 2 times" in answer.json()["detail"]
+
+
+def test_what_was_asked_before_is_held_to_it_too(client):
+    """Routes that remember their validated parameters remember none that they refused."""
+    path = "/v1/models/squeezenet1_1/features?nodes=features.3&weights=random"
+    for _ in range(2):
+        assert client.post(path, **png()).status_code == 200
+        assert client.post(f"{path}&pooling=avg", **png()).json()["errors"][0]["field"] == "pooling"
+        assert client.post(f"{path}&pool=avg", **png()).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/", "/docs", "/openapi.json", "/v2"])
+def test_what_probes_browsers_and_gateways_add_is_left_alone(client, path):
+    assert client.get(f"{path}?utm_source=mail&t=1700000000").status_code == 200
+
+
+def test_parameters_of_v2_belong_into_the_body(client):
+    raw = {**png(), "headers": {"Inference-Header-Content-Length": "0"}}
+    answer = client.post("/v2/models/squeezenet1_1/infer?weights=random", **raw)
+    assert answer.status_code == 400
+    assert "'weights' is not read here" in answer.json()["error"]
