@@ -6,11 +6,32 @@ from typing import Any
 
 from torch import fx
 
+from fxcore.errors import FxError
+
+
+class NotAGraph(FxError):
+    """A graph module was needed and something else was given."""
+
+
+def require_graph(module: Any) -> None:
+    """Check that ``module`` is a GraphModule.
+
+    Raises:
+        NotAGraph: it is not.
+    """
+    if not isinstance(module, fx.GraphModule):
+        raise NotAGraph(
+            f"what runs node by node is a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
+        )
+
 
 class Interpreter(fx.Interpreter):
     """torch.fx's interpreter, which also runs graphs whose arguments are lists.
 
     torch.fx stores lists as immutable ones, and some operators do not take those for lists (swin3d).
+
+    Raises:
+        NotAGraph: when it is made of something else than a graph module.
 
     >>> import torch
     >>> from fxcore import trace
@@ -25,6 +46,12 @@ class Interpreter(fx.Interpreter):
     mul 6.0
     output 6.0
     """
+
+    def __init__(
+        self, module: fx.GraphModule, garbage_collect_values: bool = True, graph: fx.Graph | None = None
+    ) -> None:
+        require_graph(module)
+        super().__init__(module, garbage_collect_values, graph)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)

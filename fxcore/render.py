@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.graphs import ModelGraph, dtype_name, target_name
+from fxcore.interpreter import require_graph
 from fxcore.svg import Box, draw, printable
 from fxcore.tracing import PATH, public_name
 
@@ -31,11 +32,12 @@ _WIDEST = 60
 _CODE_LOCK = threading.Lock()
 
 
-def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = None) -> str:
+def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth: int | None = None) -> str:
     """Write ``graph`` in one of :data:`FORMATS`.
 
     Args:
-        graph: a model's graph, whose levels are highlighted, or an extractor's, whose outputs are.
+        graph: a model's graph, whose levels are highlighted, or that of an extractor or any graph module, whose
+            outputs are.
         format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes where the graph has
             been annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names as a last column;
             ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
@@ -43,6 +45,7 @@ def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = Non
             every node.
 
     Raises:
+        NotAGraph: something that has no graph, such as a module that was not traced.
         ValueError: a format that is not one of those, or a depth below 1.
 
     >>> from fxcore import model_graph
@@ -56,6 +59,9 @@ def render(graph: fx.Graph | ModelGraph, format: Format, depth: int | None = Non
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
     else:
+        if not isinstance(graph, fx.Graph):
+            require_graph(graph)
+            graph = graph.graph
         marks, title, nodes = _keys(graph), "graph", graph
     if format in _TEXTS:
         return _TEXTS[format](nodes)

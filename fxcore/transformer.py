@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.graph import _Namespace
 
+from fxcore.interpreter import require_graph
 from fxcore.tracing import PATH, public_name
 from fxcore.transforms.base import fork
 
@@ -20,6 +21,9 @@ class Transformer(fx.Transformer):
 
     Args:
         module: a graph module.
+
+    Raises:
+        NotAGraph: it is something else.
 
     >>> import torch
     >>> from fxcore import trace
@@ -35,6 +39,7 @@ class Transformer(fx.Transformer):
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
+        require_graph(module)
         # torch.fx gives tensors that it meets on the way to the module as attributes.
         super().__init__(fork(module))
         self._made: dict[fx.Node, fx.Node] = {}

@@ -67,10 +67,16 @@ def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
     """A function, or the activation function of that name.
 
     Raises:
-        BadParameter: no activation function of that name.
+        BadParameter: no activation function of that name, or no function.
     """
-    if not isinstance(function, str):
+    if callable(function):
         return function
+    if not isinstance(function, str):
+        raise BadParameter(
+            f"a function, or an activation function's name, is needed, and not a {type(function).__name__}",
+            transform="replace",
+            parameter="function",
+        )
     if function not in ACTIVATIONS:
         raise BadParameter(
             f"there is no function {function[:64]!r}; there are {', '.join(ACTIVATIONS)}",
