@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from fxcore.errors import NotTraceable
+from fxcore.frozen import Overwrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _OWN = Path(__file__).parent
@@ -48,8 +49,8 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """The error that tells a person what broke tracing.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
-    ``kwargs``, ``constructor``, ``assignment``, ``function``, ``module``, ``other``), ``module`` (a path, or
-    the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
+    ``kwargs``, ``constructor``, ``assignment``, ``function``, ``module``, ``write``, ``other``), ``module``
+    (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
         error: what came out of the tracer.
@@ -87,6 +88,12 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
     code = spot.expression if spot else ""
     statement = spot.statement if spot else ""
     said = f"`{code}`" if code else "it"
+    if isinstance(error, Overwrite):
+        return _Reason(
+            "write",
+            f"{said} writes to {error.name}, which the model keeps between calls, and a graph cannot record that",
+            "compute a new tensor instead",
+        )
     if "cannot be used as inputs to control flow" in message:
         return _control_flow(said, code, statement, spot)
     if "'len' is not supported" in message:

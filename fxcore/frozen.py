@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,6 +36,14 @@ class FrozenDraw(UserWarning):
     """A model draws random numbers while it is traced; every call of the graph has the same."""
 
 
+class Overwrite(RuntimeError):
+    """A model was about to write to a tensor of its own while it was traced; ``name`` says which."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"writes to {name}")
+        self.name = name
+
+
 class Made(NamedTuple):
     """Where a constant comes from.
 
@@ -53,17 +61,31 @@ class Made(NamedTuple):
 class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, knows of each tensor that this thread makes from nothing where it was made.
 
+    Args:
+        model: whose parameters and buffers are left as they are. What it writes to them in training is undone
+            afterwards; in eval mode it raises :class:`Overwrite`, since later calls would see what was written and
+            the graph would not.
+
     Attributes:
         draws: one for each line that drew at random, whatever became of the numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._training = False
+        self._own: dict[int, str] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        if isinstance(model, nn.Module):
+            self._training = model.training
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            self._own = {t.untyped_storage()._cdata: name for name, t in tensors}
         self.draws: dict[str, Made] = {}
         self._made: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._guard(func, args, kwargs)
         result = func(*args, **kwargs)
         name = str(func.overloadpacket.__name__)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -88,6 +110,23 @@ class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 elif name in _FILLS:
                     self._made[tensor] = Made(name.removesuffix("_"), _line(), False)
         return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for tensor, before in self._before.values():
+                tensor.copy_(before)
+
+    def _guard(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
+        targets = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        for tensor in pytree.tree_leaves(targets):
+            place = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+            if place in self._own and not self._training:
+                raise Overwrite(self._own[place])
+            if place in self._own and place not in self._before:
+                whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+                self._before[place] = whole, whole.clone()
 
     def of(self, tensor: Tensor) -> Made | None:
         """Where ``tensor`` was made, if this saw it."""

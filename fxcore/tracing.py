@@ -70,9 +70,10 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         patterns: paths of modules to keep whole, or shell patterns of such.
         closed: paths of modules to keep whole, each with the reason.
 
+        factories: to be entered for the trace.
+
     Attributes:
         broke: the error that ended the trace and the path of the innermost module that it came out of.
-        factories: knows where tensors come from that the model makes meanwhile, where it has been entered.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         leaf_modules: tuple[type[nn.Module], ...] = (),  # torch.fx makes a tracer when it unpickles a GraphModule
         patterns: Sequence[str] = (),
         closed: Mapping[str, str] | None = None,
+        factories: Factories | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
@@ -90,7 +92,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.patterns = patterns
         self.closed = closed or {}
         self.broke: tuple[BaseException, str] | None = None
-        self.factories = Factories()
+        self.factories = factories or Factories()
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
@@ -258,7 +260,7 @@ def record(
     closed: dict[str, str] = {}
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root):
-            tracer = Tracer(classes, patterns, closed)
+            tracer = Tracer(classes, patterns, closed, Factories(root))
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(root, concrete or None))

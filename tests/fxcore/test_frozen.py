@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcore import ModelEntry, check_health, model_graph, trace
+from fxcore.errors import NotTraceable
 from fxcore.frozen import FrozenDraw, frozen
 from fxcore.transforms import fuse_conv_bn
 
@@ -133,3 +134,43 @@ def test_a_catalogued_model_that_draws_is_told_of_too(own_entry: Any) -> None:
     with pytest.warns(FrozenDraw, match=r"randn at "):
         graph = model_graph(entry)
     assert [made.function for made in frozen(graph.graph).values()] == ["randn"]
+
+
+class Counting(nn.Module):
+    """Keeps the number of its calls, and adds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0].add_(1)
+        return x + self.calls.sum()
+
+
+def test_a_model_that_writes_to_its_buffers_is_refused_and_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Identity(), Counting()).eval()
+    with pytest.raises(NotTraceable, match=r"1 \(Counting\): .*add_\(1\)` writes to 1.calls, which") as caught:
+        trace(model)
+    assert (caught.value.extra["kind"], caught.value.extra["module"]) == ("write", "1")
+    assert torch.equal(model[1].calls, torch.zeros(2, 2))
+    # Kept whole it counts on.
+    for leaves in ("auto", ("1",)):
+        counted = trace(model, leaf_modules=leaves)
+        before = float(model[1].calls[0, 0])
+        assert float(counted(torch.tensor(0.0))) == 2 * (before + 1)
+
+
+def test_what_a_model_writes_in_training_is_undone() -> None:
+    model = Counting().train()
+    model.calls += 3
+    trace(model, training=True)
+    assert torch.equal(model.calls, torch.full((2, 2), 3.0))
+
+
+def test_writing_to_tensors_of_its_own_making_is_no_matter() -> None:
+    class Fresh(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.calls.clone().add_(1)
+
+    assert torch.equal(trace(Fresh().eval())(torch.zeros(2, 2)), torch.ones(2, 2))
