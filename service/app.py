@@ -66,6 +66,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         finally:
             if sampling is not None:
                 sampling.cancel()
+            state.close()
             await state.engine.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)

@@ -12,6 +12,7 @@ from fxcore.exports import FORMATS, CannotExport, export
 from fxcore.extractor import Extractor
 from service.access import require_admin
 from service.api.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, loaded
+from service.api.lookups import LOOKUP_PROBLEMS
 from service.api.queries import Route
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
@@ -41,7 +42,14 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
             },
             "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
         },
-        **documented("unknown-extractor", "cannot-export", "export-unavailable", "invalid-request", *BUILD_PROBLEMS),
+        **documented(
+            "unknown-extractor",
+            "cannot-export",
+            "export-unavailable",
+            "invalid-request",
+            *LOOKUP_PROBLEMS,
+            *BUILD_PROBLEMS,
+        ),
     },
 )
 async def download(
@@ -60,13 +68,14 @@ async def download(
 ) -> Response:
     """An extractor as a file: its graph with its transforms and weights, before any backend lowered it."""
     record = state.engine.find(extractor)
-    with record.in_use():
-        built = await loaded(state, record, DEFAULT_WAIT)
-        cancelled = threading.Event()
-        try:
-            data = await state.in_exporter(lambda: _written(state, record, built, format, cancelled))
-        finally:
-            cancelled.set()  # where nobody waits any more
+    async with state.exports.place() as place:
+        with record.in_use():
+            built = await loaded(state, record, DEFAULT_WAIT)
+            cancelled = threading.Event()
+            try:
+                data = await place.run(lambda: _written(state, record, built, format, cancelled))
+            finally:
+                cancelled.set()  # where nobody waits any more
     chosen = FORMATS[format]
     name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from fxcore.extractor import Extractor
 from service.api import graphs
+from service.api.lookups import LOOKUP_PROBLEMS
 from service.api.queries import Route
 from service.api.state import Shared, State
 from service.codecs.negotiation import media_type
@@ -187,7 +188,7 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     "/{extractor}/graph",
     responses={
         200: graphs.RESPONSE,
-        **documented("unknown-extractor", "not-acceptable", "invalid-request", *BUILD_PROBLEMS),
+        **documented("unknown-extractor", "not-acceptable", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
     },
 )
 async def show_graph(
@@ -225,7 +226,7 @@ async def show_graph(
             "description": "Python.",
             "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
         },
-        **documented("unknown-extractor", "invalid-request", *BUILD_PROBLEMS),
+        **documented("unknown-extractor", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
     },
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
@@ -235,14 +236,14 @@ async def show_code(state: Shared, extractor: IdOrName) -> Response:
 
 async def _profiled(state: State, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
-    async with state.profiling:
+    async with state.lookups.place() as place, state.profiling:
         answer = state.graphs.get(key)
         if answer is None:
             with record.in_use():
                 built = await loaded(state, record, DEFAULT_WAIT)
                 found = await state.engine.profile(record, built)
                 graph = built.module.graph
-                answer = await state.in_thread(lambda: graphs.write_part(record.graph, graph, "json", measured=found))
+                answer = await place.run(lambda: graphs.write_part(record.graph, graph, "json", measured=found))
             state.graphs.put(key, answer)
     return answer
 
@@ -251,8 +252,9 @@ async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat, dep
     key = ("extractor", record.id, format, depth)
     answer = state.graphs.get(key)
     if answer is None:
-        with record.in_use():
-            built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
-            answer = await state.in_thread(lambda: graphs.write_part(record.graph, built, format, depth))
+        async with state.lookups.place() as place:
+            with record.in_use():
+                built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
+                answer = await place.run(lambda: graphs.write_part(record.graph, built, format, depth))
         state.graphs.put(key, answer)
     return answer

@@ -16,6 +16,7 @@ from service.access import may_build
 from service.api import named_v2 as named
 from service.api.extractors import MAKING_PROBLEMS
 from service.api.features import while_connected
+from service.api.lookups import LOOKUP_PROBLEMS
 from service.api.protocol_v2 import TAG, Name, Route, body, documented
 from service.api.state import Shared, State, state_of
 from service.codecs import compression, json, v2
@@ -168,12 +169,16 @@ async def server_ready(state: Shared) -> Ready:
     return Ready(ready=True)
 
 
-@router.get("/models/{name}", response_model=ModelMetadata, responses=documented("unknown-model", "not-traceable"))
+@router.get(
+    "/models/{name}",
+    response_model=ModelMetadata,
+    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
+)
 @router.get(
     "/models/{name}/versions/{version}",
     **_VERSIONED,
     response_model=ModelMetadata,
-    responses=documented("unknown-model", "not-traceable"),
+    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
 )
 async def model_metadata(state: Shared, name: Name, target: Target) -> Response:
     """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fxcore.catalog import ModelEntry, is_torchvisions
 from fxcore.graphs import ModelGraph, model_graph
 from service.api import graphs
+from service.api.lookups import LOOKUP_PROBLEMS
 from service.api.queries import Route
 from service.api.state import Shared
 from service.problems import Refusal, documented
@@ -74,7 +75,9 @@ async def list_models(
     return _json(orjson.dumps({"models": found}))
 
 
-@router.get("/{model}", response_model=ModelDetail, responses=documented("unknown-model", "invalid-request"))
+@router.get(
+    "/{model}", response_model=ModelDetail, responses=documented("unknown-model", "invalid-request", *LOOKUP_PROBLEMS)
+)
 async def show_model(state: Shared, model: Model) -> Response:
     """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
     entry = state.model(model)
@@ -84,7 +87,7 @@ async def show_model(state: Shared, model: Model) -> Response:
 @router.get(
     "/{model}/nodes",
     response_model=NodeList,
-    responses=documented("unknown-model", "unknown-weights", "not-traceable", "invalid-request"),
+    responses=documented("unknown-model", "unknown-weights", "not-traceable", "invalid-request", *LOOKUP_PROBLEMS),
 )
 async def list_nodes(
     state: Shared,
@@ -111,7 +114,13 @@ async def list_nodes(
     responses={
         200: graphs.RESPONSE,
         **documented(
-            "unknown-model", "unknown-weights", "not-acceptable", "bad-tensor", "not-traceable", "invalid-request"
+            "unknown-model",
+            "unknown-weights",
+            "not-acceptable",
+            "bad-tensor",
+            "not-traceable",
+            "invalid-request",
+            *LOOKUP_PROBLEMS,
         ),
     },
 )

@@ -72,7 +72,7 @@ async def inputs_of(state: State, target: ExtractorRecord | ModelEntry) -> list[
 
 
 async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
-    """Looked up once for each structure of a model: a request must not wait for the threads that trace."""
+    """Looked up once for each structure of a model, where extractors are built: no GET may hold up inference."""
     key = entry.name, structure
     own = state.own_tensors.get(key)
     if own is None:
@@ -81,7 +81,7 @@ async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
             graph = model_graph(entry, structure)
             return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
 
-        own = state.own_tensors[key] = await state.in_thread(look_up)
+        own = state.own_tensors[key] = await state.engine.run_in_builder(look_up)
     return own
 
 

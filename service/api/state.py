@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, TypeVar
 from urllib.parse import quote
 
-import anyio
-import anyio.to_thread
 from fastapi import Depends, Request
 from starlette.types import Scope
 
 from fxcore.catalog import ModelEntry, get_model, list_models
 from fxcore.errors import UnknownModel
+from service.api.lookups import Lookups
 from service.engine import Engine, ExtractorRecord
 from service.metrics import STAGES, STAGES_TAKEN, Metrics
 from service.schemas_v2 import TensorMetadata
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from service.traces import Traces
 
 Result = TypeVar("Result")
+
+EXPORT_SECONDS = 600.0
+"""Least time that an export may take, with the wait for others before it."""
 
 
 class KeptAnswers:
@@ -70,13 +72,13 @@ class State:
     metadata: KeptAnswers = field(default_factory=KeptAnswers)
     # By model and structure, of which there are few.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
-    # Tracing and drawing graphs: a few at a time, so that listing models cannot take the machine from features.
-    tracing: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(2))
-    # An export holds the weights a second time; one at a time.
-    exporting: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-
-    # Two at a time would measure each other.
+    # Two profiles at a time would measure each other.
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.lookups = Lookups(self.settings.request_timeout)
+        # An export holds the weights a second time; one at a time.
+        self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), at_once=1, most=4)
 
     def models(self) -> list[ModelEntry]:
         """The models that are served here."""
@@ -115,14 +117,20 @@ class State:
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which may trace a graph, off the event loop."""
-        result = await anyio.to_thread.run_sync(work, limiter=self.tracing)
+        """Run ``work``, which may trace a graph, off the event loop and in a place of :attr:`lookups`.
+
+        Raises:
+            AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
+        """
+        async with self.lookups.place() as place:
+            result = await place.run(work)
         self.engine.make_room()
         return result
 
-    async def in_exporter(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which exports an extractor, off the event loop; it runs on when this is cancelled."""
-        return await anyio.to_thread.run_sync(work, limiter=self.exporting, abandon_on_cancel=True)
+    def close(self) -> None:
+        """Begin no more lookups and exports."""
+        self.lookups.close()
+        self.exports.close()
 
 
 @functools.cache  # of what is loaded here

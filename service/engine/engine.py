@@ -320,6 +320,11 @@ class Engine:
         with self._unfinished:
             return await in_pool(self._encoders, function, *args)
 
+    async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
+        """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
+        with self._unfinished:
+            return await in_pool(self._builders, function, *args)
+
     async def _features(
         self, record: ExtractorRecord, images: Inputs, options: FeatureOptions, deadline: float, ticket: Ticket
     ) -> FeatureResult:

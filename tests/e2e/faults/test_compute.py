@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -78,10 +79,15 @@ def test_a_device_thread_that_dies(clients: Clients, server: FaultyServer) -> No
 
 def test_a_model_that_hangs(clients: Clients, server: FaultyServer, together: Path) -> None:
     """No thread can be ended from outside. Clients are told in time, and /readyz says so until it moves again."""
+    made = server.http.post("/v1/extractors", json={"model": "faulty", "return_nodes": ["conv"]}).json()
+    profile = f"/v1/extractors/{made['id']}/graph?profile=true"
     hung = server.features(HANGS, 1, **{"x-request-timeout": "8"})
     assert problems([hung]) == {(504, "/problems/deadline-exceeded")}
     waited = server.features(2, **{"x-request-timeout": "1"})
     assert problems([waited]) == {(504, "/problems/deadline-exceeded")}
+    with ThreadPoolExecutor(2) as pool:
+        profiles = list(pool.map(server.http.get, [profile] * 2))
+    assert problems(profiles) == {(504, "/problems/deadline-exceeded")}
     until(lambda: server.http.get("/readyz").status_code == 503)
     assert "has been on one batch" in server.http.get("/readyz").json()["reason"]
     refused = server.features(3)
