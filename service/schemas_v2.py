@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.schemas import MAX_DIMENSIONS, MAX_NODES
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
+
+
+def _unset(value: Any) -> Any:
+    """Serializers of other languages write null for what is not set."""
+    return {} if value is None else value
+
+
+Parameters = Annotated[dict[str, Any], BeforeValidator(_unset, json_schema_input_type=dict[str, Any] | None)]
 
 
 class ServerMetadata(BaseModel):
@@ -55,7 +63,7 @@ class RequestInput(BaseModel):
     name: Name = Field(examples=["image"])
     shape: Annotated[list[Size], Field(max_length=MAX_DIMENSIONS)] = Field(examples=[[1]])
     datatype: str = Field(max_length=16, examples=["BYTES"])
-    parameters: dict[str, Any] = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
+    parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
     data: Any = Field(
         default=None,
         description="Row-major numbers, flat or nested; for BYTES base64 strings.",
@@ -65,7 +73,7 @@ class RequestInput(BaseModel):
 
 class RequestedOutput(BaseModel):
     name: Name = Field(examples=["C5"])
-    parameters: dict[str, Any] = Field(default_factory=dict, examples=[{"binary_data": True}])
+    parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data": True}])
 
 
 class InferRequest(BaseModel):
@@ -74,7 +82,7 @@ class InferRequest(BaseModel):
     an extractor, ``weights``."""
 
     id: str | None = Field(default=None, max_length=4096, examples=["42"])
-    parameters: dict[str, Any] = Field(default_factory=dict, examples=[{"binary_data_output": True}])
+    parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_output": True}])
     inputs: Annotated[list[RequestInput], Field(min_length=1, max_length=16)]
     outputs: Annotated[list[RequestedOutput], Field(max_length=MAX_NODES)] | None = None
 
@@ -123,7 +131,9 @@ class LoadParameters(BaseModel):
 
 
 class LoadRequest(BaseModel):
-    parameters: LoadParameters = Field(default_factory=LoadParameters)
+    parameters: Annotated[LoadParameters, BeforeValidator(_unset, json_schema_input_type=LoadParameters | None)] = (
+        Field(default_factory=LoadParameters)
+    )
 
 
 class ErrorV2(BaseModel):

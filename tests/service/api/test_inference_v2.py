@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import io
 import json
@@ -345,3 +346,14 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
         assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
     finally:
         tiny.run(give_back())
+
+
+def test_null_is_what_is_not_set(tiny):
+    """As Jackson and others write an object's empty fields."""
+    image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": None}
+    image["data"] = [base64.b64encode(png()).decode()]
+    document = {"id": None, "parameters": None, "inputs": [image], "outputs": [{"name": "a", "parameters": None}]}
+    answer = tiny.post(INFER, json=document)
+    assert answer.status_code == 200, answer.text
+    assert [output["name"] for output in answer.json()["outputs"]] == ["a"]
+    assert tiny.post("/v2/repository/models/tiny/load", json={"parameters": None}).status_code == 200
