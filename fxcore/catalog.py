@@ -377,6 +377,7 @@ def get_model(name: str) -> ModelEntry:
         return registry[name]
     if name in _refused:
         raise UnknownModel(f"the model {name!r} was described wrongly and is not there", name=name, suggestions=[])
-    suggestions = difflib.get_close_matches(name, registry, n=5, cutoff=0.5)
+    lower = {known.lower(): known for known in registry}
+    suggestions = [lower[near] for near in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.5)]
     hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of models"
     raise UnknownModel(f"there is no model {name!r}{hint}", name=name, suggestions=suggestions)

@@ -153,7 +153,14 @@ def test_unknown_weights_are_answered_with_what_there_is(asked: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"), [("resnet5", "resnet50"), ("vit_b16", "vit_b_16"), ("fasterrcnn", "fasterrcnn_resnet50_fpn")]
+    ("asked", "meant"),
+    [
+        ("RESNET50", "resnet50"),
+        ("ResNet18", "resnet18"),
+        ("resnet5", "resnet50"),
+        ("vit_b16", "vit_b_16"),
+        ("fasterrcnn", "fasterrcnn_resnet50_fpn"),
+    ],
 )
 def test_unknown_models_are_answered_with_the_nearest(asked: str, meant: str) -> None:
     with pytest.raises(UnknownModel) as caught:
