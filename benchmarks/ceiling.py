@@ -24,9 +24,9 @@ import torch
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
 from service.engine.groups import FEWEST, MOST
-from service.engine.memory import release
 from service.engine.staging import Staging
 from service.engine.threads import compute_with, decode_only
+from service.garbage import release
 from service.schemas import ExtractorSpec
 from service.settings import Settings
 

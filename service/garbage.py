@@ -1,4 +1,10 @@
-"""How often Python's collector looks for garbage. Nothing heavy is imported here, as commands begin with it."""
+"""When Python's collector looks for garbage, and at what: the policy of the whole process.
+
+torch and the graphs of models are a million objects that stay. A full collection looks at each and stops every thread
+meanwhile, for 0.3 s: as long as ten batches take. So collections are rare, and what stays is exempt from them.
+
+Nothing heavy is imported here at once, as commands begin with it.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +23,27 @@ def collect_rarely() -> None:
     and collections among them take a fifth of the five seconds that all imports take.
     """
     gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
+
+
+def exempt() -> None:
+    """Exempt what was made since the last call, as a built extractor, from later collections.
+
+    What is garbage already is collected first: exempt, it would stay until the next :func:`tidy`. That looks at what is
+    new only.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def tidy() -> None:
+    """Collect all garbage, what was exempt included, give free memory back to the system, and exempt what is left."""
+    from fxcore.memory import give_back
+
+    gc.unfreeze()
+    give_back()
+    gc.freeze()
+
+
+def release() -> None:
+    """End the exemption, for the process's end: C++ libraries report at length what is left of theirs on unloading."""
+    gc.unfreeze()

@@ -29,7 +29,6 @@ from service.engine.decoding import Decoders, Decoding
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.extractors import Extractors
 from service.engine.inputs import Inputs, Plan, RowShape
-from service.engine.memory import release, tidy
 from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.own_models import register_models, tell_unknown
@@ -40,7 +39,7 @@ from service.engine.threads import compute_on, compute_with, in_pool, switch_oft
 from service.engine.tiers import Tiers
 from service.engine.unfinished import Unfinished
 from service.engine.worker import DeviceWorker
-from service.garbage import collect_rarely
+from service.garbage import collect_rarely, release, tidy
 from service.metrics import Metrics
 from service.settings import Settings
 

@@ -10,7 +10,6 @@ its description, and is built again by the next request for it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections import OrderedDict
@@ -28,13 +27,14 @@ from fxcore.graphs import ModelGraph, forget_graph
 from service.engine.backends import check_backend
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.graphs import graph_bytes, graph_for, idle_graphs, named_graph
-from service.engine.memory import Leaving, tidy
+from service.engine.leaving import Leaving
 from service.engine.models import ModelStore
 from service.engine.names import Names
 from service.engine.records import PRECISIONS, ExtractorRecord, ModelKey, extractor_id
 from service.engine.threads import in_pool
 from service.engine.tiers import Tiers
 from service.engine.transforming import prepared, steps, transformed
+from service.garbage import exempt, tidy
 from service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class Extractors:
             record.build = None
             record.last_used = time.monotonic()
         if record.state == "ready":
-            gc.freeze()  # a new graph is not looked through either, see tidy
+            self._pool.submit(exempt)
         self.make_room()
 
     def _forget(self) -> None:

@@ -33,10 +33,10 @@ from service.engine.batching import Queue, usual_size
 from service.engine.checks import Candidate, Reference, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.guarded import OneSize, Plain, Swapped
-from service.engine.memory import tidy
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_on, in_pool
 from service.engine.verdicts import Verdicts
+from service.garbage import tidy
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.tiers")

@@ -14,9 +14,10 @@ from torch.testing import assert_close
 
 from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
+from fxcore.extractor import build_extractor
 from fxcore.graphs import kept_graphs, model_graph
 from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
-from service.engine.memory import tidy
+from service.garbage import tidy
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 from tests.service.engine.stand_ins import Held
 
@@ -144,7 +145,7 @@ async def test_what_was_given_back_is_freed(
 ) -> None:
     """Though its weights stay for another extractor, or a request is on its way through it: graphs refer to themselves,
     and the collector leaves what was built alone."""
-    monkeypatch.setattr("service.engine.memory.TIDY_SECONDS", 0.3)
+    monkeypatch.setattr("service.engine.leaving.TIDY_SECONDS", 0.3)
     async with engine() as running:
         if why == "shared":
             await built(running, nodes=["features.1"])
@@ -168,6 +169,23 @@ async def test_what_was_given_back_is_freed(
             assert (await request).images == 1
             del record, watched, request
         await until(lambda: module() is None)
+
+
+async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing is evicted: what is left of a build refers to itself, and what is built is not looked through."""
+    left: list[weakref.ref[torch.nn.Module]] = []
+
+    def build(*args: object) -> object:
+        rest = torch.nn.Linear(1, 1)
+        rest.__dict__["itself"] = rest
+        gc.collect()  # as old as what is built, so that no collection of young objects comes across it
+        left.append(weakref.ref(rest))
+        return build_extractor(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("service.engine.extractors.build_extractor", build)
+    async with engine() as running:
+        await built(running)
+        await until(lambda: left[0]() is None)
 
 
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:

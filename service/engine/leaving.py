@@ -1,14 +1,13 @@
-"""Memory of a process that serves: freed pages go back to the system, and garbage collections stay short."""
+"""Extractors that are known no more, until their memory is free."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
-from fxcore.memory import give_back
+from service.garbage import tidy
 
 if TYPE_CHECKING:
     from service.engine.records import ExtractorRecord
@@ -17,25 +16,10 @@ TIDY_SECONDS = 10.0
 """What left in so many seconds is collected at once, as a full collection is felt by every request."""
 
 
-def tidy() -> None:
-    """Collect garbage once, then exempt what is left from later collections, until this is called again.
-
-    torch and the graphs of models are a million objects that stay. A full collection looks at each and stops every
-    thread meanwhile, for 0.3 s: as long as ten batches take.
-    """
-    gc.unfreeze()
-    give_back()
-    gc.freeze()
-
-
-def release() -> None:
-    """End the exemption, for the process's end: C++ libraries report at length what is left of theirs on unloading."""
-    gc.unfreeze()
-
-
 class Leaving:
-    """Extractors that are known no more, of which :func:`tidy` has to collect what refers to itself, as their graphs
-    do, once nobody has a hand on them any more. For one event loop.
+    """Extractors that are known no more, each until nobody has a hand on it any more.
+
+    Their graphs refer to themselves, so that :func:`~service.garbage.tidy` has to collect them. For one event loop.
 
     Args:
         pool: the threads that tidy.
