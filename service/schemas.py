@@ -275,7 +275,9 @@ class ExtractorDetail(BaseModel):
     preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
     checks: dict[str, Any] | None = Field(
-        examples=[{"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}]
+        description="How far the backend's values are from the model's own in eager PyTorch, nothing folded, on "
+        "photographs. Errors are null until they are measured.",
+        examples=[{"reference": "eager float32", "max_abs_error": 1.9e-06, "max_rel_error": 3.2e-07}],
     )
     problem: dict[str, Any] | None = Field(
         default=None, description="Why the build failed, where the state is `failed`.", examples=[None]

@@ -26,6 +26,8 @@ router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Rou
 
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0
+CHECK_SECONDS = 1.0
+"""How long the answer about a new extractor waits for its errors to be measured."""
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
@@ -59,16 +61,10 @@ MAKING_PROBLEMS = (
 )
 
 
-# The checks of an extractor on eager in float32, which is what others are measured against.
-_IS_THE_REFERENCE = {"reference": "eager float32", "max_abs_error": 0.0, "max_rel_error": 0.0}
-
-
 def described(record: ExtractorRecord) -> dict[str, Any]:
     """A record as :class:`service.schemas.ExtractorDetail` says it."""
     checks = record.checks
-    if checks is None and record.state == "ready" and record.spec.precision == "float32" and record.backend == "eager":
-        checks = _IS_THE_REFERENCE if record.transformed is None else None
-    if record.transformed is not None and record.state == "ready":
+    if record.transformed is not None and checks is not None and record.state == "ready":
         checks = record.transformed.checks(checks)
     return {
         "id": record.id,
@@ -151,6 +147,8 @@ async def make_extractor(
     record, created = await state.engine.extractor(spec, wait)
     if record.problem is not None:
         raise copy(record.problem)
+    if record.check is not None and wait > 0:
+        await asyncio.wait({record.check}, timeout=min(wait, CHECK_SECONDS))
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
         orjson.dumps(described(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxcore.backends import Lowered
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
@@ -113,12 +114,12 @@ class Reference:
     """An extractor's own module on photographs, for others to be compared with. Its methods run on the device worker.
 
     Args:
-        module: unchanged: nothing fused, nothing in place.
+        module: unchanged: nothing folded, nothing in place.
         rows: each photograph as inputs with one row, all of one shape.
         precision: the extractor's.
     """
 
-    def __init__(self, module: fx.GraphModule, rows: list[Inputs], precision: str) -> None:
+    def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str) -> None:
         self._module = module
         self._rows = rows
         self.precision = precision
@@ -182,9 +183,15 @@ def example_rows(
     Args:
         folder: of photographs to calibrate on instead of those that are shipped.
     """
-    rows = check_rows(record.preprocessing, record.inputs, photos(), record.preprocessing.nominal_size())
     calibration = calibration_of(record, folder) if record.spec.precision == "int8" else []
-    return [tuple(x.to(device, record.dtype) for x in row) for row in rows], calibration
+    return check_photographs(record, device), calibration
+
+
+def check_photographs(record: ExtractorRecord, device: torch.device, count: int | None = None) -> list[Inputs]:
+    """The photographs that are shipped, or the first ``count``, as inputs of the extractor with one row each."""
+    size = record.preprocessing.nominal_size()
+    rows = check_rows(record.preprocessing, record.inputs, photos()[:count], size)
+    return [tuple(x.to(device, record.dtype) for x in row) for row in rows]
 
 
 def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -178,7 +178,7 @@ class Extractors:
         if record.build is not None and not record.outputs:
             record.build.add_done_callback(lambda _: self._unload_built(record))
             return
-        empty: dict[str, Any] = {"extractor": None, "run": None, "tier": None, "build": None, "held": None}
+        empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "tier", "check", "build", "held"))
         if record.state == "building":
             empty["state"] = "ready"  # as it is while it is not in memory
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)
@@ -303,13 +303,14 @@ class Extractors:
                 record.return_nodes,
                 record.dtype,
             )
+            original: Callable[..., Any] = extractor.module
             if record.spec.transforms:
-                extractor, record.transformed = await in_pool(
+                extractor, record.transformed, original = await in_pool(
                     self._pool, transformed, record, extractor, steps(record.spec)
                 )
             record.outputs = extractor.outputs
             record.extractor = extractor
-            await self._tiers.first(record, extractor, self._pool)
+            await self._tiers.first(record, extractor, original, self._pool)
             record.state = "ready"
         except FxError as problem:
             record.state, record.problem = "failed", _kept(problem)
@@ -350,8 +351,7 @@ class Extractors:
         if record.run is not None:
             self._evictions.labels("extractor", "memory_budget").inc()
         record.extractor = record.held = None
-        record.run = None
-        record.tier = None
+        record.run = record.tier = record.check = None
         record.images = 0
 
     def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:

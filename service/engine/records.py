@@ -26,6 +26,7 @@ from service.engine.graphs import graph_for
 from service.engine.transforming import Transformed, steps
 
 if TYPE_CHECKING:
+    from service.engine.checks import Candidate
     from service.engine.inputs import RowShape
     from service.engine.sizes import RowSize
     from service.schemas import ExtractorSpec
@@ -58,7 +59,8 @@ class ExtractorRecord:
             builds it again. ``outputs`` and the rest stay.
         outputs: what it returns, in the order asked for; known once it was built.
         backend: what computes it.
-        checks: how far the backend's values are from eager float32; None where it *is* that.
+        checks: how far the backend's values are from the model's own in float32; None until it was built.
+        check: the task that measures that for eager, which begins once it is built.
         pinned: preloaded, never evicted.
         build: the task that builds it, while it does.
         run: what computes a batch, called with the model's inputs in order, on the device. Another backend takes over
@@ -91,6 +93,7 @@ class ExtractorRecord:
     checks: dict[str, Any] | None = None
     pinned: bool = False
     build: asyncio.Task[None] | None = None
+    check: asyncio.Task[Candidate] | None = None
     run: Lowered | None = None
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)

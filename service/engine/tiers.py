@@ -30,7 +30,7 @@ from fxcore.errors import said
 from fxcore.extractor import Extractor
 from service.engine.backends import chosen_backend
 from service.engine.batching import Queue, usual_size
-from service.engine.checks import Candidate, Reference, example_rows
+from service.engine.checks import Candidate, Reference, check_photographs, example_rows
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.guarded import OneSize, Plain, Swapped
 from service.engine.records import ExtractorRecord
@@ -84,11 +84,14 @@ class Tiers:
         self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
         # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
         self._remade: set[tuple[str, str]] = set()
+        self._checks: set[asyncio.Task[Candidate]] = set()
 
     def close(self) -> None:
         """End what is being lowered."""
         for record in {*self._improved, *self._lowering}:
             self._end(record)
+        for check in self._checks:
+            check.cancel()
         for pool in (self._asked, self._unasked):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -98,16 +101,21 @@ class Tiers:
         What was begun for it would keep others waiting, and memory in use, for nobody.
         """
         record.gone = True
+        if record.check is not None:
+            record.check.cancel()
         searching = record.tier is not None and not record.tier.done()
         if searching or not record.users:
             self._end(record)
         if searching:
             self._unasked.submit(tidy)  # comes after what is being lowered there has let go of it
 
-    async def first(self, record: ExtractorRecord, extractor: Extractor, pool: Executor) -> None:
+    async def first(
+        self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor
+    ) -> None:
         """Give ``record`` what runs its first request.
 
         Args:
+            original: computes what the model itself does: ``extractor.module`` before any transform.
             pool: where eager is prepared, which takes no longer than building an extractor does.
 
         Raises:
@@ -116,8 +124,12 @@ class Tiers:
         spec = record.spec
         backend = chosen_backend(spec, self._device)
         if backend.name == "eager" and spec.precision != "int8":
-            record.backend, record.checks = "eager", None
-            record.run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
+            own = Candidate("eager", "serving")
+            record.backend, record.checks = "eager", self._report(record, own, [own])
+            record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
+            record.check = asyncio.create_task(self._measured(record, original, run, own))
+            self._checks.add(record.check)
+            record.check.add_done_callback(self._checks.discard)
             return
         candidate = Candidate(backend.name)
         try:
@@ -135,6 +147,27 @@ class Tiers:
         record.backend = backend.name
         record.checks = self._report(record, candidate, [candidate]) | _layers(lowered)
         record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
+
+    async def _measured(
+        self, record: ExtractorRecord, original: Callable[..., Any], eager: Lowered, own: Candidate
+    ) -> Candidate:
+        """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
+
+        It runs beside the requests, which do not wait for it; until it is done, or where it fails, the errors are None.
+        """
+        try:
+            # Not in a pool: what that is busy with takes longer than this does.
+            rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
+            reference = Reference(original, rows, record.spec.precision)
+            own.take(await self._on_worker(reference.compare, eager, range(1)), record.spec.precision)
+            own.state, own.reason = "serving", None
+            if record.run is eager:
+                record.checks = self._report(record, own, [own])
+        except (EngineError, PassFailed) as error:
+            log.warning("how far eager is from extractor %s was not measured: %s", record.id, error)
+        except Exception:
+            log.exception("how far eager is from extractor %s was not measured", record.id)
+        return own
 
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Note that ``record`` answered a request; it may have become worth a faster backend."""
@@ -158,9 +191,10 @@ class Tiers:
         eager = record.run
         if eager is None:
             return
-        own = Candidate("eager")
+        own = Candidate("eager", "serving")
+        if record.check is not None:
+            own = await record.check
         candidates = [own, *(Candidate(backend.name) for backend in backends)]
-        own.state = "serving"
         record.checks = self._report(record, own, candidates)
         for candidate, backend in zip(candidates[1:], backends, strict=True):
             try:
@@ -253,9 +287,6 @@ class Tiers:
                 for one, before in zip((own, candidate), known, strict=True):
                     one.recall(before)
                 return True
-        if own.max_rel_error is None:
-            await self._compared(own, reference, eager)
-            own.state = "serving"
         await self._compared(candidate, reference, lowered)
         faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
         if faster:

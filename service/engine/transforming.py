@@ -112,8 +112,9 @@ class Transformed:
     found: Verification
     precision: str
 
-    def checks(self, backend: Mapping[str, Any] | None) -> dict[str, Any]:
-        """For ``checks`` of an extractor whose backend was found to be this far from the transformed module."""
+    def checks(self, backend: Mapping[str, Any]) -> dict[str, Any]:
+        """For ``checks`` of an extractor whose backend was found to be this far: eager from the model itself, others
+        from the transformed module. Until that is measured, the errors of the transforms stand for it."""
         own = {
             "reference": "eager, not transformed",
             "applied": [{"name": a.name, "changes": a.changes} for a in self.applied],
@@ -124,11 +125,17 @@ class Transformed:
             "max_abs_error": self.found.max_abs,
             "max_rel_error": self.found.relative,
         }
-        return {**(errors if backend is None else backend), "transforms": own}
+        known = backend["max_abs_error"] is not None
+        return {**backend, **({} if known else errors), "transforms": own}
 
 
-def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[Step]) -> tuple[Extractor, Transformed]:
+def transformed(
+    record: ExtractorRecord, extractor: Extractor, wanted: Sequence[Step]
+) -> tuple[Extractor, Transformed, Callable[..., Any]]:
     """Apply ``wanted`` in order and compare with ``extractor``, which stays as it is. Not for the event loop.
+
+    Returns:
+        The new extractor, what was done, and what computes of the new one's inputs what ``extractor`` does.
 
     Raises:
         CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
@@ -159,7 +166,7 @@ def transformed(record: ExtractorRecord, extractor: Extractor, wanted: Sequence[
             return extractor.module(*(normalized(x, shift, scale) for x in images))
 
     found = _verified(record, extractor, original, module, wanted)
-    return replace(extractor, module=module), Transformed(applied(module), found, dtype_name(record.dtype))
+    return replace(extractor, module=module), Transformed(applied(module), found, dtype_name(record.dtype)), original
 
 
 def _verified(

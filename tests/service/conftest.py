@@ -64,6 +64,17 @@ class Client:
         self._loop.close()
 
 
+def checked(client: Client, id: str) -> dict[str, Any]:
+    """The checks of an extractor, once its errors are measured."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        checks: dict[str, Any] = client.get(f"/v1/extractors/{id}").json()["checks"]
+        if None not in (checks["candidates"][0]["max_abs_error"], checks["max_abs_error"]):
+            return checks
+        time.sleep(0.02)
+    raise AssertionError("its errors were not measured")
+
+
 @pytest.fixture(scope="session")
 def client() -> Iterator[Client]:
     """A service with settings as they come, but for images as PIL decodes them: values are compared with those."""

@@ -278,6 +278,7 @@ async def main():
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
             record, _ = await engine.extractor(spec, 600)
             assert record.state == "ready", record.problem
+            await record.check  # which runs it once
             graph = [node.name for node in record.graph.nodes if node.extractable]
         sizes.append(resident())
     nodes = sum(len(r.extractor.module.graph.nodes) for r in engine.list()[1:])
@@ -297,7 +298,8 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
     weights = 25_557_032 * 4
     assert measured["one"] - measured["before"] > 0.9 * weights
     # Against what the first one added, not against a process that holds torch as well.
-    assert measured["fifty"] - measured["before"] < 1.3 * (measured["one"] - measured["before"])
+    # All have run once: where a node lies between a convolution and its batch norm, the convolution is packed anew.
+    assert measured["fifty"] - measured["before"] < 1.5 * (measured["one"] - measured["before"])
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

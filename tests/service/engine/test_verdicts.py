@@ -77,7 +77,8 @@ def start(
 async def test_a_second_start_confirms_what_the_first_found(start: Callable[..., Any]) -> None:
     first, compared = await start()
     second, confirmed = await start()
-    assert compared > 2 * confirmed == 2
+    assert compared > 2 * confirmed
+    assert confirmed == 2  # eager itself, and the twin on a photograph
     assert first.backend == second.backend == "openvino"
     assert second.checks == first.checks
 
