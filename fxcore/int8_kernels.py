@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-_TRANSPOSED = (
+TRANSPOSED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
 )
@@ -52,7 +52,7 @@ def untrusted(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx
     return {
         node
         for node in module.graph.nodes
-        if kind_of(module, node) in _TRANSPOSED
+        if kind_of(module, node) in TRANSPOSED
         or _is_packed_wrongly(module, node)
         or (kind_of(module, node) in overflowing and _is_weighted(module, node))
     }

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.ao.nn.quantized.modules.conv import _ConvNd
 
 from fxcore.errors import said
 from fxcore.transforms.parametrized import with_plain_weights
@@ -28,6 +27,8 @@ LONGEST = 900.0
 """Seconds after which a process is killed."""
 
 _FILE = "module.pt"
+_INT8 = "int8"
+"""An empty file beside a module that holds torch's own int8 layers."""
 
 
 class ProcessFailed(Exception):
@@ -39,13 +40,23 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     # Plain tensors and code, from which the other process makes an ordinary module without tracing a graph again.
     _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
+    if holds_int8(module):
+        (folder / _INT8).touch()
+
+
+def holds_int8(module: nn.Module) -> bool:
+    """Whether it computes in torch's own int8, whose packed weights torch alone can read."""
+    return any(type(part).__module__.startswith("torch.ao.nn.") for part in module.modules())
 
 
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Read and delete what :func:`save_module` wrote: the module, in eval mode on the CPU, and the tensors beside
     it."""
     file = folder / _FILE
-    _let_int8_convolutions_load()
+    if (folder / _INT8).exists():
+        from fxcore.graph_mode import let_int8_convolutions_load  # imports torch.ao
+
+        let_int8_convolutions_load()
     # Written by the parent process a moment ago, into a folder of its own.
     saved = torch.load(file, weights_only=False, map_location="cpu")
     file.unlink()
@@ -56,17 +67,6 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     module: nn.Module = type("Restored", (nn.Module,), {"forward": scope["forward"]})()
     module.__dict__.update({key: body[key] for key in ("_modules", "_parameters", "_buffers") if key in body})
     return module.eval().requires_grad_(False), saved
-
-
-def _let_int8_convolutions_load() -> None:
-    """Torch's int8 convolutions set attributes when unpickled, before ``nn.Module.__init__`` has run: run it first."""
-    fill = _ConvNd.__setstate__
-
-    def module_first(self: Any, state: Any) -> None:
-        nn.Module.__init__(self)
-        fill(self, state)
-
-    _ConvNd.__setstate__ = module_first  # type: ignore[method-assign]
 
 
 def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None) -> None:

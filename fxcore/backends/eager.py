@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
-from fxcore.quantize import quantize
+from fxcore.quantize import missing, quantize
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import (
     affine_of_module,
@@ -50,9 +50,9 @@ class Eager:
     name = "eager"
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
-        if precision == "int8" and (device.type != "cpu" or torch.backends.quantized.engine == "none"):
-            return f"eager has int8 arithmetic on CPUs with torch's quantized kernels, and not on this {device}"
-        return None
+        if precision == "int8" and device.type != "cpu":
+            return f"eager has int8 arithmetic on CPUs, and not on this {device}"
+        return missing() if precision == "int8" else None
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule | EagerInt8:
         with lowering(self.name):

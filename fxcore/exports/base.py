@@ -11,6 +11,7 @@ from typing import Any
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
 from fxcore.graphs import dtype_name
+from fxcore.process import holds_int8
 from fxcore.transforms.base import applied
 
 
@@ -26,18 +27,13 @@ class CannotExport(FxError):
     """This model cannot be written in that ``format``."""
 
 
-def holds_int8(extractor: Extractor) -> bool:
-    """Whether it computes in torch's own int8, whose packed weights torch alone can read."""
-    return any(type(part).__module__.startswith("torch.ao.nn.") for part in extractor.module.modules())
-
-
 def require_float(extractor: Extractor, format: str) -> None:
     """Refuse an extractor that computes in torch's own int8, which TorchScript alone can hold.
 
     Raises:
         CannotExport: it does.
     """
-    if holds_int8(extractor):
+    if holds_int8(extractor.module):
         raise CannotExport(
             f"this extractor of {extractor.graph.entry.name} computes in torch's own int8, which {format} cannot "
             "express; export it as torchscript, or export an extractor in float32",
@@ -57,7 +53,7 @@ def description(extractor: Extractor, int8: bool = False) -> dict[str, Any]:
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
         "dtype": dtype_name(extractor.dtype),
-        "arithmetic": "int8" if int8 or holds_int8(extractor) else dtype_name(extractor.dtype),
+        "arithmetic": "int8" if int8 or holds_int8(extractor.module) else dtype_name(extractor.dtype),
         "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in extractor.inputs],
         "preprocessing": graph.preprocessing.describe(),
         "outputs": [{"key": o.key, "node": o.node, "shape": o.shape, "layout": o.layout} for o in extractor.outputs],
