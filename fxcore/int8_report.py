@@ -19,7 +19,7 @@ from fxcore.int8_graph import WEIGHTED, computed_by, opened
 from fxcore.int8_kernels import TRANSPOSED, kind_of
 from fxcore.interpreter import Interpreter
 from fxcore.tracing import public_name
-from fxcore.transforms.base import fork
+from fxcore.transforms.base import bare_copy, fork
 from fxcore.transforms.keep_float import KEPT, named
 from fxcore.verify import flat, verify
 
@@ -238,8 +238,10 @@ class _Rounded(Interpreter):
             called = self.fetch_attr(str(n.target))
             if isinstance(called, WEIGHTED) and "weight" in called._parameters:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                weights = {"weight": rounded_weight(called.weight, self._per_channel)}
-                return torch.func.functional_call(called, weights, args, kwargs)
+                private = bare_copy(called)  # other threads run the original meanwhile
+                rounded = rounded_weight(called.weight, self._per_channel)
+                private._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
+                return private(*args, **kwargs)
         elif n.target in _WEIGHTED_FUNCTIONS and len(n.args) > 1:
             (x, weight, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
             return self.call_function(n.target, (x, rounded_weight(weight, self._per_channel), *rest), kwargs)

@@ -18,7 +18,8 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
     """Have :func:`fxcore.quantize.quantize` leave these nodes in float32; nothing else changes.
 
     Args:
-        nodes: names; a path means every node under it.
+        nodes: names; a path means every node under it. What a node holds, such as the convolution of a
+            Conv2dNormActivation, may be named too.
 
     Raises:
         CannotTransform: a name that no node has.
@@ -29,7 +30,7 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
     ('_0',)
     """
     for name in nodes:
-        if not any(named(node, name) for node in module.graph.nodes):
+        if not any(named(node, name) or _holds(module, node, name) for node in module.graph.nodes):
             raise CannotTransform(
                 f"keep_float: the graph has no node {name!r}; see the list of nodes", transform="keep_float", node=name
             )
@@ -41,3 +42,12 @@ def named(node: fx.Node, name: str) -> bool:
     """Whether ``name`` is the node's name or a path that it lies under."""
     path = public_name(node)
     return path == name or path.startswith(name + ".")
+
+
+def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    """Whether ``name`` is that of a module inside the one that the node calls."""
+    path = public_name(node) + "."
+    if node.op != "call_module" or not name.startswith(path):
+        return False
+    inside = name.removeprefix(path)
+    return any(inner == inside for inner, _ in module.get_submodule(str(node.target)).named_modules())

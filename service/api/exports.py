@@ -17,7 +17,7 @@ from service.api.queries import Route
 from service.api.state import Shared, State
 from service.engine import ExtractorRecord
 from service.engine.checks import calibration_of
-from service.engine.tiers import int8_graph
+from service.engine.int8_advice import int8_graph
 from service.problems import documented
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)

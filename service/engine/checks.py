@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,10 @@ CALIBRATION_IMAGES = 32
 
 _FASTER = 0.95
 _NOT_SLOWER = 1.1
+
+
+class PassFailed(Exception):
+    """A forward pass for a comparison or a trial raised."""
 
 
 @dataclass
@@ -108,6 +112,17 @@ class Candidate:
             "max_rel_error": self.max_rel_error,
             "min_cosine": self.min_cosine,
         }
+
+
+def report(record: ExtractorRecord, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """``checks`` of an extractor that ``serving`` runs."""
+    same = record.spec.precision in ("float32", "int8")
+    return {
+        "reference": "eager float32" if same else f"eager {record.spec.precision}",
+        "max_abs_error": serving.max_abs_error,
+        "max_rel_error": serving.max_rel_error,
+        "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
+    }
 
 
 class Reference:

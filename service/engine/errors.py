@@ -154,12 +154,13 @@ class Unsupported(EngineError):
 
 
 class BackendRefused(EngineError):
-    """The ``backend`` that was asked for by name cannot run this model, or is too far from eager, by which figures."""
+    """No other ``backend`` may stand in for this one, which cannot run the model, or is too far from eager, by which
+    figures; ``instead`` says what to ask for."""
 
     status = 422
 
-    def __init__(self, detail: str, backend: str, **figures: Any) -> None:
-        super().__init__(f"{detail}; ask for backend=auto, or for another precision", backend=backend, **figures)
+    def __init__(self, detail: str, backend: str, instead: str, **figures: Any) -> None:
+        super().__init__(f"{detail}; {instead}", backend=backend, **figures)
 
 
 class ExtractorFailed(EngineError):

@@ -14,7 +14,7 @@ from fxcore.graphs import dtype_name
 from fxcore.photos import check_rows, photos
 from fxcore.profile import Profile, Profiler
 from service.engine.checks import Inputs, timed
-from service.engine.tiers import int8_graph
+from service.engine.int8_advice import int8_graph
 
 if TYPE_CHECKING:
     from service.engine.batching import Queue

@@ -15,24 +15,25 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from fxcore.backends import Backend, Lowered, LoweringFailed, Options, faster_than_eager
+from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
 from fxcore.backends.eager import EagerInt8
 from fxcore.errors import said
 from fxcore.extractor import Extractor
 from service.engine.backends import chosen_backend
 from service.engine.batching import Queue, usual_size
-from service.engine.checks import Candidate, Reference, check_photographs, example_rows
+from service.engine.checks import Candidate, PassFailed, Reference, check_photographs, example_rows, report
 from service.engine.errors import BackendRefused, EngineError
 from service.engine.guarded import OneSize, Plain, Swapped
+from service.engine.int8_advice import Passing, shown, simulation
 from service.engine.records import ExtractorRecord
 from service.engine.threads import compute_on, in_pool
 from service.engine.verdicts import Verdicts
@@ -45,9 +46,6 @@ T = TypeVar("T")
 
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
-
-SHOWN_LAYERS = 10
-"""How many of the layers that lose most in int8 are told."""
 
 _TRIAL_SECONDS = 0.5
 """About the longest forward pass that requests are kept waiting for by a trial."""
@@ -125,28 +123,33 @@ class Tiers:
         backend = chosen_backend(spec, self._device)
         if backend.name == "eager" and spec.precision != "int8":
             own = Candidate("eager", "serving")
-            record.backend, record.checks = "eager", self._report(record, own, [own])
+            record.backend, record.checks = "eager", report(record, own, [own])
             record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
-            record.check = asyncio.create_task(self._measured(record, original, run, own))
-            self._checks.add(record.check)
-            record.check.add_done_callback(self._checks.discard)
+            self._begin(record, self._measured(record, original, run, own))
             return
         candidate = Candidate(backend.name)
+        instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
             lowered, reference = await self._lowered(record, extractor, backend, self._asked)
             await self._compared(candidate, reference, lowered)
             await self._warmed(reference, lowered)
-        except LoweringFailed as error:
-            raise BackendRefused(error.detail, backend.name) from error
-        except PassFailed as error:
-            raise BackendRefused(f"{backend.name} failed on the check images: {error}", backend.name) from error
+        except (LoweringFailed, PassFailed) as error:
+            failed = f"{backend.name} failed on the check images: {error}"
+            detail = error.detail if isinstance(error, LoweringFailed) else failed
+            raise BackendRefused(detail, backend.name, instead) from error
         if not candidate.agrees:
+            if spec.precision == "int8":
+                raise await self._too_far(record, extractor, candidate, reference, lowered)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
-            raise BackendRefused(detail, backend.name, **candidate.figures(), **_layers(lowered))
+            raise BackendRefused(detail, backend.name, instead, **candidate.figures())
         candidate.state = "serving"
         record.backend = backend.name
-        record.checks = self._report(record, candidate, [candidate]) | _layers(lowered)
+        record.checks = report(record, candidate, [candidate])
         record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
+        if isinstance(lowered, EagerInt8):
+            record.checks |= shown(lowered.layers)
+        elif spec.precision == "int8":
+            self._begin(record, self._simulated(record, extractor, candidate))
 
     async def _measured(
         self, record: ExtractorRecord, original: Callable[..., Any], eager: Lowered, own: Candidate
@@ -162,18 +165,52 @@ class Tiers:
             own.take(await self._on_worker(reference.compare, eager, range(1)), record.spec.precision)
             own.state, own.reason = "serving", None
             if record.run is eager:
-                record.checks = self._report(record, own, [own])
+                record.checks = report(record, own, [own])
         except (EngineError, PassFailed) as error:
             log.warning("how far eager is from extractor %s was not measured: %s", record.id, error)
         except Exception:
             log.exception("how far eager is from extractor %s was not measured", record.id)
         return own
 
+    def _begin(self, record: ExtractorRecord, check: Coroutine[Any, Any, Candidate]) -> None:
+        """Begin a measurement of what serves ``record``, for which nobody waits."""
+        record.check = asyncio.create_task(check)
+        self._checks.add(record.check)
+        record.check.add_done_callback(self._checks.discard)
+
+    async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
+        """Tell what each layer loses in int8, where the backend itself does not know."""
+        try:
+            made = await in_pool(self._unasked, simulation, record, extractor, self._settings.calibration_dir)
+            layers = await in_pool(self._unasked, made.layers)
+            if record.checks is not None:
+                record.checks = record.checks | shown(layers)
+        except Exception:
+            log.exception("what the layers of extractor %s lose in int8 was not found", record.id)
+        return candidate
+
+    async def _too_far(
+        self, record: ExtractorRecord, extractor: Extractor, far: Candidate, reference: Reference, lowered: Lowered
+    ) -> BackendRefused:
+        """What to answer where int8 is too far from float32; finding what passes may take as long as lowering did."""
+
+        async def attempt(module: fx.GraphModule) -> Candidate:
+            kept, _ = await self._lowered(record, replace(extractor, module=module), BACKENDS["eager"], self._asked)
+            found = Candidate("eager")
+            await self._compared(found, reference, kept)
+            return found
+
+        made = await in_pool(self._asked, simulation, record, extractor, self._settings.calibration_dir)
+        layers = lowered.layers if isinstance(lowered, EagerInt8) else await in_pool(self._asked, made.layers)
+        passing = Passing(extractor.module, made, layers)
+        if BACKENDS["eager"].unavailable(self._device, "int8") is None:
+            with suppress(PassFailed, LoweringFailed):
+                await passing.search(attempt)
+        return passing.refusal(record.spec, far)
+
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Note that ``record`` answered a request; it may have become worth a faster backend."""
         record.images += images
-        if not self._settings.lowering or record.spec.backend != "auto" or record.spec.precision == "int8":
-            return
         if record.tier is None and (record.images >= WORTH_A_COPY or not self._has_copy(record)):
             self.improve(record)
 
@@ -181,7 +218,8 @@ class Tiers:
         """Start looking for a faster backend, unless that was done, there is none to look for, or ``record`` went."""
         if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
             return None
-        candidates = faster_than_eager(self._device, record.spec.precision)
+        precision = record.spec.precision  # what serves int8 was chosen at first, for the nodes that it keeps in float
+        candidates = faster_than_eager(self._device, precision) if precision != "int8" else []
         if record.tier is None and candidates and not record.entry.is_quantized(record.weights):
             self._improved.add(record)
             record.tier = asyncio.create_task(self._improve(record, record.extractor, candidates))
@@ -191,15 +229,13 @@ class Tiers:
         eager = record.run
         if eager is None:
             return
-        own = Candidate("eager", "serving")
-        if record.check is not None:
-            own = await record.check
+        own = await record.check if record.check is not None else Candidate("eager", "serving")
         candidates = [own, *(Candidate(backend.name) for backend in backends)]
-        record.checks = self._report(record, own, candidates)
+        record.checks = report(record, own, candidates)
         for candidate, backend in zip(candidates[1:], backends, strict=True):
             try:
                 candidate.state = "lowering"
-                record.checks = self._report(record, own, candidates)
+                record.checks = report(record, own, candidates)
                 with record.in_use():
                     lowered, reference = await self._lowered(record, extractor, backend, self._unasked)
                     faster = await self._judged(record, own, candidate, reference, eager, lowered)
@@ -220,7 +256,7 @@ class Tiers:
             except Exception as error:
                 candidate.state, candidate.reason = "failed", said(error)
                 log.exception("looking for a faster backend for extractor %s failed", record.id)
-            record.checks = self._report(record, own, candidates)
+            record.checks = report(record, own, candidates)
             if own.backend != "eager":
                 break
         del eager
@@ -335,7 +371,7 @@ class Tiers:
             candidate.state, candidate.reason = "failed", said(error)
             eager.state = "serving"
             record.backend = "eager"
-            record.checks = self._report(record, eager, candidates)
+            record.checks = report(record, eager, candidates)
 
         def from_worker(error: BaseException) -> None:
             loop.call_soon_threadsafe(retire, error)
@@ -355,15 +391,6 @@ class Tiers:
             cache=self._settings.cache_dir,
         )
 
-    def _report(self, record: ExtractorRecord, serving: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
-        same = record.spec.precision in ("float32", "int8")
-        return {
-            "reference": "eager float32" if same else f"eager {record.spec.precision}",
-            "max_abs_error": serving.max_abs_error,
-            "max_rel_error": serving.max_rel_error,
-            "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
-        }
-
     async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
         try:
             return await asyncio.wrap_future(self._queue.errand(lambda: function(*args)))
@@ -371,18 +398,3 @@ class Tiers:
             raise
         except Exception as error:
             raise PassFailed(said(error)) from error
-
-
-def int8_graph(record: ExtractorRecord) -> fx.GraphModule | None:
-    """The graph of torch's int8 kernels that serves ``record``, where eager does so in int8."""
-    run = record.run.lowered if isinstance(record.run, OneSize) else record.run
-    return run.module if isinstance(run, EagerInt8) else None
-
-
-def _layers(lowered: Lowered) -> dict[str, Any]:
-    """The layers that lose most in int8, where the backend knows."""
-    return {"layers": [asdict(e) for e in lowered.layers[:SHOWN_LAYERS]]} if isinstance(lowered, EagerInt8) else {}
-
-
-class PassFailed(Exception):
-    """A forward pass for a comparison or a trial raised."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from fxcore import trace
 from fxcore.int8_report import Rounding, rounded_weight, simulated
 from fxcore.transforms import keep_float
 from tests.fxcore.test_quantize import make
@@ -51,3 +53,16 @@ def test_the_worst_layers_kept_in_float_bring_the_values_back() -> None:
     assert found.cosine([*layers, "x"]) == 1.0
     kept = simulated(keep_float(extractor.module, nodes=["layer1.0", "conv1"]), rows)
     assert {layer.name for layer in kept.layers()} == {n for n in layers if n != "conv1" and "layer1.0" not in n}
+
+
+def test_what_other_threads_run_meanwhile_is_never_rounded() -> None:
+    """A layer's own module keeps its weights: one that looks at them in the middle of a report sees no others."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 8, 3)
+    model = trace(nn.Sequential(layer, nn.ReLU(), nn.Conv2d(8, 8, 3)).eval())
+    before, seen = layer.weight.detach().clone(), []
+    layer.register_forward_hook(lambda *_: seen.append(torch.equal(layer.weight, before)))
+    found = simulated(model, [(torch.rand(1, 3, 8, 8),) for _ in range(4)])
+    assert found.layers()[0].relative > 0
+    assert seen
+    assert all(seen)

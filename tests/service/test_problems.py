@@ -70,7 +70,9 @@ def test_each_part_says_errors_its_way(path, v2):
 
 def test_numbers_that_json_has_not_are_null():
     """A backend whose answers hold NaN is refused with an error that is infinite."""
-    error = BackendRefused("it gave NaN", "openvino", max_rel_error=math.inf, outputs=[{"a": math.nan}, {"a": 0.5}])
+    error = BackendRefused(
+        "it gave NaN", "openvino", "ask for eager", max_rel_error=math.inf, outputs=[{"a": math.nan}, {"a": 0.5}]
+    )
     document = orjson.loads(error_response("/v1/x", error).body)
     assert document["max_rel_error"] is None
     assert document["outputs"] == [{"a": None}, {"a": 0.5}]

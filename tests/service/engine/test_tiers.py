@@ -14,6 +14,7 @@ from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
 from service.engine.checks import Candidate, Reference
 from service.engine.errors import BackendRefused
+from service.schemas import ExtractorSpec
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
 from tests.service.engine.stand_ins import Broken, Held, settled
 
@@ -224,6 +225,28 @@ async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) 
         assert isinstance(record.problem, BackendRefused)
         assert record.problem.extra["min_cosine"] < 0.98
         assert "cosine" in record.problem.detail
+        assert "backend=auto" not in record.problem.detail  # which it was
+        assert record.problem.extra["layers"][0]["name"] in record.problem.detail
+        passes, _ = await running.extractor(ExtractorSpec(**record.problem.extra["spec"]), 5 * PATIENCE)
+        assert passes.state == "ready", passes.problem
+        assert (passes.spec.precision, passes.spec.model) in {
+            ("int8", record.spec.model),
+            ("float32", record.spec.model),
+        }
+
+
+async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, cache: Path) -> None:
+    """Which it does not tell itself: it is simulated, beside the requests."""
+    pytest.importorskip("nncf")
+    async with engine(cache_dir=cache) as running:
+        record, _ = await running.extractor(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
+        assert (record.state, record.backend) == ("ready", "openvino"), record.problem
+        assert record.check is not None
+        await asyncio.wait_for(asyncio.shield(record.check), 5 * PATIENCE)
+        assert record.checks is not None
+        layers = record.checks["layers"]
+        assert {"conv1", "layer1.0.conv2", "layer1.1.add"} <= {layer["name"] for layer in layers}
+        assert [layer["sqnr"] for layer in layers] == sorted(layer["sqnr"] for layer in layers)
 
 
 async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, cache: Path) -> None:
