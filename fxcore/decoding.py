@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
 from fxcore.errors import BadTensor
 from fxcore.images import open_image, opened, plain_jpeg_header
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, resized_size
+from fxcore.presets import ImageClassification, SemanticSegmentation
 
 # An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
 _DENOMINATORS = (4, 2)

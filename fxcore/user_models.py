@@ -34,12 +34,12 @@ from typing import Any
 
 from torch import nn
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms._presets import ImageClassification, SemanticSegmentation, VideoClassification
 
 from fxcore.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
 from fxcore.copies import shared_copy
 from fxcore.errors import FxError, said
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
+from fxcore.presets import ImageClassification, SemanticSegmentation, VideoClassification
 
 FILE = "models.toml"
 GROUP = "fxcore.models"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchvision.transforms._presets import ImageClassification
 
 from fxcore import ModelEntry, WeightsInfo, get_model
 from fxcore.memory import give_back
+from fxcore.presets import ImageClassification
 
 Put = Callable[[str, str, Mapping[str, torch.Tensor]], Path]
 OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]

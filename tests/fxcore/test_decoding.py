@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.models.feature_extraction import create_feature_extractor
-from torchvision.transforms._presets import ImageClassification
 from torchvision.transforms.functional import normalize
 
 from fxcore import get_model
@@ -26,6 +25,7 @@ from fxcore.decoding import Decoder, decode
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from fxcore.images import open_image
 from fxcore.preprocessing import ImagePreprocessing, Preprocessing
+from fxcore.presets import ImageClassification
 
 ORIENTATION = 0x0112
 

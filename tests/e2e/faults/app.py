@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 from torch import Tensor, nn
-from torchvision.transforms._presets import ImageClassification
 
 import fxcore.weights
 import service.app
 import service.engine.inputs
 from fxcore import ModelEntry, WeightsInfo, catalog
+from fxcore.presets import ImageClassification
 
 # The first value of a row says what happens to its batch.
 RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)

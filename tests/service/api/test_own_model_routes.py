@@ -18,9 +18,9 @@ import safetensors.torch
 import timm
 import torch
 from torchvision.transforms import functional as F
-from torchvision.transforms._presets import VideoClassification
 
 from fxcore.catalog import register
+from fxcore.presets import VideoClassification
 from tests.service.conftest import Client
 
 TOML = """
