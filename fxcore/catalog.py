@@ -26,7 +26,8 @@ import torchvision.models as tv
 from torch import nn
 from torchvision.models import WeightsEnum
 
-from fxcore.errors import FxError, UnknownModel, UnknownWeights
+from fxcore import torch_ao
+from fxcore.errors import FxError, UnknownModel, UnknownWeights, Unsupported
 from fxcore.preprocessing import (
     DetectorPreprocessing,
     FlowPreprocessing,
@@ -360,7 +361,8 @@ def list_models() -> list[ModelEntry]:
     >>> len(names) >= 121, "resnet18" in names, names == sorted(names)
     (True, True, True)
     """
-    return [entry for _, entry in sorted({**_registry(), **_registered}.items())]
+    entries = [entry for _, entry in sorted({**_registry(), **_registered}.items())]
+    return [entry for entry in entries if entry.task != "quantization" or torch_ao.available()]
 
 
 def get_model(name: str) -> ModelEntry:
@@ -368,11 +370,17 @@ def get_model(name: str) -> ModelEntry:
 
     Raises:
         UnknownModel: no model has that name; the error suggests the nearest.
+        Unsupported: torch can no longer run it.
 
     >>> get_model("resnet50").default_weights
     'IMAGENET1K_V2'
     """
     registry = {**_registry(), **_registered}
+    quantized = registry[name].task == "quantization" if name in registry else name.startswith("quantized_")
+    if quantized and not torch_ao.available():
+        near = [name.removeprefix("quantized_")]
+        detail = f"model {name[:64]!r} is not available here ({torch_ao.MISSING}); available: {near[0][:64]}"
+        raise Unsupported(detail, field="model", value=name[:64], available=[n for n in near if n in registry])
     if name in registry:
         return registry[name]
     if name in _refused:

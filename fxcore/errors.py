@@ -38,6 +38,10 @@ class UnknownModel(FxError):
     """No model of that name; ``suggestions`` holds the nearest names."""
 
 
+class Unsupported(FxError):
+    """A model that the libraries here cannot run any more; ``field``, ``value`` and ``available``."""
+
+
 class UnknownWeights(FxError):
     """The model has no weights of that name; ``available`` lists those it has."""
 

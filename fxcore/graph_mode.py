@@ -1,9 +1,9 @@
 """The one place that knows torch.ao: torch's own int8, by torch.fx's graph mode.
 
-Nothing but :mod:`fxcore.quantize` and the processes that load what it made import it, and they ask :func:`missing` of
-that module first: torch.ao is deprecated and may be gone in any release. Graph mode works from torch 2.11 to 2.15; with
-torchao 0.18 its successor PT2E was seen to refuse ResNets ("Input partition has more than one output node") and to
-take three to four times as long as float32 where it worked, unless a compiler follows.
+Only :mod:`fxcore.quantize` and the processes that load what it made import it, where :mod:`fxcore.torch_ao` says that
+it can be. Graph mode works from torch 2.11 to 2.15; with torchao 0.18 its successor PT2E was seen to refuse ResNets
+("Input partition has more than one output node") and to take three to four times as long as float32 where it worked,
+unless a compiler follows.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ torch.ao's graph mode makes (:mod:`fxcore.graph_mode`), while torch has it.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
+from fxcore import torch_ao
 from fxcore.errors import FxError, said
 from fxcore.int8_report import LayerError, Simulation
 from fxcore.transforms.base import require_eval
@@ -47,12 +47,8 @@ class Quantized:
 
 def missing() -> str | None:
     """Why torch's own int8 cannot be had here, in a clause; None if it can. It imports nothing that torch has not."""
-    try:
-        found = importlib.util.find_spec("torch.ao.quantization.quantize_fx")
-    except (ImportError, ValueError, AttributeError):
-        found = None
-    if found is None:
-        return "torch's own int8 needs torch.ao, which this torch does not have"
+    if not torch_ao.available():
+        return torch_ao.MISSING
     return "torch has no int8 kernels for this machine" if torch.backends.quantized.engine == "none" else None
 
 

@@ -76,7 +76,9 @@ async def list_models(
 
 
 @router.get(
-    "/{model}", response_model=ModelDetail, responses=documented("unknown-model", "invalid-request", *LOOKUP_PROBLEMS)
+    "/{model}",
+    response_model=ModelDetail,
+    responses=documented("unknown-model", "unsupported", "invalid-request", *LOOKUP_PROBLEMS),
 )
 async def show_model(state: Shared, model: Model) -> Response:
     """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
@@ -87,7 +89,9 @@ async def show_model(state: Shared, model: Model) -> Response:
 @router.get(
     "/{model}/nodes",
     response_model=NodeList,
-    responses=documented("unknown-model", "unknown-weights", "not-traceable", "invalid-request", *LOOKUP_PROBLEMS),
+    responses=documented(
+        "unknown-model", "unsupported", "unknown-weights", "not-traceable", "invalid-request", *LOOKUP_PROBLEMS
+    ),
 )
 async def list_nodes(
     state: Shared,
@@ -115,6 +119,7 @@ async def list_nodes(
         200: graphs.RESPONSE,
         **documented(
             "unknown-model",
+            "unsupported",
             "unknown-weights",
             "not-acceptable",
             "bad-tensor",

@@ -1,0 +1,15 @@
+"""Whether torch still has torch.ao, which is deprecated and may be gone in any release."""
+
+from __future__ import annotations
+
+import importlib.util
+
+MISSING = "torch's own int8 needs torch.ao, which this torch does not have"
+
+
+def available() -> bool:
+    """Whether :mod:`fxcore.graph_mode`, and torchvision's quantized models, can be imported; it imports neither."""
+    try:
+        return importlib.util.find_spec("torch.ao.quantization.quantize_fx") is not None
+    except (ImportError, ValueError, AttributeError):
+        return False

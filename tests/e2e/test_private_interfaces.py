@@ -1,0 +1,123 @@
+"""The service without what torch, torchvision and uvicorn do not publish, in servers of their own."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torchvision
+
+from fxcore import get_model, load_model
+from tests.e2e.conftest import Server, servers
+
+NODE = "layer1"
+
+TAKEN = {
+    "torch.ao": """
+import sys, types
+import torch  # which imports it itself
+for name in [n for n in sys.modules if n == "torch.ao" or n.startswith("torch.ao.")]:
+    sys.modules[name] = None
+del torch.ao
+# What torchvision has there needs torch.ao as it is imported: it goes with it.
+sys.modules["torchvision.models.quantization"] = types.ModuleType("torchvision.models.quantization")
+""",
+    "torch.ops.mkldnn": """
+import types
+import torch
+torch.ops.mkldnn = types.SimpleNamespace()
+""",
+    "torchvision.transforms._presets": """
+import sys
+import torchvision.transforms._presets
+sys.modules["torchvision.transforms._presets"] = None
+del torchvision.transforms._presets
+""",
+    "uvicorn's protocol": """
+import sys
+sys.modules["uvicorn.protocols.http.httptools_impl"] = None
+""",
+    "uvicorn's transport": """
+import uvicorn.protocols.http.httptools_impl as implementation
+del implementation.HttpToolsProtocol._unset_keepalive_if_required
+""",
+}
+
+
+@pytest.fixture
+def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
+    """``without("torch.ao")``: a server in whose processes that is taken away before anything of ours is imported."""
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", os.getcwd())]))
+    with servers(Server, tmp_path) as start:
+
+        def take(name: str, **settings: Any) -> Server:
+            (folder / "sitecustomize.py").write_text(TAKEN[name])
+            return start(cache_dir=tmp_path / "cache", **settings)
+
+        yield take
+
+
+def features(server: Server, photo: bytes, extractor: str) -> np.ndarray:
+    headers = {"content-type": "image/jpeg", "accept": "application/x-npy"}
+    answer = server.http.post(extractor, content=photo, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return np.load(io.BytesIO(answer.content))
+
+
+def expected(photo: bytes) -> np.ndarray:
+    """torchvision's own value."""
+    model = torchvision.models.resnet18()
+    model.load_state_dict(load_model(get_model("resnet18"), "random").state_dict())
+    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(PIL.Image.open(io.BytesIO(photo)).convert("RGB"))
+    extractor = torchvision.models.feature_extraction.create_feature_extractor(model.eval(), [NODE])
+    with torch.no_grad():
+        return extractor.eval()(image[None])[NODE].numpy()
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_service_answers_without(name: str, without: Callable[..., Server], photos: dict[str, bytes]) -> None:
+    server = without(name)
+    found = features(server, photos["chelsea"], f"/v1/models/resnet18/features?nodes={NODE}&weights=random")
+    reference = expected(photos["chelsea"])
+    assert np.linalg.norm(found - reference) < 1e-4 * np.linalg.norm(reference)
+
+
+def test_int8_without_torch_ao(without: Callable[..., Server], photos: dict[str, bytes]) -> None:
+    """By OpenVINO, with its report per layer; what only torch.ao can do says so."""
+    pytest.importorskip("nncf")
+    server = without("torch.ao")
+    int8 = {"model": "resnet18", "weights": "random", "return_nodes": [NODE], "precision": "int8"}
+    made = server.http.post("/v1/extractors?wait=300", json=int8)
+    assert made.status_code == 201, made.text
+    assert made.json()["backend"] == "openvino"
+    id = made.json()["id"]
+    deadline = time.monotonic() + 120
+    while "layers" not in (checks := server.http.get(f"/v1/extractors/{id}").json()["checks"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {"conv1", "layer1.0.conv1", "layer1.1.add"} <= {layer["name"] for layer in checks["layers"]}
+    found, reference = features(server, photos["chelsea"], f"/v1/extractors/{id}/features"), expected(photos["chelsea"])
+    assert (found * reference).sum() / np.linalg.norm(found) / np.linalg.norm(reference) > 0.98
+    keep = {"transforms": [{"name": "keep_float", "params": {"nodes": ["conv1"]}}]}
+    for refused in (int8 | {"backend": "eager"}, int8 | keep, int8 | {"model": "quantized_resnet18"}):
+        problem = server.http.post("/v1/extractors", json=refused).json()
+        assert problem["type"] == "/problems/unsupported", problem
+        assert "torch.ao" in problem["detail"]
+    # The float32 service is what it was: graphs, exports, another backend.
+    assert len(server.http.get("/v1/models").json()["models"]) >= 109
+    assert server.http.get("/v1/models/resnet18/graph?format=code").status_code == 200
+    spec = int8 | {"precision": "float32", "backend": "openvino"}
+    made = server.http.post("/v1/extractors?wait=300", json=spec).json()
+    assert made["state"] == "ready", made
+    for format in ("fx", "torch_export"):
+        assert server.http.get(f"/v1/extractors/{made['id']}/export?format={format}").status_code == 200
