@@ -23,11 +23,11 @@ import torch
 
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
-from service.engine.groups import FEWEST, MOST
-from service.engine.staging import Staging
-from service.engine.threads import compute_with, decode_only
+from service.engine.device.staging import Staging
+from service.engine.device.threads import compute_with, decode_only
+from service.engine.requests.jpeg_groups import FEWEST, MOST
 from service.garbage import release
-from service.schemas import ExtractorSpec
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 

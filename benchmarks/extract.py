@@ -60,7 +60,7 @@ def child(options: argparse.Namespace) -> None:
     """Extract, and print [seconds, images done, resident bytes] for every half second."""
     from service.engine import FeatureOptions
     from service.offline import Job, extract
-    from service.schemas import ExtractorSpec
+    from service.schemas.v1 import ExtractorSpec
     from service.settings import Settings
 
     done = 0

@@ -20,10 +20,11 @@ import torch
 from serve import machine, table
 from torch import Tensor, fx, nn
 
-from fxcore import build_extractor, get_model, load_model, model_graph, profile, trace
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.analysis import profile
 from fxcore.backends import BACKENDS, Options
+from fxcore.int8.quantize import quantize
 from fxcore.photos import calibration_rows
-from fxcore.quantize import quantize
 from fxcore.transforms import fuse_conv_bn
 
 MODEL = "resnet50"

@@ -21,7 +21,7 @@ from serve import SAFETENSORS, extractor, say, table
 
 from fxcore import build_extractor, get_model, model_graph
 from fxcore.backends import BACKENDS, LoweringFailed, Options
-from fxcore.weights import load_model
+from fxcore.models.weights import load_model
 
 NODES = {"resnet50": ["layer3", "layer4"], "vit_b_16": ["encoder.layers.encoder_layer_5", "encoder.ln"]}
 WAYS = ("eager", "cudagraphs", "inductor")

@@ -18,7 +18,7 @@ from serve import machine, table
 
 from fxcore import build_extractor, get_model, model_graph
 from fxcore.backends import BACKENDS, Lowered, Options
-from fxcore.weights import load_model
+from fxcore.models.weights import load_model
 
 CPU = torch.device("cpu")
 

@@ -19,26 +19,27 @@ From a model's name and a photograph to features:
 ('features.5', torch.Size([1, 128, 27, 27]))
 """
 
-from fxcore.catalog import ModelEntry, WeightsInfo, get_model, list_models
-from fxcore.errors import FxError
-from fxcore.extractor import Extractor, OutputInfo, build_extractor
-from fxcore.graphs import ModelGraph, NodeInfo, TensorSpec, model_graph
-from fxcore.health import check_health
-from fxcore.images import open_image
-from fxcore.interpreter import Interpreter
-from fxcore.levels import Level
-from fxcore.preprocessing import Preprocessing
+from fxcore.analysis.health import check_health
 
 # Functions that have the name of their module; `from fxcore.verify import ...` finds the module all the same.
-from fxcore.profile import profile
-from fxcore.quantize import quantize
-from fxcore.render import render
-from fxcore.tracing import trace
-from fxcore.transformer import Transformer
+from fxcore.analysis.profile import profile
+from fxcore.analysis.verify import verify
+from fxcore.errors import FxError
+from fxcore.extractor import Extractor, OutputInfo, build_extractor
+from fxcore.graph.levels import Level
+from fxcore.graph.model_graph import ModelGraph, NodeInfo, model_graph
+from fxcore.images.files import open_image
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.int8.quantize import quantize
+from fxcore.models.catalog import ModelEntry, WeightsInfo, get_model, list_models
+from fxcore.models.user_models import UserModel
+from fxcore.models.weights import load_model
+from fxcore.rendering.render import render
+from fxcore.tensors import TensorSpec
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import trace
 from fxcore.transforms import apply_transforms, list_transforms
-from fxcore.user_models import UserModel
-from fxcore.verify import verify
-from fxcore.weights import load_model
+from fxcore.transforms.transformer import Transformer
 
 __all__ = [
     "Extractor",

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.frozen import made_constants
-from fxcore.graph_module import GraphModule
-from fxcore.graphs import ModelGraph, TensorSpec, dtype_name
-from fxcore.layout import layout_name
-from fxcore.levels import stride_of
-from fxcore.parts import trace_model
-from fxcore.tracing import PATH, record
+from fxcore.graph.layout import layout_name
+from fxcore.graph.levels import stride_of
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.tensors import TensorSpec, dtype_name
+from fxcore.tracing.frozen import made_constants
+from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.parts import trace_model
+from fxcore.tracing.tracer import PATH, record
 from fxcore.transforms.base import APPLIED
 from fxcore.transforms.out_of_place import purify
 
@@ -100,7 +101,8 @@ def build_extractor(
 
     Args:
         graph: the model's graph; it is not changed.
-        model: from :func:`fxcore.weights.load_model`, on its device and in its precision. Its parameters are shared.
+        model: from :func:`fxcore.models.weights.load_model`, on its device and in its precision. Its parameters are
+            shared.
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from fxcore.layout import TOKENS
+from fxcore.graph.layout import TOKENS
 
 Method = Literal["avg", "max", "gem", "cls"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -54,7 +54,7 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     it."""
     file = folder / _FILE
     if (folder / _INT8).exists():
-        from fxcore.graph_mode import let_int8_convolutions_load  # imports torch.ao
+        from fxcore.int8.graph_mode import let_int8_convolutions_load  # imports torch.ao
 
         let_int8_convolutions_load()
     # Written by the parent process a moment ago, into a folder of its own.

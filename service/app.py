@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from service import openapi, problems
-from service.access import Access
-from service.api import exports, extractors, features, inference_v2, models, operations, page, repository_v2, transforms
-from service.api.remembering import Remembering
-from service.api.state import State
-from service.draining import Accepted, drained_on_signals
 from service.engine import Engine
-from service.engine.threads import ANSWERING, give_way
-from service.hosts import Hosts
-from service.keys import Keys
-from service.metrics import Metrics
-from service.middleware import BodyLimit, HeadAsGet, RequestContext
+from service.engine.device.threads import ANSWERING, give_way
+from service.http import openapi, problem_responses
+from service.http.access import Access
+from service.http.draining import Accepted, drained_on_signals
+from service.http.hosts import Hosts
+from service.http.keys import Keys
+from service.http.middleware import BodyLimit, HeadAsGet, RequestContext
+from service.http.route_cache import Remembering
+from service.http.routes import exports, extractors, features, models, operations, page, transforms
+from service.http.routes.v2 import inference, repository
+from service.http.state import State
+from service.observability.metrics import Metrics
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.traces import Traces
+    from service.observability.tracing import Traces
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). What answers GET
@@ -81,9 +82,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours say more, and looking for it takes time
     )
     app.state.fxserve = state
-    problems.install(app)
+    problem_responses.install(app)
     # Routes are tried in this order: what is asked most often comes first.
-    for noun in (features, inference_v2, models, extractors, operations, transforms, exports, repository_v2):
+    for noun in (features, inference, models, extractors, operations, transforms, exports, repository):
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(Remembering)
@@ -145,7 +146,7 @@ def traces_type() -> type[Traces]:
         ValueError: it is not installed.
     """
     try:
-        from service.traces import Traces
+        from service.observability.tracing import Traces
     except ModuleNotFoundError as error:
         raise ValueError(f"FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]' ({error})") from error
     return Traces

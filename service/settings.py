@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.logs import LogFormat
 from service.machine import available_cores
 
 MiB = 1024**2
@@ -39,6 +38,9 @@ def usual_batch(settings: dict[str, Any]) -> int:
 def default_cache_dir() -> Path:
     """``~/.cache/fxserve``, or where ``XDG_CACHE_HOME`` says."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
+
+
+LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):

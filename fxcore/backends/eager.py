@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
-from fxcore.quantize import missing, quantize
+from fxcore.int8.quantize import missing, quantize
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import (
     affine_of_module,

@@ -10,8 +10,8 @@ from typing import Any
 
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor
-from fxcore.graphs import dtype_name
 from fxcore.process import holds_int8
+from fxcore.tensors import dtype_name
 from fxcore.transforms.base import applied
 
 

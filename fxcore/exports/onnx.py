@@ -9,10 +9,10 @@ import warnings
 import torch
 from torch import Tensor
 
+from fxcore.analysis.verify import verify
 from fxcore.exports.base import CannotExport
 from fxcore.exports.captured import Captured
 from fxcore.exports.program import exported
-from fxcore.verify import verify
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import FxError
-from fxcore.graphs import TensorSpec
-from fxcore.images import open_image
-from fxcore.preprocessing import Preprocessing
+from fxcore.images.files import open_image
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.tensors import TensorSpec
 
 log = logging.getLogger("fxcore.photos")
 

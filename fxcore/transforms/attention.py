@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torchvision.models.swin_transformer import shifted_window_attention
 from torchvision.models.video.swin_transformer import shifted_window_attention_3d
 
-from fxcore.leaves import one_node
-from fxcore.tracing import MODULE, PATH
+from fxcore.tracing.leaves import one_node
+from fxcore.tracing.tracer import MODULE, PATH
 from fxcore.transforms.base import transform
 
 # What nn.MultiheadAttention takes by position after query, key, value and padding.

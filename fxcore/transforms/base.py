@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.errors import FxError
-from fxcore.graph_module import GraphModule
-from fxcore.tracing import PATH
+from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.tracer import PATH
 from fxcore.transforms.effects import train_mode
 
 #: key in ``GraphModule.meta`` of the passes that a module went through

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxcore.interpreter import mutable
+from fxcore.tracing.interpreter import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.writes import mutated_argument
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.leaves import one_node
+from fxcore.tracing.leaves import one_node
 from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
 from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
 

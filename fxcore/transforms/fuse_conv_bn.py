@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.tracing import PATH, public_name
+from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import add, bare_copy, constant, erase_dead, hooked, transform
 from fxcore.transforms.replace import source_of
 

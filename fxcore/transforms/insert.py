@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxcore.tracing import PATH, public_name
+from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import CannotTransform, add, erase_dead, find_node, transform
 from fxcore.transforms.replace import hand_on, named_function, overwritten
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.graph_module import GraphModule
-from fxcore.interpreter import Interpreter
-from fxcore.tracing import trace
+from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import trace
 from fxcore.transforms.base import CannotTransform, add, attribute, hooked
 
 #: functions of one tensor and the functions that undo them; methods go by the same names

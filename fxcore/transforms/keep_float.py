@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fxcore.tracing import public_name
+from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import CannotTransform, transform
 
-#: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.quantize.quantize` leaves in float
+#: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.int8.quantize.quantize` leaves in float
 KEPT = "keep_float"
 
 
 @transform
 def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
-    """Have :func:`fxcore.quantize.quantize` leave these nodes in float32; nothing else changes.
+    """Have :func:`fxcore.int8.quantize.quantize` leave these nodes in float32; nothing else changes.
 
     Args:
         nodes: names; a path means every node under it. What a node holds, such as the convolution of a

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.tracing import PATH, public_name
+from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import CannotTransform, add, bare_copy, transform
 from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, written
 

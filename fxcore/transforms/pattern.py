@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.errors import FxError
-from fxcore.tracing import record
+from fxcore.tracing.tracer import record
 from fxcore.transforms.base import transform
 from fxcore.transforms.insert import Appending, rewrite
 from fxcore.transforms.replace import hand_on, overwritten

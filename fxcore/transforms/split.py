@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fxcore.graph_module import GraphModule
-from fxcore.tracing import public_name
+from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import CannotTransform, find_node, finish, require_eval
 
 

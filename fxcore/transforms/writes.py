@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.leaves import one_node
+from fxcore.tracing.leaves import one_node
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,

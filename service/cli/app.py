@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from service.cli import extract, models, serving
-from service.cli.errors import Commands
+from service.cli.usage import Commands
 from service.garbage import collect_rarely
 
 app = typer.Typer(

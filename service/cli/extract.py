@@ -73,11 +73,11 @@ def extract(
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     """
     from fxcore.errors import FxError
-    from service import tables
+    from service.cli import tables
     from service.engine import FeatureOptions
     from service.offline import Job, extract
     from service.offline.progress import progress
-    from service.schemas import ExtractorSpec
+    from service.schemas.v1 import ExtractorSpec
 
     spec = ExtractorSpec(
         model=model,
@@ -104,7 +104,7 @@ def extract(
 
 def _named_nodes(text: str) -> dict[str, str]:
     """``"layer3:C4,layer4"`` → ``{"layer3": "C4", "layer4": "layer4"}``."""
-    from service.node_pairs import node_pairs
+    from service.schemas.node_pairs import node_pairs
 
     named: dict[str, str] = {}
     try:

@@ -11,7 +11,7 @@ import typer
 from service.cli.settings import settings_of
 
 if TYPE_CHECKING:
-    from fxcore.graphs import ModelGraph
+    from fxcore.graph.model_graph import ModelGraph
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
@@ -39,9 +39,9 @@ def models(
     fxserve models --query resnet
     fxserve models --task detection
     """
-    from fxcore.catalog import list_models
-    from service import tables
-    from service.engine.own_models import register_models
+    from fxcore.models.catalog import list_models
+    from service.cli import tables
+    from service.engine.registry.own_models import register_models
 
     register_models(settings_of({}).models_dir, try_each=False)
 
@@ -64,7 +64,7 @@ def nodes(
     fxserve nodes resnet50
     fxserve nodes googlenet --train
     """
-    from service import tables
+    from service.cli import tables
 
     graph = _graph(model, weights)
     if train:
@@ -111,11 +111,11 @@ def graph(
     if height is not None and width is not None:
         shown = shown.at(height, width)
     if chosen == "json":
-        from service.api.graphs import write
+        from service.http.graph_formats import write
 
         text = write(shown, "json").decode() + "\n"
     else:
-        from fxcore.render import render
+        from fxcore.rendering.render import render
 
         text = render(shown, chosen, depth)
     if out is None:
@@ -126,9 +126,9 @@ def graph(
 
 
 def _graph(model: str, weights: str) -> ModelGraph:
-    from fxcore.catalog import get_model
-    from fxcore.graphs import model_graph
-    from service.engine.own_models import register_models
+    from fxcore.graph.model_graph import model_graph
+    from fxcore.models.catalog import get_model
+    from service.engine.registry.own_models import register_models
 
     register_models(settings_of({}).models_dir, try_each=False)
     entry = get_model(model)

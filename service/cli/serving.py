@@ -42,7 +42,7 @@ def serve(
     fxserve serve
     fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
     """
-    from service.run import end_on_signals, run, run_workers
+    from service.http.server import end_on_signals, run, run_workers
 
     end_on_signals()
     given = {
@@ -96,7 +96,7 @@ def _check(settings: Settings) -> None:
     """
     from fxcore.errors import FxError
     from service.app import traces_type
-    from service.keys import Keys
+    from service.http.keys import Keys
 
     try:
         if settings.api_keys_file is not None:
@@ -114,8 +114,8 @@ def check() -> None:
     fxserve check
     FXSERVE_WORKERS=2 fxserve check
     """
-    from service import tables
-    from service.check import findings
+    from service.cli import tables
+    from service.cli.check import findings
 
     found = findings(settings_of({}))
     tables.show(tables.findings(found))
@@ -135,7 +135,7 @@ def key(
 
     Append the line with >> FILE, and have a server that runs read it with SIGHUP.
     """
-    from service import keys
+    from service.http import keys
 
     try:
         made, secret = keys.make(name, scope)

@@ -12,6 +12,6 @@ It needs httpx, numpy and safetensors, neither torch nor the rest of this packag
 
 from service.client.aio import AsyncClient, AsyncExtractor
 from service.client.blocking import Client, Extractor
-from service.client.errors import FxserveError, Problem
+from service.client.exceptions import FxserveError, Problem
 
 __all__ = ["AsyncClient", "AsyncExtractor", "Client", "Extractor", "FxserveError", "Problem"]

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from service.client import flows
-from service.client.inputs import parts
+from service.client.images import parts
 from service.client.options import (
     MAX_BODY_BYTES,
     Backend,

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.client import tensors
-from service.client.errors import (
+from service.client.exceptions import (
     ConnectionFailed,
     ExtractorChanged,
     ImageTooLarge,
@@ -32,7 +32,7 @@ from service.client.errors import (
     UnknownExtractor,
     problem_of,
 )
-from service.client.inputs import Part
+from service.client.images import Part
 
 Result = TypeVar("Result")
 Buffer = NDArray[np.uint8]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.codecs import heatmap, json, npy, safetensors
 from service.codecs.negotiation import choose
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 # These take a header and the tensors' own memory: less time than going to another thread and back.
 IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)

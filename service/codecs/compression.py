@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 ENCODINGS = ("gzip", "deflate")
 

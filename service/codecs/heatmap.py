@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.functional import pil_to_tensor
 
-from fxcore.images import open_image
-from fxcore.preprocessing import Preprocessing
-from service.problems import Refusal
+from fxcore.images.files import open_image
+from fxcore.images.preprocessing import Preprocessing
+from service.schemas.problems import Refusal
 
 MEDIA_TYPE = "image/png"
 

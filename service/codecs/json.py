@@ -10,7 +10,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from service.buffers import raw_bytes
+from fxcore.tensors import raw_bytes
 from service.codecs.datatypes import V2_NAMES
 
 MEDIA_TYPE = "application/json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 # Browsers send 150 characters. What is far longer was made to take time, on the event loop.
 _LONGEST_ACCEPT = 2048

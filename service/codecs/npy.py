@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.buffers import raw_bytes
+from fxcore.tensors import raw_bytes
 from service.codecs import shapes
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 MEDIA_TYPE = "application/x-npy"
 NPZ_MEDIA_TYPE = "application/x-npz"

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,

@@ -11,10 +11,10 @@ import orjson
 import torch
 from torch import Tensor
 
-from service.buffers import raw_bytes
+from fxcore.tensors import raw_bytes
 from service.codecs import shapes
 from service.codecs.datatypes import SAFETENSORS_NAMES
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 MEDIA_TYPE = "application/x-safetensors"
 

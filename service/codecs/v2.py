@@ -18,13 +18,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from service.buffers import raw_bytes
+from fxcore.tensors import raw_bytes
 from service.codecs import json, shapes
 from service.codecs.compression import decompress
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.numbers import NUMPY_DTYPES, Document
-from service.problems import Refusal, invalid_body
-from service.schemas_v2 import InferRequest, RequestInput, TensorMetadata
+from service.schemas.problems import Refusal, invalid_body
+from service.schemas.v2 import InferRequest, RequestInput, TensorMetadata
 
 BYTES = "BYTES"
 IMAGE = "image"

@@ -2,6 +2,6 @@
 
 from service.engine.engine import Engine
 from service.engine.options import FeatureOptions, FeatureResult
-from service.engine.records import ExtractorRecord
+from service.engine.record import ExtractorRecord
 
 __all__ = ["Engine", "ExtractorRecord", "FeatureOptions", "FeatureResult"]

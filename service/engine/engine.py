@@ -14,37 +14,37 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fxcore.errors import FxError, said
 from fxcore.extractor import Extractor
-from fxcore.images import has_plain_header
+from fxcore.images.files import has_plain_header
 from fxcore.memory import use_one_heap
-from service.engine import inputs, sizes
-from service.engine.admission import Admission, Ticket
-from service.engine.batching import Job, Queue
-from service.engine.decoding import Decoders, Decoding
+from service.engine.backends.profiling import Measured, profiled
+from service.engine.backends.upgrade import Tiers
+from service.engine.device.job import Job
+from service.engine.device.queue import Queue
+from service.engine.device.threads import compute_on, compute_with, in_pool, switch_often
+from service.engine.device.worker import DeviceWorker
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
-from service.engine.extractors import Extractors
-from service.engine.inputs import Inputs, Plan, RowShape
-from service.engine.models import ModelStore
 from service.engine.options import FeatureOptions, FeatureResult
-from service.engine.own_models import register_models, tell_unknown
-from service.engine.preload import preload_spec
-from service.engine.profiling import Measured, profiled
-from service.engine.records import ExtractorRecord
-from service.engine.threads import compute_on, compute_with, in_pool, switch_often
-from service.engine.tiers import Tiers
-from service.engine.unfinished import Unfinished
-from service.engine.worker import DeviceWorker
+from service.engine.record import ExtractorRecord
+from service.engine.registry.extractors import Extractors
+from service.engine.registry.own_models import register_models, tell_unknown
+from service.engine.registry.preload import preload_spec
+from service.engine.registry.weights import ModelStore
+from service.engine.requests import plan, sizes
+from service.engine.requests.admission import Admission, Ticket
+from service.engine.requests.decoding import Decoders, Decoding
+from service.engine.requests.in_flight import Unfinished
+from service.engine.requests.plan import Inputs, Plan
+from service.engine.rows import RowShape
 from service.garbage import collect_rarely, release, tidy
-from service.metrics import Metrics
+from service.observability.metrics import Metrics
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
-
-if TYPE_CHECKING:
-    from service.schemas import ExtractorSpec
 
 log = logging.getLogger("fxserve.engine")
 
@@ -354,7 +354,7 @@ class Engine:
 
     def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
         fast = self.settings.fast_images and options.preprocess == "default"
-        return inputs.plan(record, images, "fast" if fast else options.preprocess, self.settings.max_pixels)
+        return plan.plan(record, images, "fast" if fast else options.preprocess, self.settings.max_pixels)
 
     def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions) -> tuple[dict[RowShape, int], int]:
         """The bytes that a row of each shape takes, and those of the answer."""

@@ -32,7 +32,7 @@ class FeatureOptions:
         normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
         preprocess: ``default`` is the weights' own transform, to the bit; ``fast`` is within a grey level or two of it,
             or ten at hard edges of images over four times as large as needed, and on CUDA as
-            :mod:`fxcore.jpeg_batches` says where several JPEG files follow one another; ``none`` only scales uint8
+            :mod:`fxcore.images.nvjpeg` says where several JPEG files follow one another; ``none`` only scales uint8
             pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
         keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
             They are computed all the same: a batch is shared by requests that want different ones, and a graph for

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadImage, FxError, ImageTooLarge
-from service.client import AsyncClient, AsyncExtractor, errors
+from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.errors import ComputeFailed, OutOfMemory
 from service.engine.options import CHOICES
-from service.schemas import ExtractorSpec
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 Rows = dict[str, Tensor]
@@ -37,15 +37,15 @@ _LATE = 3
 # What one image can be to blame for: of the engine, and of a server.
 _OF_IMAGES = (BadImage, ImageTooLarge, OutOfMemory, ComputeFailed)
 _OF_IMAGES_SENT = (
-    errors.OfImage,
-    errors.TooLarge,
-    errors.OutOfMemory,
-    errors.ComputeFailed,
-    errors.DeadlineExceeded,
+    exceptions.OfImage,
+    exceptions.TooLarge,
+    exceptions.OutOfMemory,
+    exceptions.ComputeFailed,
+    exceptions.DeadlineExceeded,
 )
 
 # What another server, or the same one later, may do all the same.
-_AWAY = (errors.ConnectionFailed, errors.UnknownExtractor, errors.Draining)
+_AWAY = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
 
 
 class Unreadable(FxError):
@@ -181,7 +181,7 @@ class _Server:
         if self._most is None:
             try:
                 return await self.extractor(list(images), as_torch=True, **options)
-            except errors.DeadlineExceeded:
+            except exceptions.DeadlineExceeded:
                 self._most = self._most or max(1, len(images) // 2)
         parts: list[Rows] = []
         start = late = 0
@@ -190,7 +190,7 @@ class _Server:
                 some = list(images[start : start + self._most])
                 try:
                     parts.append(await self.extractor(some, as_torch=True, **options))
-                except errors.DeadlineExceeded:
+                except exceptions.DeadlineExceeded:
                     late += len(some) == 1
                     if late == _LATE or (late and len(images) > 1):
                         raise
@@ -250,7 +250,7 @@ class Remote:
                 if len(images) > 1:
                     raise
                 raise Unreadable(error.detail.removeprefix("image 0: ")) from error
-            except errors.FxserveError as error:
+            except exceptions.FxserveError as error:
                 if not isinstance(error, _AWAY) or time.monotonic() + delay > deadline:
                     raise FxError(f"{server.client.url}: {error}") from error
                 server.away_until = time.monotonic() + delay
@@ -266,7 +266,7 @@ class Remote:
         fields = spec.model_dump(exclude={"model", "return_nodes", "name"})
         try:
             return await client.extractor(spec.model, spec.return_nodes, **fields)
-        except errors.FxserveError as error:
+        except exceptions.FxserveError as error:
             raise FxError(f"{client.url}: {error}") from error
 
     def _described(self, spec: ExtractorSpec, told: Mapping[str, Any]) -> Described:

@@ -11,7 +11,7 @@ import orjson
 from torch import Tensor
 
 from fxcore.errors import FxError
-from fxcore.graphs import dtype_name
+from fxcore.tensors import dtype_name
 from service.engine import FeatureOptions
 from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows

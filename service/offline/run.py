@@ -17,13 +17,13 @@ import PIL.Image
 
 from fxcore.errors import BadImage
 from service.engine import FeatureOptions
-from service.engine.threads import compute_with
+from service.engine.device.threads import compute_with
 from service.offline import record, shards, sources
 from service.offline.computing import Computer, Local, Remote, Rows, Unreadable, concerns_an_image
 from service.offline.index import Index
 from service.offline.sources import Reader, Source
 from service.offline.writer import ERRORS, Writer, error_line
-from service.schemas import ExtractorSpec
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 _BATCH = 16

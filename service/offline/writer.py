@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxcore.memory import give_back
-from service.engine.threads import compute_with
+from service.engine.device.threads import compute_with
 from service.offline.index import Index
 from service.offline.shards import ShardFormat, shard_name, write_shard, writing
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchvision
 
-from service.client import AsyncClient, Client, errors
+from service.client import AsyncClient, Client, exceptions
 from tests.e2e.conftest import START_SECONDS
 
 NODES = {"layer3": "C4", "layer4": "C5"}
@@ -72,7 +72,7 @@ def test_extractors(client, extractor):
     other = client.extractor("resnet18", ["layer1"], weights="random", name="short-lived")
     assert client.find("short-lived").id == other.id
     other.delete()
-    with pytest.raises(errors.UnknownExtractor):
+    with pytest.raises(exceptions.UnknownExtractor):
         client.find("short-lived")
 
 
@@ -146,7 +146,7 @@ def test_batches_are_split_to_the_servers_limits(start, three, expected):
         features = extractor(three * 3)
         for key, wanted in expected.items():
             assert np.abs(features[key] - wanted.repeat(3, 1, 1, 1).numpy()).max() <= 1e-5 * wanted.abs().max()
-        with pytest.raises(errors.BodyTooLarge) as caught:
+        with pytest.raises(exceptions.BodyTooLarge) as caught:
             extractor([three[0], b"x" * (3 * size)])
         assert caught.value.extra["limit"] == 2 * size
 
@@ -162,13 +162,13 @@ def test_it_waits_for_a_busy_server(start, three):
     with Client(busy.url, concurrency=6, retries=0) as client:
         hasty = client.find(extractor.id)
         hasty.rows = lambda pool: 1  # type: ignore[method-assign]
-        with pytest.raises(errors.AdmissionFull):
+        with pytest.raises(exceptions.AdmissionFull):
             hasty(three * 4)
 
 
 def test_the_timeout_reaches_the_server(server, client, three):
     extractor = client.extractor("wide_resnet50_2", ["C5"], weights="random")
-    with Client(server.url, timeout=0.2) as hasty, pytest.raises(errors.DeadlineExceeded) as caught:
+    with Client(server.url, timeout=0.2) as hasty, pytest.raises(exceptions.DeadlineExceeded) as caught:
         hasty.find(extractor.id)(three * 4, pool="avg")
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.status == 504
@@ -181,22 +181,22 @@ def test_errors(client, extractor, three):
         assert caught.value.request_id
         return caught.value
 
-    assert "resnet50" in fails(errors.UnknownModel, lambda: client.nodes("resnet5")).extra["suggestions"]
-    unknown = fails(errors.UnknownNode, lambda: client.extractor("resnet18", ["layer9"], weights="random"))
+    assert "resnet50" in fails(exceptions.UnknownModel, lambda: client.nodes("resnet5")).extra["suggestions"]
+    unknown = fails(exceptions.UnknownNode, lambda: client.extractor("resnet18", ["layer9"], weights="random"))
     assert unknown.extra["name"] == "layer9"
     assert unknown.status == 422
-    unavailable = fails(errors.WeightsUnavailable, lambda: client.extractor("alexnet", ["features"]))
-    assert isinstance(unavailable, errors.Busy)
+    unavailable = fails(exceptions.WeightsUnavailable, lambda: client.extractor("alexnet", ["features"]))
+    assert isinstance(unavailable, exceptions.Busy)
     passes = ["fuse_conv_bm"]
-    wrong = fails(errors.UnknownTransform, lambda: client.extractor("resnet18", ["C5"], transforms=passes))
+    wrong = fails(exceptions.UnknownTransform, lambda: client.extractor("resnet18", ["C5"], transforms=passes))
     assert wrong.extra["suggestions"][0] == "fuse_conv_bn"
-    fails(errors.UnknownWeights, lambda: client.extractor("alexnet", ["features"], weights="V9"))
+    fails(exceptions.UnknownWeights, lambda: client.extractor("alexnet", ["features"], weights="V9"))
     images = [three[n % 3] for n in range(20)]
     images[18] = b"hello"
-    bad = fails(errors.BadImage, lambda: extractor(images, pool="avg"))
+    bad = fails(exceptions.BadImage, lambda: extractor(images, pool="avg"))
     assert bad.index == 18
     assert str(bad).startswith("image 18: ")
-    fails(errors.BadTensor, lambda: extractor({"y": np.zeros((1, 3, 64, 64), np.float32)}))
+    fails(exceptions.BadTensor, lambda: extractor({"y": np.zeros((1, 3, 64, 64), np.float32)}))
 
 
 def test_an_extractor_outlives_the_servers_process(start, three, expected):
@@ -206,11 +206,11 @@ def test_an_extractor_outlives_the_servers_process(start, three, expected):
         found = client.find(extractor.id)
         server.process.kill()
         server.process.wait(60)
-        with pytest.raises(errors.ConnectionFailed):
+        with pytest.raises(exceptions.ConnectionFailed):
             extractor(three)
         server.begin()
         server.wait()
-        with pytest.raises(errors.UnknownExtractor):
+        with pytest.raises(exceptions.UnknownExtractor):
             found(three)
         agree(extractor(three), expected)
 
@@ -228,7 +228,7 @@ def test_every_process_of_a_server_is_asked(start, three, expected):
 
 
 def test_nobody_there():
-    with Client("http://127.0.0.1:9") as client, pytest.raises(errors.ConnectionFailed):
+    with Client("http://127.0.0.1:9") as client, pytest.raises(exceptions.ConnectionFailed):
         client.models()
 
 
@@ -255,10 +255,10 @@ def test_async(server, three, expected):
                 agree(features, expected)
             many = await extractor([three[n % 3] for n in range(40)], pool="avg", as_torch=True)
             assert many["C5"].shape == (40, 512)
-            with pytest.raises(errors.BadImage) as caught:
+            with pytest.raises(exceptions.BadImage) as caught:
                 await extractor([*three * 6, b"hello"], pool="avg")
             assert caught.value.index == 18
-            with pytest.raises(errors.UnknownModel):
+            with pytest.raises(exceptions.UnknownModel):
                 await client.model("resnet5")
 
     asyncio.run(main())

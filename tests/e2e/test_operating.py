@@ -16,7 +16,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from service.metrics import STAGES
+from service.observability.metrics import STAGES
 from tests.e2e.conftest import Server, until
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"

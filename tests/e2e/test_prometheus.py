@@ -1,7 +1,7 @@
 """A real Prometheus, with our configuration, scrapes a running server; every query of the dashboard finds data in it.
 
 Needs the programs ``prometheus`` and ``promtool`` (Debian's package ``prometheus``); without them the dashboard's names
-are still compared with the exported ones, in ``tests/service/test_metrics.py``.
+are still compared with the exported ones, in ``tests/service/observability/test_metrics.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["service.codecs", "fxcore.images", "fxcore.nodes", "PIL"]):
+with atheris.instrument_imports(include=["service.codecs", "fxcore.images.files", "fxcore.graph.nodes", "PIL"]):
     from tests.fuzz.targets import TARGETS
 
 

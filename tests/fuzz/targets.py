@@ -16,18 +16,18 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from fxcore.decoding import decode
 from fxcore.errors import BadImage, ImageTooLarge, UnknownNode
-from fxcore.graphs import ModelGraph, model_graph
-from fxcore.images import image_size, open_image
-from service.api.features import named_nodes
+from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.images.decoding import decode
+from fxcore.images.files import image_size, open_image
 from service.codecs import compression, multipart, npy, v2
 from service.codecs import safetensors as our_safetensors
 from service.codecs.negotiation import choose, media_type
-from service.middleware import request_id
-from service.problems import Refusal
-from service.schemas import ExtractorSpec
-from service.schemas_v2 import TensorMetadata
+from service.http.middleware import request_id
+from service.http.routes.features import named_nodes
+from service.schemas.problems import Refusal
+from service.schemas.v1 import ExtractorSpec
+from service.schemas.v2 import TensorMetadata
 from tests.nasty import NASTY, photo, saved
 
 LIMIT = 200_000

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fxcore import ModelEntry, WeightsInfo, get_model
+from fxcore.images.presets import ImageClassification
 from fxcore.memory import give_back
-from fxcore.presets import ImageClassification
 
 Put = Callable[[str, str, Mapping[str, torch.Tensor]], Path]
 OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
-from fxcore.parts import DetectorParts, FlowParts
-from tests.fxcore.models import ALL, CLOSED, FIXED_SIZE, LARGE, SMALL, TRACEABLE, filled
+from fxcore.tracing.parts import DetectorParts, FlowParts
+from tests.fxcore.model_list import ALL, CLOSED, FIXED_SIZE, LARGE, SMALL, TRACEABLE, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.errors import UnknownNode
-from fxcore.graphs import ModelGraph
+from fxcore.graph.model_graph import ModelGraph
 from tests.fxcore.conftest import OwnEntry
 
 

@@ -17,7 +17,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import NotTraceable
-from fxcore.graphs import ModelGraph
+from fxcore.graph.model_graph import ModelGraph
 from tests.fxcore.conftest import OwnEntry
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fxcore.photos
 from fxcore import model_graph
-from fxcore.images import open_image
+from fxcore.images.files import open_image
 from fxcore.photos import NoPhotographs, calibration_rows
 
 

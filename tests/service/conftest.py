@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fxcore.graphs import forget_graph, kept_graphs
+from fxcore.graph.model_graph import forget_graph, kept_graphs
 from service.app import create_app
 from service.settings import Settings
 

@@ -6,31 +6,31 @@ from typing import Any, get_args
 
 import pytest
 
-from fxcore import catalog
 from fxcore.backends import BACKENDS
 from fxcore.exports import FORMATS as EXPORTS
-from fxcore.render import FORMATS as DRAWINGS
-from service import schemas, schemas_graphs
-from service.api import exports
+from fxcore.models import catalog
+from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
 from service.client import options as client
 from service.engine.options import CHOICES, DTYPES
-from service.engine.records import PRECISIONS
-from service.keys import Scope
-from service.logs import LogFormat
+from service.engine.record import PRECISIONS
+from service.http.keys import Scope
+from service.http.routes import exports
+from service.observability.logs import LogFormat
 from service.offline.shards import FORMATS as SHARDS
+from service.schemas import graphs, v1
 
 
 @pytest.mark.parametrize(
     "places",
     [
-        [schemas.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
-        [schemas.Backend, client.Backend, extract.Backend],
-        [schemas.Pool, client.Pool, extract.Pool, CHOICES["pool"]],
-        [schemas.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
-        [schemas.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
-        [schemas.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
-        [schemas_graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
+        [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
+        [v1.Backend, client.Backend, extract.Backend],
+        [v1.Pool, client.Pool, extract.Pool, CHOICES["pool"]],
+        [v1.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
+        [v1.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
+        [v1.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
+        [graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
         [catalog.Task, models.Task],
         [exports.Format, tuple(EXPORTS)],
         [extract.ShardFormat, tuple(SHARDS)],
@@ -44,4 +44,4 @@ def test_choices_are_the_same_everywhere(places: list[Any]) -> None:
 
 
 def test_every_backend_that_can_be_named_is_there() -> None:
-    assert set(get_args(schemas.Backend)) - {"auto"} <= set(BACKENDS)
+    assert set(get_args(v1.Backend)) - {"auto"} <= set(BACKENDS)

@@ -15,11 +15,12 @@ import torch
 from fastapi import FastAPI
 from torch import Tensor, nn
 
-import fxcore.weights
+import fxcore.models.weights
 import service.app
-import service.engine.inputs
-from fxcore import ModelEntry, WeightsInfo, catalog
-from fxcore.presets import ImageClassification
+import service.engine.requests.plan
+from fxcore import ModelEntry, WeightsInfo
+from fxcore.images.presets import ImageClassification
+from fxcore.models import catalog
 
 # The first value of a row says what happens to its batch.
 RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)
@@ -83,14 +84,14 @@ def _entry(name: str) -> ModelEntry:
 def create_app() -> FastAPI:
     for name in ("faulty", *DOWNLOADED):
         catalog._registry()[name] = _entry(name)
-    fxcore.weights.STALL_TIMEOUT = STALL_SECONDS
+    fxcore.models.weights.STALL_TIMEOUT = STALL_SECONDS
     _spoil_decoder()
     _spoil_clock()
     return service.app.create_app()
 
 
 def _spoil_decoder() -> None:
-    right = service.engine.inputs.open_image
+    right = service.engine.requests.plan.open_image
 
     def spoiled(data: bytes, max_pixels: int | None = None) -> object:
         if bytes(data).endswith(DECODER_DIES):
@@ -99,7 +100,7 @@ def _spoil_decoder() -> None:
             raise MemoryError
         return right(data, max_pixels)
 
-    service.engine.inputs.open_image = spoiled  # type: ignore[assignment]
+    service.engine.requests.plan.open_image = spoiled  # type: ignore[assignment]
 
 
 def _spoil_clock() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
-from fxcore.verify import verify
 from tests.fxcore.backends.conftest import Build
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options, faster_than_eager
 from fxcore.backends.cudagraphs import recorded_size
-from fxcore.verify import verify
 from tests.fxcore.backends.conftest import Build
 
 CPU = torch.device("cpu")

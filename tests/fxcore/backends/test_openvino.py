@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
 from fxcore.backends.artifacts import prune
 from fxcore.photos import augmented, check_rows, photos
-from fxcore.verify import verify
 from tests.fxcore.backends.conftest import Build
 
 pytest.importorskip("openvino")

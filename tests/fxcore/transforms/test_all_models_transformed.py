@@ -7,10 +7,10 @@ import torch
 from torch import fx, nn
 
 from fxcore import trace
-from fxcore.catalog import get_model
+from fxcore.analysis.verify import verify
+from fxcore.models.catalog import get_model
 from fxcore.transforms import applied, fold_constants, fold_normalization, fuse_conv_bn, out_of_place
-from fxcore.verify import verify
-from tests.fxcore.models import TRACEABLE, filled, small_input
+from tests.fxcore.model_list import TRACEABLE, filled, small_input
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 TOLERANCE = 1e-4

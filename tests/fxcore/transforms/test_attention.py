@@ -10,7 +10,7 @@ from torchvision.models.swin_transformer import shifted_window_attention
 
 from fxcore import trace
 from fxcore.transforms import applied, attention_maps
-from tests.fxcore.models import filled, small_input
+from tests.fxcore.model_list import filled, small_input
 
 
 def opened(model: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:

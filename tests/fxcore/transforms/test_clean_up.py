@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore import trace
-from fxcore.leaves import one_node
-from fxcore.tracing import PATH
+from fxcore.tracing.leaves import one_node
+from fxcore.tracing.tracer import PATH
 from fxcore.transforms import (
     applied,
     eliminate_common_subexpressions,
@@ -20,8 +20,8 @@ from fxcore.transforms import (
     normalize_arguments,
     out_of_place,
 )
-from tests.fxcore.models import filled, small_input
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
+from tests.fxcore.model_list import filled, small_input
 
 SEEN: list[str] = []
 

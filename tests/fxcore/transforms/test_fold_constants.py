@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.analysis.verify import verify
 from fxcore.transforms import fold_constants
-from fxcore.verify import verify
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
 
 
 class Constant(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 
 from fxcore import trace
+from fxcore.analysis.verify import verify
 from fxcore.transforms import CannotTransform, applied, apply_transforms, fuse_conv_bn, fuse_linear_bn, split_at
-from fxcore.verify import verify
 
 
 def lived(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
-from fxcore.graphs import ModelGraph
+from fxcore.graph.model_graph import ModelGraph
 from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_place
 from tests.fxcore.conftest import OwnEntry
 

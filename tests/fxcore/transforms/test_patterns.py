@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
+from fxcore.analysis.verify import verify
 from fxcore.transforms import BadPattern, applied, op, replace_module, replace_pattern
-from fxcore.verify import verify
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
 
 
 def paths(module: fx.GraphModule) -> list[str]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from fxcore import trace
+from fxcore.analysis.verify import verify
 from fxcore.transforms import (
     apply_transforms,
     decompose,
@@ -24,7 +25,6 @@ from fxcore.transforms import (
     remove,
     split_at,
 )
-from fxcore.verify import verify
 
 PASSES = [
     fuse_conv_bn,

@@ -13,7 +13,7 @@ from torchvision.models import resnet18
 from fxcore import trace
 from fxcore.errors import FxError
 from fxcore.transforms import BadParameter, UnknownTransform, applied, apply_transforms, described, list_transforms
-from tests.fxcore.models import filled
+from tests.fxcore.model_list import filled
 
 
 @pytest.fixture(scope="module")

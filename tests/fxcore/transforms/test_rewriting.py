@@ -14,6 +14,7 @@ from torchvision.models import mobilenet_v3_small, resnet18
 from torchvision.ops import StochasticDepth
 
 from fxcore import trace
+from fxcore.analysis.verify import verify
 from fxcore.transforms import (
     BadParameter,
     CannotKeep,
@@ -36,8 +37,7 @@ from fxcore.transforms import (
 )
 from fxcore.transforms.decompose import RULES
 from fxcore.transforms.replace import ACTIVATIONS
-from fxcore.verify import verify
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
 
 
 def paths(module: fx.GraphModule) -> list[str]:

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
 from fxcore import trace
+from fxcore.analysis.verify import verify
 from fxcore.transforms import NotInvertible, invert, split_at
-from fxcore.verify import verify
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
 
 
 def paths(module: fx.GraphModule) -> list[str]:

@@ -13,7 +13,7 @@ from torchvision import ops
 from fxcore import trace
 from fxcore.backends import BACKENDS, Options
 from fxcore.transforms import CannotTransform, fold_constants, fuse_conv_bn, remove, split_at
-from tests.fxcore.tracing import traced
+from tests.fxcore.capture import traced
 
 
 class Then(nn.Module):

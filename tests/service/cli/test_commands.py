@@ -24,9 +24,9 @@ from torchvision.models import list_models
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import get_model, model_graph
-from fxcore.render import render
+from fxcore.rendering.render import render
 from service.cli import app
-from service.run import run_workers
+from service.http.server import run_workers
 from service.settings import Settings
 from tests.service.cli.running import fxserve, rows
 

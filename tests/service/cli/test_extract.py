@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.catalog import register
-from fxcore.images import open_image
+from fxcore.images.files import open_image
+from fxcore.models.catalog import register
 from tests.service.cli.running import fxserve, rows
 
 

@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from service.codecs.compression import compress, decompress
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 STEP = 64 * 1024
 WINDOWS = {"gzip": 31, "deflate": 15, "raw deflate": -15}

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 import torch
 
-from fxcore.catalog import get_model
+from fxcore.models.catalog import get_model
 from service.codecs import heatmap
 
 COLOUR = (30, 200, 100)

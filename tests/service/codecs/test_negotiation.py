@@ -1,7 +1,7 @@
 import pytest
 
 from service.codecs.negotiation import choose, media_type
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 OFFERED = ["application/json", "application/x-safetensors", "image/png"]
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.codecs import npy
-from service.problems import Refusal
-from service.schemas import key_fault
+from service.schemas.problems import Refusal
+from service.schemas.v1 import key_fault
 
 TENSORS = [
     torch.randn(2, 3, 4),

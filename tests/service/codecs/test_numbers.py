@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.codecs.numbers import Document
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 
 def test_long_arrays_are_read_as_a_json_parser_reads_them():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
-from service.problems import Refusal
+from service.schemas.problems import Refusal
 
 ALL = {
     "bool": torch.tensor([True, False, True]),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.codecs import v2
-from service.problems import Refusal
-from service.schemas_v2 import TensorMetadata
+from service.schemas.problems import Refusal
+from service.schemas.v2 import TensorMetadata
 
 INPUTS = [
     TensorMetadata(name="image", datatype="BYTES", shape=[-1]),

@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 
 from service.engine import Engine, ExtractorRecord
-from service.schemas import ExtractorSpec
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from fxcore.catalog import get_model
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from fxcore.images import open_image
-from fxcore.weights import load_model
+from fxcore.images.files import open_image
+from fxcore.models.catalog import get_model
+from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
 from service.engine.errors import Draining, ResponseTooLarge
+from service.engine.registry.graphs import graph_of
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
 
 pytestmark = pytest.mark.anyio
@@ -302,7 +303,7 @@ async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[b
         client = asyncio.create_task(hammer(0))
         specs = []
         for model in models:
-            nodes = [n.name for n in (await built(running, model, ["x"])).graph.nodes if n.extractable]
+            nodes = [n.name for n in graph_of(await built(running, model, ["x"])).nodes if n.extractable]
             specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
         made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20

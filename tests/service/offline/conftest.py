@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from service.engine import FeatureOptions
 from service.offline import Job
-from service.schemas import ExtractorSpec
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 SETTINGS = Settings(device="cpu", lowering=False, compute_threads=1)

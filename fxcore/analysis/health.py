@@ -1,0 +1,187 @@
+"""At which node numbers go bad: NaN, infinity, saturation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxcore.tracing.frozen import frozen
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+
+# Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
+_BOUNDS: dict[Any, tuple[float, float]] = {
+    "sigmoid": (0.0, 1.0),
+    "hardsigmoid": (0.0, 1.0),
+    "tanh": (-1.0, 1.0),
+    "relu6": (0.0, 6.0),
+    "softsign": (-1.0, 1.0),
+}
+_MODULES = {
+    nn.Sigmoid: "sigmoid",
+    nn.Hardsigmoid: "hardsigmoid",
+    nn.Tanh: "tanh",
+    nn.ReLU6: "relu6",
+    nn.Softsign: "softsign",
+}
+_RELU = (F.relu, torch.relu, "relu", "relu_")
+_NEAR = 1e-3
+
+
+@dataclass(frozen=True)
+class NodeHealth:
+    """The numbers of one node's value.
+
+    Attributes:
+        name: torchvision's name of the node, or its fx name.
+        nan, inf: how many elements are.
+        largest: the largest finite magnitude.
+        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1
+            where even one element is beyond what ``limit`` allows.
+    """
+
+    name: str
+    nan: int
+    inf: int
+    largest: float
+    saturated: float
+
+
+@dataclass(frozen=True)
+class Health:
+    """What became of the numbers on their way.
+
+    Attributes:
+        nodes: every node whose value is a floating-point tensor, in order of execution.
+        first_nan, first_inf, first_saturated: names of the first nodes where each is seen, or None.
+        frozen: constants that were drawn at random when the model was traced, and are the same in every call since.
+        cause: for the first NaN or infinity, ``input``, ``weights`` or ``operation``: where it comes from.
+    """
+
+    nodes: list[NodeHealth]
+    first_nan: str | None
+    first_inf: str | None
+    first_saturated: str | None
+    cause: str | None
+    frozen: list[str]
+
+    @property
+    def healthy(self) -> bool:
+        """No NaN, no infinity, nothing saturated, nothing drawn at random that is a constant now."""
+        return (self.first_nan, self.first_inf, self.first_saturated, self.frozen) == (None, None, None, [])
+
+
+def check_health(
+    module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, saturation: float = 0.99, limit: float | None = None
+) -> Health:
+    """Run ``module`` once on ``inputs`` and find the first node where numbers go bad.
+
+    Args:
+        module: in eval mode, on the inputs' device.
+        inputs: positional arguments, or the only one.
+        saturation: from which share of saturated elements on a node counts as saturated.
+        limit: magnitude from which on a single element saturates its node, such as ``torch.finfo(torch.float16).max``
+            to learn whether a model can run in half precision; the largest number of the value's own type where not
+            given.
+
+    >>> class Net(nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.relu(torch.log(x))
+    >>> found = check_health(fx.symbolic_trace(Net().eval()), torch.tensor([-1.0, 1.0]))
+    >>> found.first_nan, found.cause
+    ('log', 'operation')
+    >>> found = check_health(fx.symbolic_trace(Net().eval()), torch.tensor([0.0, 1.0]))
+    >>> found.first_nan, found.first_inf
+    (None, 'log')
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1), nn.Sigmoid()).eval())
+    >>> model.get_parameter("0.weight").data.fill_(100)
+    tensor([[100.]])
+    >>> check_health(model, torch.ones(1, 1)).first_saturated
+    '_1'
+    """
+    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    watcher = _Watcher(module, limit)
+    with torch.no_grad():
+        watcher.run(*arguments)
+    nodes = list(watcher.found.values())
+    bad = next((n for n, h in watcher.found.items() if h.nan or h.inf), None)
+    return Health(
+        nodes=nodes,
+        first_nan=next((h.name for h in nodes if h.nan), None),
+        first_inf=next((h.name for h in nodes if h.inf), None),
+        first_saturated=next((h.name for h in nodes if h.saturated >= saturation), None),
+        cause=_cause(module, bad) if bad is not None else None,
+        frozen=[name for name, made in frozen(module.graph).items() if made.random],
+    )
+
+
+def _cause(module: fx.GraphModule, node: fx.Node) -> str:
+    """Where the first bad number comes from; all nodes before it are sound."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return "weights"
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        if any(
+            t.is_floating_point() and not bool(t.isfinite().all()) for t in (*called.parameters(), *called.buffers())
+        ):
+            return "weights"
+    return "operation"
+
+
+class _Watcher(Interpreter):
+    def __init__(self, module: fx.GraphModule, limit: float | None) -> None:
+        super().__init__(module)
+        self.limit = limit
+        self.found: dict[fx.Node, NodeHealth] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        tensors = [
+            t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
+        ]
+        if tensors and n.op != "output":
+            self.found[n] = self._look(n, tensors)
+        return value
+
+    def _look(self, node: fx.Node, tensors: list[Tensor]) -> NodeHealth:
+        nan = sum(int(t.isnan().sum()) for t in tensors)
+        inf = sum(int(t.isinf().sum()) for t in tensors)
+        largest = max(float(t.abs().nan_to_num(0, 0, 0).max()) for t in tensors)
+        saturated = max(self._saturated(node, t) for t in tensors)
+        return NodeHealth(public_name(node), nan, inf, largest, saturated)
+
+    def _saturated(self, node: fx.Node, value: Tensor) -> float:
+        shares = [0.0]
+        limit = self.limit if self.limit is not None else torch.finfo(value.dtype).max
+        beyond = value.abs() >= limit
+        if bool(beyond.any()):
+            # One element that does not fit spoils all that is computed from it.
+            shares.append(1.0)
+        kind = self._kind(node)
+        if kind == "relu":
+            shares.append(float((value == 0).float().mean()))
+        elif kind is not None:
+            low, high = _BOUNDS[kind]
+            near = _NEAR * (high - low)
+            shares.append(float(((value <= low + near) | (value >= high - near)).float().mean()))
+        return max(shares)
+
+    def _kind(self, node: fx.Node) -> str | None:
+        """The bounded function that ``node`` applies, if it does."""
+        if node.op == "call_module":
+            called = self.fetch_attr(str(node.target))
+            return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))
+        if node.op not in ("call_function", "call_method"):
+            return None
+        if node.target in _RELU:
+            return "relu"
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None

@@ -1,0 +1,196 @@
+"""Where a module's time and memory go, node by node, on real input."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+
+
+@dataclass(frozen=True)
+class NodeProfile:
+    """What one node takes.
+
+    Attributes:
+        name: torchvision's name of the node, or its fx name.
+        fx_name, op, target: as torch.fx has them.
+        milliseconds: median over the runs.
+        share: of the sum over all nodes.
+        bytes: memory that its value holds and that none of its inputs held before; 0 for a view.
+        live_bytes: memory of all values that are still needed once it has run, its own and the inputs included.
+        peak_bytes: on a GPU, the most that was allocated while it ran, beyond what was before; None on a CPU.
+    """
+
+    name: str
+    fx_name: str
+    op: str
+    target: str
+    milliseconds: float
+    share: float
+    bytes: int
+    live_bytes: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All nodes in order of execution, and the whole.
+
+    Attributes:
+        milliseconds: median of whole runs, without the watching: less than the sum over the nodes.
+        peak_bytes: the largest ``live_bytes``.
+    """
+
+    nodes: list[NodeProfile]
+    milliseconds: float
+    peak_bytes: int
+    runs: int
+
+    def slowest(self, count: int = 10) -> list[NodeProfile]:
+        """The nodes that take longest."""
+        return sorted(self.nodes, key=lambda n: n.milliseconds, reverse=True)[:count]
+
+
+def profile(module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, runs: int = 5, warmup: int = 1) -> Profile:
+    """Run ``module`` node by node on ``inputs`` and measure each.
+
+    A node's time includes a few microseconds of Python.
+
+    Args:
+        module: in eval mode, on the inputs' device.
+        inputs: positional arguments, or the only one.
+        runs: how many runs the medians are over.
+        warmup: runs before those.
+
+    >>> from torch import nn
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval())
+    >>> found = profile(model, torch.ones(2, 8), runs=2)
+    >>> [(n.name, n.bytes) for n in found.nodes]
+    [('input_1', 0), ('_0', 64), ('_1', 64)]
+    """
+    profiler = Profiler(module, inputs)
+    for run in range(warmup + runs):
+        profiler.run(counts=run >= warmup)
+    return profiler.result()
+
+
+class Profiler:
+    """:func:`profile`, one run at a time, for callers that do other work in between.
+
+    Args:
+        module, inputs: see there.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any] | Tensor) -> None:
+        self._module = module
+        self._inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        self._device = next((x.device for x in self._inputs if isinstance(x, Tensor)), torch.device("cpu"))
+        self._watcher = _Watcher(module, self._device)
+        self._whole: list[float] = []
+
+    def run(self, *, counts: bool = True) -> None:
+        """Run the module twice: node by node, and as a whole.
+
+        Args:
+            counts: False to warm up.
+        """
+        with torch.no_grad():
+            self._watcher.begin(counts)
+            self._watcher.run(*self._inputs)
+            _wait(self._device)
+            start = time.perf_counter()
+            self._module(*self._inputs)
+            _wait(self._device)
+            if counts:
+                self._whole.append(1000 * (time.perf_counter() - start))
+
+    def result(self) -> Profile:
+        """The medians over the runs that counted; there must be one."""
+        watcher = self._watcher
+        medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
+        total = sum(medians.values()) or 1.0
+        nodes = [
+            NodeProfile(
+                name=public_name(node),
+                fx_name=node.name,
+                op=node.op,
+                target=node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?"),
+                milliseconds=milliseconds,
+                share=milliseconds / total,
+                bytes=watcher.fresh[node],
+                live_bytes=watcher.live[node],
+                peak_bytes=int(statistics.median(watcher.peaks[node])) if node in watcher.peaks else None,
+            )
+            for node, milliseconds in medians.items()
+        ]
+        peak = max((n.live_bytes for n in nodes), default=0)
+        return Profile(nodes, statistics.median(self._whole), peak, len(self._whole))
+
+
+class _Watcher(Interpreter):
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)  # it drops values after their last use, as the module itself does
+        self.device = device
+        self.times: dict[fx.Node, list[float]] = {}
+        self.peaks: dict[fx.Node, list[int]] = {}
+        self.fresh: dict[fx.Node, int] = {}
+        self.live: dict[fx.Node, int] = {}
+        self._counts = True
+        # Parameters are there before and after, whatever runs.
+        self._parameters = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+
+    def begin(self, counts: bool) -> None:
+        """Start a run; ``counts`` says whether it is recorded."""
+        self._counts = counts
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return super().run_node(n)
+        cuda = self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        _wait(self.device)
+        start = time.perf_counter()
+        value = super().run_node(n)
+        _wait(self.device)
+        taken = time.perf_counter() - start
+        if self._counts:
+            self.times.setdefault(n, []).append(taken)
+            if cuda:
+                self.peaks.setdefault(n, []).append(torch.cuda.max_memory_allocated(self.device) - before)
+            self._weigh(n, value)
+        return value
+
+    def _weigh(self, node: fx.Node, value: Any) -> None:
+        held = self._storages(list(self.env.values()))
+        own = self._storages([value])
+        self.fresh[node] = (
+            0 if node.op in ("placeholder", "get_attr") else sum(s for p, s in own.items() if p not in held)
+        )
+        self.live[node] = sum({**held, **own}.values())
+
+    def _storages(self, values: list[Any]) -> dict[int, int]:
+        """Bytes of each piece of memory that tensors among ``values`` hold."""
+        found = {}
+        for tensor in pytree.tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._parameters:
+                    found[storage.data_ptr()] = storage.nbytes()
+        return found
+
+
+def _wait(device: torch.device) -> None:
+    """A GPU works on while Python goes on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

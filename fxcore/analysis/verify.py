@@ -1,0 +1,278 @@
+"""How far a transformed module is from the original: errors of each output, a verdict, and the speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.errors import FxError, finite
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+
+
+class Incomparable(FxError):
+    """The two modules return different things: other keys or shapes, or a tensor on one side only; ``output`` names the
+    first, ``node`` the first node whose value differs. Types may differ, since it is numbers that are compared."""
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """How far one output is from the original; a complex number counts as two.
+
+    Where an infinity or NaN stands on one side only, or infinities of two signs, nothing is near: the errors are
+    infinite and the cosine is zero.
+
+    Attributes:
+        max_abs: the largest difference of two elements.
+        relative: norm of the difference over norm of the original.
+        cosine: of the two as flat vectors; 1 for equal ones, also where both are zero.
+        allclose: whether every element is within ``atol * (largest magnitude) + rtol * |original|``.
+    """
+
+    max_abs: float
+    relative: float
+    cosine: float
+    allclose: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The errors of each output by key (``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested ones), and how fast.
+
+    Attributes:
+        allclose: whether every output is.
+        speedup: median time of the original over that of the transformed module, or None where it was not measured.
+        first_divergence: the first node, by its public name and in the original's order, whose value is not allclose.
+            None where every output is, where the two are not both graph modules, and where no node that both have
+            differs.
+
+    >>> found = verify(lambda x: {"a": x, "b": 2 * x}, lambda x: {"a": x, "b": 3 * x}, torch.ones(4))
+    >>> found.allclose, found.outputs["a"].max_abs, found.outputs["b"].relative
+    (False, 0.0, 0.5)
+    """
+
+    outputs: dict[str, OutputErrors]
+    allclose: bool
+    speedup: float | None
+    first_divergence: str | None = None
+
+    @property
+    def max_abs(self) -> float:
+        """The largest of all outputs."""
+        return max((o.max_abs for o in self.outputs.values()), default=0.0)
+
+    @property
+    def relative(self) -> float:
+        """The largest of all outputs."""
+        return max((o.relative for o in self.outputs.values()), default=0.0)
+
+    @property
+    def cosine(self) -> float:
+        """The smallest of all outputs."""
+        return min((o.cosine for o in self.outputs.values()), default=1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; numbers that JSON has not are None."""
+        outputs = {key: finite(asdict(errors)) for key, errors in self.outputs.items()}
+        return {
+            "allclose": self.allclose,
+            "speedup": self.speedup,
+            "first_divergence": self.first_divergence,
+            "outputs": outputs,
+        }
+
+
+def verify(
+    original: Callable[..., Any],
+    transformed: Callable[..., Any],
+    inputs: Sequence[Any] | Tensor,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-4,
+    runs: int = 0,
+) -> Verification:
+    """Run both on the same input and compare what they return.
+
+    Args:
+        original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
+        inputs: positional arguments, or the only one.
+        rtol: tolerance in units of each element of the original.
+        atol: tolerance in units of the largest magnitude of the whole output, since activations of 0.001 and of 1,000
+            are both usual.
+        runs: how often each is timed, the two in turns; 0 to measure no speed.
+
+    Raises:
+        Incomparable: they do not return the same keys and shapes, or a tensor on one side only.
+
+    >>> from torch import nn
+    >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
+    >>> found.allclose, found.max_abs, found.cosine
+    (True, 0.0, 1.0)
+
+    Of two graph modules, the first node that diverges is named:
+
+    >>> from fxcore import trace
+    >>> from fxcore.transforms import replace_op
+    >>> model = trace(lambda x: torch.exp(torch.relu(torch.neg(x))))
+    >>> verify(model, replace_op(model, torch.relu, torch.sigmoid), torch.ones(2)).first_divergence
+    'relu'
+    """
+    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    with torch.no_grad():
+        # Each gets inputs of its own: one that works in place would change what the other sees.
+        expected = flat(original(*_copies(arguments)))
+        values = flat(transformed(*_copies(arguments)))
+        speedup = _speedup(original, transformed, arguments, runs) if runs else None
+    if list(expected) != list(values):
+        missing = next((k for k in [*expected, *values] if (k in expected) != (k in values)), None)
+        raise Incomparable(
+            f"the original returns {', '.join(expected) or 'nothing'} and the other {', '.join(values) or 'nothing'}; "
+            "they must return the same outputs in the same order",
+            output=missing,
+        )
+    try:
+        outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
+    except Incomparable as error:
+        node = _first_divergence(original, transformed, arguments, rtol, atol)
+        hint = f"; the first node that differs is {node}" if node else ""
+        raise Incomparable(f"{error.detail}{hint}", **error.extra, node=node) from None
+    allclose = all(o.allclose for o in outputs.values())
+    first = None if allclose else _first_divergence(original, transformed, arguments, rtol, atol)
+    return Verification(outputs, allclose, speedup, first)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Tensors and numbers of a nested structure by dotted key."""
+    if isinstance(value, Mapping):
+        items = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix or "0": value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= flat(item, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _first_divergence(
+    original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], rtol: float, atol: float
+) -> str | None:
+    """The first node of ``original`` whose value differs from that of the node with its name."""
+    if not isinstance(original, fx.GraphModule) or not isinstance(transformed, fx.GraphModule):
+        return None
+    both = {public_name(n) for n in original.graph.nodes} & {public_name(n) for n in transformed.graph.nodes}
+    expected: dict[str, dict[str, Any]] = {}
+    different: set[str] = set()
+
+    def keep(name: str, value: Any) -> None:
+        # As it is now: what works in place later writes to it.
+        expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
+
+    def compare(name: str, value: Any) -> None:
+        before, after = expected.get(name, {}), flat(value)
+        try:
+            agree = list(before) == list(after) and all(
+                _errors(key, before[key], after[key], rtol, atol).allclose for key in before
+            )
+        except Incomparable:
+            agree = False
+        if not agree:
+            different.add(name)
+
+    with torch.no_grad():
+        _Watcher(original, both, keep).run(*_copies(inputs))
+        _Watcher(transformed, both, compare).run(*_copies(inputs))
+    return next((name for n in original.graph.nodes if (name := public_name(n)) in different), None)
+
+
+class _Watcher(Interpreter):
+    """Tells what each of some nodes makes as soon as it is made."""
+
+    def __init__(self, module: fx.GraphModule, names: set[str], tell: Callable[[str, Any], None]) -> None:
+        super().__init__(module)
+        self._names = names
+        self._tell = tell
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        name = public_name(n)
+        if n.op != "output" and name in self._names:
+            self._tell(name, value)
+        return value
+
+
+def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> OutputErrors:
+    if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
+        if isinstance(expected, Tensor) or isinstance(value, Tensor):
+            raise Incomparable(f"{key} is a tensor on one side only", output=key)
+        same = bool(expected == value)
+        return OutputErrors(0.0 if same else math.inf, 0.0 if same else math.inf, 1.0 if same else 0.0, same)
+    if expected.shape != value.shape:
+        raise Incomparable(
+            f"{key} has shape {list(expected.shape)} in the original and {list(value.shape)} in the other", output=key
+        )
+    if expected.numel() == 0:
+        return OutputErrors(0.0, 0.0, 1.0, True)
+    complex_ = expected.is_complex() or value.is_complex()
+    x, y = _numbers(expected, complex_), _numbers(value, complex_).to(expected.device)
+    # Where both are NaN, or both the same infinity, they agree; such elements take no part in the norms.
+    agree = (x == y) | (x.isnan() & y.isnan())
+    special = agree & ~x.isfinite()
+    x, y = x.masked_fill(special, 0), y.masked_fill(special, 0)
+    difference = (x - y).abs()
+    if not bool(difference.isfinite().all()):
+        return OutputErrors(math.inf, math.inf, 0.0, False)
+    scale = x.abs().max()
+    norms = float(x.norm()), float(y.norm())
+    if bool(agree.all()):
+        cosine = 1.0
+    elif 0.0 in norms:  # the angle to a zero vector is undefined
+        cosine = 0.0
+    else:
+        cosine = min(1.0, float((x / norms[0]) @ (y / norms[1])))
+    return OutputErrors(
+        max_abs=float(difference.max()),
+        relative=float(difference.norm()) / norms[0] if norms[0] else (0.0 if norms[1] == 0 else math.inf),
+        cosine=cosine,
+        allclose=bool((difference <= atol * scale + rtol * x.abs()).all()),
+    )
+
+
+def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
+    """Every number of ``tensor`` in double precision; of complex ones, both parts."""
+    plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
+    return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
+
+
+def _speedup(
+    original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int
+) -> float:
+    times: tuple[list[float], list[float]] = ([], [])
+    # In turns, so that whatever else the machine does slows both.
+    for _ in range(runs):
+        for function, taken in zip((original, transformed), times, strict=True):
+            arguments = _copies(inputs)
+            _wait(arguments)
+            start = time.perf_counter()
+            function(*arguments)
+            _wait(arguments)
+            taken.append(time.perf_counter() - start)
+    return statistics.median(times[0]) / statistics.median(times[1])
+
+
+def _wait(inputs: tuple[Any, ...]) -> None:
+    """A GPU works on while Python goes on. Waiting for all of its work would disturb who records a graph meanwhile."""
+    for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)

@@ -1,0 +1,169 @@
+"""Run a graph on meta tensors and write down what each node makes.
+
+Nothing is computed: shapes, dtypes and FLOPs come from torch's own meta kernels and flop counter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxcore.graph import layout
+from fxcore.tracing.interpreter import Interpreter
+
+#: batch size of the first run. Dimensions that grow with the batch are told apart by a second run with one image.
+_BATCH = 13
+
+
+class _Recorder(Interpreter):
+    """Keeps each node's value, which on the meta device holds no memory."""
+
+    def __init__(
+        self, module: fx.GraphModule, on_value: Callable[[fx.Node, Any], None], only: Collection[fx.Node] | None = None
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._on_value = on_value
+        self._only = only
+
+    def run_node(self, n: fx.Node) -> Any:
+        if self._only is not None and n not in self._only and n.op != "placeholder":
+            return None
+        before = self._versions(n)
+        value = super().run_node(n)
+        if not torch.is_inference_mode_enabled():
+            n.meta["mutates"] = [
+                i for i, (old, new) in enumerate(zip(before, self._versions(n), strict=True)) if old != new
+            ]
+        self._on_value(n, value)
+        return value
+
+    def _versions(self, n: fx.Node) -> list[int | None]:
+        """Torch counts the writes to each tensor; inference tensors go uncounted."""
+        values = (self.env.get(m) for m in n.all_input_nodes)
+        return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
+
+
+def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+    """Fill the ``meta`` of each node of ``module``.
+
+    Args:
+        module: a traced model with its parameters on ``device``.
+        shapes: the shape of each input without its batch dimension.
+        device: ``meta``, or ``cpu`` for int8 models, whose kernels know no meta tensors.
+
+    Sets ``meta["value"]`` (the value for one image: a tensor on ``device`` or whatever the node makes),
+    ``meta["rows"]`` (how many rows of the first dimension belong to one image; 0 where the value does not grow with the
+    batch or does so in another dimension; absent for values that are not tensors), ``meta["axes"]`` (see
+    :mod:`fxcore.graph.layout`),
+    ``meta["carries"]`` (whether the value holds any tensor at all), ``meta["memory"]`` (numbers that nodes have in
+    common whose values share memory) and ``meta["mutates"]`` (which of the node's ``all_input_nodes`` it overwrites, by
+    index; functions that fx does not look into may, as MViT's do).
+
+    Raises:
+        Exception: whatever the model raises for inputs of this shape.
+
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten()).eval()).to("meta")
+    >>> annotate(model, [(3, 10, 10)], torch.device("meta"))
+    >>> [(n.name, tuple(n.meta["value"].shape), n.meta["axes"]) for n in model.graph.nodes if n.op == "call_module"]
+    [('_0', (1, 8, 8, 8), 'NCHW'), ('_1', (1, 512), 'NC')]
+    """
+    many: dict[fx.Node, torch.Size] = {}
+
+    def remember(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            many[node] = value.shape
+
+    def write(node: fx.Node, value: Any) -> None:
+        node.meta["value"] = value
+        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
+        node.meta["carries"] = bool(node.meta["memory"])
+        target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        node.meta["axes"] = layout.follow(node, value, target)
+        node.meta.pop("rows", None)
+        if isinstance(value, Tensor):
+            node.meta["rows"] = _rows(value.shape, many.get(node))
+
+    with torch.no_grad():  # not inference mode, whose tensors have no versions
+        _Recorder(module, remember).run(*_inputs(shapes, _BATCH, device))
+        _Recorder(module, write).run(*_inputs(shapes, 1, device))
+
+
+def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> dict[fx.Node, int]:
+    """FLOPs of each node for one image, as ``torch.utils.flop_counter`` counts them (a multiply-add is two).
+
+    >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.ReLU())).to("meta")
+    >>> {n.name: flops for n, flops in count_flops(model, [(4,)], torch.device("meta")).items() if flops}
+    {'_0': 40}
+    """
+    flops: dict[fx.Node, int] = {}
+    counted = 0
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+
+        def difference(node: fx.Node, value: Any) -> None:
+            nonlocal counted
+            total = counter.get_total_flops()
+            flops[node], counted = total - counted, total
+
+        _Recorder(module, difference).run(*_inputs(shapes, 1, device))
+    return flops
+
+
+def values_at(
+    module: fx.GraphModule, shapes: Sequence[tuple[int, ...]], device: torch.device, wanted: Collection[fx.Node]
+) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the tensors that ``wanted`` nodes need, themselves included, for one image of ``shapes``.
+
+    Nothing else is run and annotations stay as they are. Safe to call from several threads.
+
+    Raises:
+        Exception: whatever the model raises for inputs of this shape.
+    """
+    needed = set(wanted)
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    found: dict[fx.Node, tuple[torch.Size, torch.dtype]] = {}
+
+    def remember(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[node] = value.shape, value.dtype
+
+    with torch.inference_mode():
+        _Recorder(module, remember, needed).run(*_inputs(list(shapes), 1, device))
+    return found
+
+
+def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
+    """Number of parameters that ``node`` brings, each counted at the first node that uses it."""
+    if node.op == "call_module":
+        candidates = list(module.get_submodule(str(node.target)).parameters())
+    elif node.op == "get_attr":
+        attribute = operator.attrgetter(str(node.target))(module)
+        candidates = [attribute] if isinstance(attribute, nn.Parameter) else []
+    else:
+        candidates = []
+    fresh = [p for p in candidates if id(p) not in seen]
+    seen.update(id(p) for p in fresh)
+    return sum(p.numel() for p in fresh)
+
+
+def _inputs(shapes: list[tuple[int, ...]], batch: int, device: torch.device) -> list[Tensor]:
+    return [torch.zeros(batch, *shape, device=device) for shape in shapes]
+
+
+def _rows(one: torch.Size, many: torch.Size | None) -> int:
+    if many is None or len(one) == 0 or len(one) != len(many) or one[1:] != many[1:]:
+        return 0
+    return one[0] if many[0] == one[0] * _BATCH and one[0] > 0 else 0
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for v in inside for tensor in _tensors(v)]

@@ -1,0 +1,129 @@
+"""From the name a client gives to one node of a graph.
+
+Names are looked up, never matched as patterns: torchvision's own extractor takes them as regular expressions and lets
+each node answer one name only, so that overlapping names return wrong tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import fx
+
+from fxcore.errors import DuplicateKey, UnknownNode
+from fxcore.graph.levels import Level
+from fxcore.tracing.parts import ClosedPart
+
+
+class Named(Protocol):
+    """What names are looked up in: a :class:`~fxcore.graph.model_graph.ModelGraph`."""
+
+    eval_nodes: list[str]
+    levels: dict[str, Level]
+    closed: list[ClosedPart]
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def by_name(self) -> Mapping[str, fx.Node]:
+        """Nodes by their names."""
+        ...
+
+    def extractable(self, node: fx.Node) -> bool:
+        """Whether a client may ask for the node's value."""
+        ...
+
+
+def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """See :meth:`fxcore.graph.model_graph.ModelGraph.resolve`."""
+    if isinstance(return_nodes, str):
+        return_nodes = [return_nodes]
+    pairs = list(return_nodes.items()) if isinstance(return_nodes, Mapping) else [(name, name) for name in return_nodes]
+    if not pairs:
+        raise UnknownNode("no node was asked for; name at least one", name="", suggestions=_examples(graph))
+    resolved: dict[str, str] = {}
+    for name, key in pairs:
+        if key in resolved:
+            raise DuplicateKey(f"the key {key!r} is given twice; each output needs a key of its own", key=key)
+        resolved[key] = resolve_one(graph, name)
+    return resolved
+
+
+def resolve_one(graph: Named, name: str) -> str:
+    """The exact name of the node that ``name`` means: an exact name, a level, or the last node under a path.
+
+    Raises:
+        UnknownNode: nothing of that name, or its value is not a tensor of the images.
+    """
+    exact = _lookup(graph, name)
+    if exact is None:
+        if closed := next((c for c in graph.closed if name == c.path or name.startswith(c.path + ".")), None):
+            raise UnknownNode(
+                f"{name!r} lies in {closed.path}, which stays closed: {closed.reason}",
+                name=name,
+                suggestions=_examples(graph),
+            )
+        suggestions = suggest(graph, name)
+        hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of nodes"
+        raise UnknownNode(f"{graph.model} has no node {name!r}{hint}", name=name, suggestions=suggestions)
+    node = graph.by_name[exact]
+    if not graph.extractable(node):
+        near = _extractable_near(graph, exact)
+        what = (
+            "does not depend on the images"
+            if node.meta.get("carries") and node.op == "get_attr"
+            else "is not a tensor with a row per image"
+        )
+        raise UnknownNode(
+            f"the value of {exact!r} {what}" + (f"; ask for {near[0]} instead" if near else ""),
+            name=name,
+            suggestions=near,
+        )
+    return exact
+
+
+def _lookup(graph: Named, name: str) -> str | None:
+    if name in graph.by_name:
+        return name
+    if name in graph.levels:
+        return graph.levels[name].node
+    under = [n for n in graph.eval_nodes if n.startswith(name + ".")] if name else []
+    return under[-1] if under else None
+
+
+def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
+    """Names near to ``name``: by spelling among nodes, levels, paths and targets (ViT's suffixes lie: its node
+    ``…encoder_layer_0.ln`` is the module ``ln_1``)."""
+    candidates: dict[str, str] = {}
+    for level in graph.levels:
+        candidates[level] = level
+    for exact, node in graph.by_name.items():
+        if graph.extractable(node):
+            candidates[exact] = exact
+            parts = exact.split(".")
+            for depth in range(1, len(parts)):
+                path = ".".join(parts[:depth])
+                candidates.setdefault(path, path)
+            if node.op == "call_module":
+                candidates.setdefault(str(node.target), exact)
+    lowered: dict[str, str] = {}
+    for candidate, meaning in candidates.items():
+        lowered.setdefault(candidate.lower(), meaning)
+    near = difflib.get_close_matches(name[:200].lower(), lowered, n=count, cutoff=0.6)
+    return list(dict.fromkeys(lowered[n] for n in near))
+
+
+def _extractable_near(graph: Named, exact: str, count: int = 3) -> list[str]:
+    """The nearest tensors before and after a node, in order of execution."""
+    index = graph.eval_nodes.index(exact)
+    order = sorted(range(len(graph.eval_nodes)), key=lambda i: (abs(i - index), i > index))
+    return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:count]
+
+
+def _examples(graph: Named) -> list[str]:
+    return [*graph.levels][:3] or [n for n, node in graph.by_name.items() if graph.extractable(node)][-3:]

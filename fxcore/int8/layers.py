@@ -1,0 +1,80 @@
+"""A graph as int8 sees it: every operation spelled out, and the layers that its nodes make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxcore.errors import NotTraceable
+from fxcore.tracing.tracer import PATH, public_name, record
+from fxcore.transforms.base import fork
+
+WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
+_NORMS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def opened(module: fx.GraphModule) -> fx.GraphModule:
+    """``module``, with what torchvision's names keep whole spelled out: containers, squeeze-and-excitation, …
+
+    The last node of each keeps the name of the whole.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_module":
+            continue
+        called = module.get_submodule(str(node.target))
+        if type(called).__module__.startswith("torch.nn.") and not isinstance(called, nn.Sequential):
+            continue
+        try:
+            inner, _ = record(called, leaf_modules=[_Nothing])
+        except NotTraceable:
+            continue  # it stays as it is, in float32
+        inputs = [n for n in inner.nodes if n.op == "placeholder"]
+        if any(str(n.target).startswith("*") for n in inputs):
+            continue  # several arguments are one node
+        given = dict(zip((n.target for n in inputs), node.args, strict=False)) | node.kwargs
+        # What is not given has a default value.
+        copies: dict[fx.Node, Any] = {n: given.get(n.target, *n.args) for n in inputs}
+        with graph.inserting_before(node):
+            for n in inner.nodes:
+                if n.op in ("placeholder", "output"):
+                    continue
+                made = copies[n] = graph.node_copy(n, copies.__getitem__)
+                if n.op in ("call_module", "get_attr"):
+                    made.target = f"{node.target}.{n.target}"
+                made.meta = {PATH: f"{public_name(node)}.{public_name(n)}"}
+        result = copies[next(n for n in inner.nodes if n.op == "output").args[0]]
+        if result not in node.all_input_nodes:
+            result.meta[PATH] = public_name(node)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    module.recompile()
+    return fork(module).eval()
+
+
+class _Nothing(nn.Module):
+    """A class that no module has: with it as the only leaf, every module is traced into."""
+
+
+def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """The layer that computes ``node``: for a batch norm or a ReLU that is the one before it."""
+    while len(node.all_input_nodes) == 1:
+        before = node.all_input_nodes[0]
+        relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
+        if issubclass(class_of(module, node), _NORMS):
+            fused = issubclass(class_of(module, before), WEIGHTED)
+        else:
+            fused = relu and (
+                before.op == "call_function" or issubclass(class_of(module, before), (*WEIGHTED, *_NORMS))
+            )
+        if not fused:
+            break
+        node = before
+    return node
+
+
+def class_of(module: fx.GraphModule, node: fx.Node) -> type:
+    """The class of the module that a node calls, or else of the one that holds it."""
+    return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)

@@ -1,0 +1,255 @@
+"""What each layer loses in int8, by rounding float values: no int8 kernel computes it, and no library quantizes.
+
+A value is rounded where a layer hands it on, with its batch norm and its ReLU done. Weights are rounded per output
+channel, symmetrically; rounding them before a batch norm is folded in is the same, since that scales whole channels.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.analysis.verify import flat, verify
+from fxcore.int8.kernels import TRANSPOSED, kind_of
+from fxcore.int8.layers import WEIGHTED, computed_by, opened
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+from fxcore.transforms.base import bare_copy, fork
+from fxcore.transforms.keep_float import KEPT, named
+
+Inputs = tuple[Tensor, ...]
+
+_SMALLEST_SCALE = float(torch.finfo(torch.float32).eps)
+_WEIGHTED_FUNCTIONS = (
+    *(nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d, nn.functional.linear),
+    *TRANSPOSED,
+)
+_SUMS = (operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, torch.add, torch.sub, torch.mul)
+_PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.cat)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What one layer loses by being computed in int8.
+
+    Attributes:
+        name: of its node, as :func:`~fxcore.int8.quantize.quantize` takes it in ``keep``; what was fused into it counts
+            with it.
+        sqnr: of the layer alone, in decibels: it is given the float model's own values, rounded to int8, and its output
+            is rounded to int8 too. Infinite where nothing is lost.
+        relative, cosine: the same error as norm of the difference over norm of the float value, and as cosine.
+        accumulated: the relative error of its value when everything before it is int8 as well.
+    """
+
+    name: str
+    sqnr: float
+    relative: float
+    cosine: float
+    accumulated: float
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The integers that stand for a tensor's values: ``scale * (integer - zero_point)``, from ``low`` to ``high``.
+
+    >>> Rounding.between(0.0, 2.55)(torch.tensor([0.012, 1.0, 3.0]))
+    tensor([0.0100, 1.0000, 2.5500])
+    """
+
+    scale: float
+    zero_point: int
+    low: int = 0
+    high: int = 255
+
+    @classmethod
+    def between(cls, least: float, most: float) -> Rounding:
+        """Eight bits over the values from ``least`` to ``most``, zero among them."""
+        least, most = min(least, 0.0), max(most, 0.0)
+        scale = max((most - least) / 255, _SMALLEST_SCALE)
+        return cls(scale, round(-least / scale))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        integers = torch.clamp(torch.round(x / self.scale) + self.zero_point, self.low, self.high)
+        return (integers - self.zero_point) * self.scale
+
+
+class Simulation:
+    """A model in int8 as float operations between roundings. It shares the weights of the model, which stays as it is.
+
+    Args:
+        module: in eval mode, float32.
+        rows: inputs to measure errors on; two or so.
+        roundings: of the value of each layer that is int8, and of inputs, by public name.
+        per_channel: whether weights have a scale per output channel.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
+    ) -> None:
+        self._graph = opened(fork(module))
+        self._rows = rows
+        self._roundings = roundings
+        self._per_channel = per_channel
+        floats = _Values(self._graph)
+        with torch.no_grad():
+            self._expected = flat(floats.run(*rows))
+        self._floats = floats.values
+
+    def layers(self) -> list[LayerError]:
+        """The error of each layer that is rounded, the largest first."""
+        alone = _Rounded(self._graph, self._roundings, self._per_channel, self._floats, alone=True)
+        together = _Rounded(self._graph, self._roundings, self._per_channel, self._floats, alone=False)
+        with torch.no_grad():
+            alone.run(*self._rows)
+            together.run(*self._rows)
+        layers = [
+            LayerError(
+                name=name,
+                sqnr=-20 * math.log10(errors.relative) if errors.relative else math.inf,
+                relative=errors.relative,
+                cosine=errors.cosine,
+                accumulated=together.errors[name].relative,
+            )
+            for name, errors in alone.errors.items()
+        ]
+        return sorted(layers, key=lambda layer: layer.sqnr)
+
+    def cosine(self, kept: Collection[str]) -> float:
+        """The smallest cosine similarity of an output to its float value, where the layers ``kept`` are in float."""
+        roundings = {name: rounding for name, rounding in self._roundings.items() if name not in kept}
+        rounded = _Rounded(self._graph, roundings, self._per_channel, self._floats, alone=False)
+        with torch.no_grad():
+            values = flat(rounded.run(*self._rows))
+        return verify(lambda: self._expected, lambda: values, ()).cosine
+
+
+def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> Simulation:
+    """``module`` in int8 with values between the least and the most that ``calibration`` brings, one row each.
+
+    Layers with weights, sums, products, concatenations and activations are int8, but for those that
+    :func:`~fxcore.transforms.keep_float.keep_float` named.
+
+    >>> from fxcore import trace
+    >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+    <...>
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    >>> found = simulated(trace(model), [(torch.rand(1, 3, 8, 8),) for _ in range(4)])
+    >>> sorted(layer.name for layer in found.layers()), found.cosine(kept=["0", "2"]) > found.cosine(kept=[])
+    (['0', '2'], True)
+    """
+    private = opened(fork(module))
+    graph: fx.Graph = private.graph
+    keep: Sequence[str] = module.meta.get(KEPT, ())
+    layer = {node: computed_by(private, node) for node in graph.nodes}
+    kept = {layer[node] for node in graph.nodes if any(named(node, name) for name in keep)}
+    handed_on = {
+        node.name: public_name(layer[node])
+        for node in graph.nodes
+        if layer[node] not in kept and _is_int8(private, node, layer[node])
+    }
+    ranges: dict[str, tuple[float, float]] = {}
+    with torch.no_grad():
+        for inputs in calibration:
+            values = _Values(private)
+            values.run(*inputs)
+            for node, name in handed_on.items():
+                if node in values.values and values.values[node].numel():
+                    least, most = (float(x) for x in values.values[node].aminmax())
+                    before = ranges.get(name, (least, most))
+                    ranges[name] = min(least, before[0]), max(most, before[1])
+    few = tuple(torch.cat(parts) for parts in zip(*calibration[:rows], strict=True))
+    return Simulation(module, few, {name: Rounding.between(*ends) for name, ends in ranges.items()})
+
+
+def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
+    """Whether the value of ``node`` is one that an int8 layer, or an input, hands on."""
+    if all(computed_by(module, user) is layer for user in node.users):
+        return False
+    kind = kind_of(module, layer)
+    if layer.op == "placeholder" or kind in (*_WEIGHTED_FUNCTIONS, *_PRODUCTS):
+        return kind not in TRANSPOSED
+    if kind in _SUMS:
+        return len(layer.all_input_nodes) == 2
+    if not isinstance(kind, type):
+        return False
+    return (issubclass(kind, WEIGHTED) and kind not in TRANSPOSED) or kind.__module__ == "torch.nn.modules.activation"
+
+
+class _Values(Interpreter):
+    """Runs a module and remembers every floating value by its node's name."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.is_floating_point() and n.op not in ("get_attr", "output"):
+            self.values[n.name] = value.clone() if n.op == "placeholder" else value
+        return value
+
+
+class _Rounded(Interpreter):
+    """Runs a module with the values and weights of int8 layers rounded, and compares.
+
+    Args:
+        floats: values of the float module by node name.
+        alone: whether each layer is given the float module's values, or what the layers before it made.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        roundings: Mapping[str, Rounding],
+        per_channel: bool,
+        floats: Mapping[str, Tensor],
+        alone: bool,
+    ) -> None:
+        super().__init__(module)
+        self._graph = module
+        self._roundings = roundings
+        self._per_channel = per_channel
+        self._floats = floats
+        self._alone = alone
+        self.errors: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        layer = computed_by(self._graph, n)
+        name = public_name(layer)
+        rounding = self._roundings.get(name)
+        if rounding is None:
+            return super().run_node(n)
+        value = self._with_rounded_weights(n) if n is layer else super().run_node(n)
+        if n.name not in self._floats or all(computed_by(self._graph, user) is layer for user in n.users):
+            return value
+        expected, rounded = self._floats[n.name], rounding(value)
+        if layer.op != "placeholder":
+            self.errors[name] = verify(lambda: expected, lambda: rounded, ()).outputs["0"]
+        return rounding(expected) if self._alone else rounded
+
+    def _with_rounded_weights(self, n: fx.Node) -> Any:
+        if n.op == "call_module":
+            called = self.fetch_attr(str(n.target))
+            if isinstance(called, WEIGHTED) and "weight" in called._parameters:
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                private = bare_copy(called)  # other threads run the original meanwhile
+                rounded = rounded_weight(called.weight, self._per_channel)
+                private._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
+                return private(*args, **kwargs)
+        elif n.target in _WEIGHTED_FUNCTIONS and len(n.args) > 1:
+            (x, weight, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
+            return self.call_function(n.target, (x, rounded_weight(weight, self._per_channel), *rest), kwargs)
+        return super().run_node(n)
+
+
+def rounded_weight(weight: Tensor, per_channel: bool = True) -> Tensor:
+    """``weight`` ``[out, ...]`` in 256 symmetric steps for each output channel, or for all of it."""
+    most = weight.abs().amax(tuple(range(1, weight.ndim)), keepdim=True) if per_channel else weight.abs().amax()
+    scale = (most / 127.5).clamp_min(_SMALLEST_SCALE)
+    return torch.clamp(torch.round(weight / scale), -128, 127) * scale

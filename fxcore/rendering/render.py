@@ -1,0 +1,231 @@
+"""A graph as text for people and as drawings.
+
+The drawings are written by hand: an SVG needs no Graphviz, a DOT or Mermaid text needs nobody but its reader. Each box
+says the node's name, what it runs, and the shape of its value; levels (of a model) and keys (of an extractor) are
+highlighted. Labels come from models that anyone may have written, so every one is escaped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import TensorMetadata
+
+from fxcore.graph.model_graph import ModelGraph, target_name
+from fxcore.rendering.svg import Box, draw, printable
+from fxcore.tensors import dtype_name
+from fxcore.tracing.interpreter import require_graph
+from fxcore.tracing.tracer import PATH, public_name
+
+Format = Literal["table", "code", "dot", "svg", "mermaid"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_COLUMNS = ("opcode", "name", "target", "args", "kwargs", "shape", "dtype", "node")
+_SHAPE = _COLUMNS.index("shape")
+# Longer cells push the rest of their own line; they would push all the others otherwise (DenseNet's lists).
+_WIDEST = 60
+# torch.fx swaps the repr of a graph's nodes while it writes code: one writer at a time, or the swap stays.
+_CODE_LOCK = threading.Lock()
+
+
+def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth: int | None = None) -> str:
+    """Write ``graph`` in one of :data:`FORMATS`.
+
+    Args:
+        graph: a model's graph, whose levels are highlighted, or that of an extractor or any graph module, whose
+            outputs are.
+        format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes where the graph has
+            been annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names as a last column;
+            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
+        depth: drawings show modules of as many parts as one box each: 1 is ``layer1``, 2 is ``layer1.0``. None shows
+            every node.
+
+    Raises:
+        NotAGraph: something that has no graph, such as a module that was not traced.
+        ValueError: a format that is not one of those, or a depth below 1.
+
+    >>> from fxcore import model_graph
+    >>> print(render(model_graph("resnet18"), "mermaid", depth=1).splitlines()[6])
+      n5["C2: layer1<br/>14 nodes<br/>[N, 64, 56, 56]"]
+    """
+    if format not in FORMATS:
+        raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"a depth is at least 1, not {depth}")
+    if isinstance(graph, ModelGraph):
+        marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
+    else:
+        if not isinstance(graph, fx.Graph):
+            require_graph(graph)
+            graph = graph.graph
+        marks, title, nodes = _keys(graph), "graph", graph
+    if format in _TEXTS:
+        return _TEXTS[format](nodes)
+    return _DRAWINGS[format](_boxes(nodes, marks, depth), title)
+
+
+def _keys(graph: fx.Graph) -> dict[str, str]:
+    """Node's name → key, for a graph that returns a dictionary."""
+    marks: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "output" and isinstance(node.args[0], dict):
+            for key, value in node.args[0].items():
+                if isinstance(value, fx.Node):
+                    name = public_name(value)
+                    marks[name] = f"{marks[name]}, {key}" if name in marks else str(key)
+    return marks
+
+
+def _table(graph: fx.Graph) -> str:
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for n in graph.nodes:
+        cells = (n.op, n.name, target_name(n), _text(n.args), _text(n.kwargs))
+        rows.append((*cells, _shape(n), _dtype(n), n.meta.get(PATH, "")))
+    if not any(row[_SHAPE] for row in rows[1:]):
+        rows = [(*row[:_SHAPE], row[-1]) for row in rows]
+    widths = [max(len(cell) for row in rows if len(cell := row[i]) <= _WIDEST) for i in range(len(rows[0]))]
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _text(value: Any) -> str:
+    """An argument as torch.fx prints it, without the memory addresses that the repr of a function holds."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _code(graph: fx.Graph) -> str:
+    with _CODE_LOCK:
+        return graph.python_code("self").src.lstrip("\n")
+
+
+def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Box]:
+    """One box for each node but the output, or for each module of ``depth`` parts, in order of execution."""
+    numbers: dict[fx.Node, int] = {}
+    boxes: list[Box] = []
+    # Nodes of one module that run one after the other: a module that is called again later has a second box, so that
+    # no two boxes need each other.
+    for inside, run in itertools.groupby((n for n in graph.nodes if n.op != "output"), lambda n: _module(n, depth)):
+        nodes = list(run)
+        for group in [nodes] if inside else [[node] for node in nodes]:
+            last, sources = group[-1], [numbers[s] for n in group for s in n.all_input_nodes if s in numbers]
+            what = f"{len(group)} nodes" if inside else _what(last, graph)
+            mark = ", ".join(marks[public_name(n)] for n in group if public_name(n) in marks) or None
+            lines = [printable(line) for line in (inside or public_name(last), what, _shape(last)) if line]
+            numbers |= dict.fromkeys(group, len(boxes))
+            boxes.append(Box(lines, "call_module" if inside else last.op, mark, list(dict.fromkeys(sources))))
+    return boxes
+
+
+def _module(node: fx.Node, depth: int | None) -> str:
+    """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
+    parts = public_name(node).split(".")
+    return ".".join(parts[:depth]) if depth is not None and len(parts) > depth else ""
+
+
+def _what(node: fx.Node, graph: fx.Graph) -> str:
+    """What a node runs. A module's path is added where the node's name is another: ViT's ``ln`` is ``ln_1``."""
+    if node.op == "placeholder":
+        return "input"
+    if node.op == "get_attr":
+        return f"get {node.target}"
+    if node.op == "call_method":
+        return f".{node.target}()"
+    if node.op == "call_function":
+        return f"{target_name(node)}()"
+    target = str(node.target)
+    try:
+        kind = type(graph.owning_module.get_submodule(target)).__name__ if graph.owning_module is not None else ""
+    except AttributeError:
+        kind = ""
+    return " ".join(part for part in (kind, target if target != public_name(node) or not kind else "") if part)
+
+
+def _tensor(node: fx.Node) -> Any:
+    """What has the shape and dtype of the node's value, if that is a tensor."""
+    value = node.meta.get("value", node.meta.get("tensor_meta"))
+    return value if isinstance(value, (Tensor, TensorMetadata)) else None
+
+
+def _dtype(node: fx.Node) -> str:
+    tensor = _tensor(node)
+    return "" if tensor is None else dtype_name(tensor.dtype)
+
+
+def _shape(node: fx.Node) -> str:
+    tensor = _tensor(node)
+    if tensor is None:
+        return ""
+    shape = [str(size) for size in tensor.shape]
+    rows = node.meta.get("rows")
+    if rows and shape:
+        shape[0] = "N" if rows == 1 else f"{rows}N"
+    return "[" + ", ".join(shape) + "]"
+
+
+_FILL = {
+    "placeholder": "#d6f5d6",
+    "call_module": "#dce9f9",
+    "call_function": "#f4f4f4",
+    "call_method": "#f4f4f4",
+    "get_attr": "#f3e6f7",
+}
+_MARKED = "#ffd166"
+
+
+def _dot(boxes: list[Box], title: str) -> str:
+    lines = [
+        f'digraph "{_dot_text([title])}" {{',
+        '  node [shape=box, style="rounded,filled", fontname="monospace", fontsize=10];',
+    ]
+    for i, box in enumerate(boxes):
+        look = f'fillcolor="{_MARKED}", penwidth=2' if box.mark else f'fillcolor="{_FILL[box.kind]}"'
+        lines.append(f'  n{i} [label="{_dot_text(_labels(box))}", {look}];')
+    lines += [f"  n{source} -> n{i};" for i, source in _edges(boxes)]
+    return "\n".join([*lines, "}", ""])
+
+
+def _dot_text(lines: Iterable[str]) -> str:
+    """Inside a quoted string a backslash begins an escape and an ampersand an HTML entity."""
+    return "\\n".join(line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+
+
+def _mermaid(boxes: list[Box], title: str) -> str:
+    lines = ["flowchart TD"]
+    lines += [f'  n{i}["{_mermaid_text(_labels(box))}"]' for i, box in enumerate(boxes)]
+    lines += [f"  n{source} --> n{i}" for i, source in _edges(boxes)]
+    if marked := ",".join(f"n{i}" for i, box in enumerate(boxes) if box.mark):
+        lines += [f"  classDef marked fill:{_MARKED},stroke:#333,stroke-width:2px", f"  class {marked} marked"]
+    return "\n".join([*lines, ""])
+
+
+def _mermaid_text(lines: Iterable[str]) -> str:
+    """Mermaid writes special characters as ``#code;``; all but plain ones are, Markdown's and HTML's among them."""
+    return "<br/>".join(re.sub(r"[^\w .,:()\[\]-]", lambda m: f"#{ord(m[0])};", line) for line in lines)
+
+
+def _labels(box: Box) -> list[str]:
+    return [f"{printable(box.mark)}: {box.lines[0]}", *box.lines[1:]] if box.mark else box.lines
+
+
+def _edges(boxes: Sequence[Box]) -> list[tuple[int, int]]:
+    return [(i, source) for i, box in enumerate(boxes) for source in box.sources]
+
+
+_TEXTS: dict[str, Callable[[fx.Graph], str]] = {"table": _table, "code": _code}
+_DRAWINGS: dict[str, Callable[[list[Box], str], str]] = {"dot": _dot, "svg": draw, "mermaid": _mermaid}

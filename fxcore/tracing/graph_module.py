@@ -1,0 +1,101 @@
+"""GraphModules that are the same once pickled and read again."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import _get_qualified_name, map_aggregate
+
+_PLAIN = (str, int, float, bool, type(None))
+
+# What a graph module makes anew of its graph, and hooks of its editors.
+_MADE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) - {"meta"}
+
+
+class GraphModule(fx.GraphModule):
+    """torch.fx's, but pickled with its graph: nodes keep their names, ``module.meta`` what passes noted.
+
+    torch.fx pickles the generated code and traces that where it is read. Such a trace forgets what nodes and module
+    carried, looks into functions that were kept whole, and patches ``nn.Module`` for every thread meanwhile. Of a
+    node's ``meta``, text, numbers and tuples of those are kept.
+
+    >>> import pickle
+    >>> from fxcore.tracing.tracer import names, trace
+    >>> from fxcore.transforms import applied, remove
+    >>> module = remove(trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout())))
+    >>> again = pickle.loads(pickle.dumps(module))
+    >>> names(again.graph), [(a.name, a.changes) for a in applied(again)]
+    (['input', '0'], [('remove', 1)])
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {key: value for key, value in vars(self).items() if key not in _MADE}
+        nodes = [_written(node) for node in self.graph.nodes]
+        tracer = self.graph._tracer_cls
+        kept = None if tracer is None or "<locals>" in tracer.__qualname__ else tracer
+        return _read, (state, nodes, self.graph._codegen, kept, type(self).__name__)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A node as an argument of another, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A function by its qualified name; pickle cannot find all of torch's."""
+
+    name: str
+
+
+def _written(node: fx.Node) -> tuple[Any, ...]:
+    def reference(argument: Any) -> Any:
+        return _Reference(argument.name) if isinstance(argument, fx.Node) else argument
+
+    arguments = map_aggregate((node.args, node.kwargs), reference)
+    target = node.target if isinstance(node.target, str) else _name(node.target)
+    return node.op, target, arguments, node.name, node.type, {k: v for k, v in node.meta.items() if _plain(v)}
+
+
+def _read(
+    state: dict[str, Any], nodes: list[tuple[Any, ...]], codegen: Any, tracer: type[fx.Tracer] | None, name: str
+) -> GraphModule:
+    graph = fx.Graph(tracer_cls=tracer)
+    graph._codegen = codegen
+    made: dict[str, fx.Node] = {}
+
+    def value(argument: Any) -> Any:
+        return made[argument.name] if isinstance(argument, _Reference) else argument
+
+    for op, target, arguments, node_name, annotation, meta in nodes:
+        function = pkgutil.resolve_name(target.name) if isinstance(target, _Named) else target
+        args, kwargs = map_aggregate(arguments, value)
+        node = graph.create_node(op, function, args, kwargs, node_name, annotation)
+        node.meta.update(meta)
+        made[node_name] = node
+    module = GraphModule(nn.Module(), fx.Graph(), class_name=name)
+    vars(module).update(state)
+    module.graph = graph
+    return module
+
+
+def _name(function: Callable[..., Any]) -> Any:
+    """The function's qualified name, or itself where that names something else: pickle says what it thinks of it."""
+    try:
+        name = _get_qualified_name(function)
+        name = name if "." in name else f"builtins.{name}"
+        return _Named(name) if pkgutil.resolve_name(name) is function else function
+    except (AttributeError, ImportError, RuntimeError, ValueError):
+        return function
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return type(value) is tuple and all(map(_plain, value))
+    return isinstance(value, _PLAIN)

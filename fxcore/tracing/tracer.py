@@ -1,0 +1,396 @@
+"""Module or function → torch.fx graph whose nodes carry torchvision's node names.
+
+The tracer is torchvision's own, so that names agree with ``get_graph_node_names`` to the letter. What is added here:
+tracing disturbs no other thread, any module or function can be kept whole, and a model that cannot be traced says where
+and why, or is traced around what cannot be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+import functools
+import inspect
+import keyword
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, cast
+
+import torchvision
+from torch import Tensor, fx, nn
+from torch.fx.graph import CodeGen
+from torchvision.models.feature_extraction import NodePathTracer
+
+from fxcore.copies import shared_copy
+from fxcore.errors import FxError, NotTraceable, said
+from fxcore.tracing.explain import called, explain
+from fxcore.tracing.frozen import FROZEN, Factories
+from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.leaves import kept_whole
+
+#: key in ``node.meta`` of torchvision's name for the node
+PATH = "path"
+#: key in ``node.meta`` of the path of the module that was running
+MODULE = "module"
+#: key in ``node.meta`` of a module call that was kept whole because its inside cannot be traced: the reason
+CLOSED = "closed"
+#: in ``leaf_modules``: close what cannot be traced
+AUTO = "auto"
+
+# torch.fx patches nn.Module for the whole process while it traces (pytorch#187589): one trace at a time.
+_TRACE_LOCK = threading.RLock()
+
+LeafModule = type[nn.Module] | str
+
+# What the module that torch.fx makes of a graph has itself, and no part of a model can be called there.
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+class UnknownArgument(FxError):
+    """An argument of :func:`trace` names what the model does not have; ``name`` and ``suggestions``."""
+
+
+def default_leaf_modules() -> tuple[type[nn.Module], ...]:
+    """The classes besides torch.nn's own that torchvision keeps whole: every module of ``torchvision.ops``."""
+    members = (getattr(torchvision.ops, name) for name in dir(torchvision.ops))
+    return tuple(m for m in members if isinstance(m, type) and issubclass(m, nn.Module))
+
+
+class Tracer(NodePathTracer):  # type: ignore[misc]
+    """torchvision's tracer, deaf to every thread but the one that made it.
+
+    While a trace runs, torch.fx routes ``nn.Module.__call__`` and ``__getattr__`` of the whole process through the
+    tracer. Calls from other threads (inference that goes on meanwhile) pass straight through.
+
+    Args:
+        leaf_modules: classes to keep whole, besides torch.nn's own.
+        patterns: paths of modules to keep whole, or shell patterns of such.
+        closed: paths of modules to keep whole, each with the reason.
+
+        factories: to be entered for the trace.
+
+    Attributes:
+        broke: the error that ended the trace and the path of the innermost module that it came out of.
+    """
+
+    def __init__(
+        self,
+        leaf_modules: tuple[type[nn.Module], ...] = (),  # torch.fx makes a tracer when it unpickles a GraphModule
+        patterns: Sequence[str] = (),
+        closed: Mapping[str, str] | None = None,
+        factories: Factories | None = None,
+    ) -> None:
+        super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
+        # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
+        # there; classes would no longer be classes, and `isinstance` in another thread would fail.
+        self._autowrap_function_ids -= {
+            id(value) for value in vars(torchvision.ops).values() if isinstance(value, type)
+        }
+        self.patterns = patterns
+        self.closed = closed or {}
+        self.broke: tuple[BaseException, str] | None = None
+        self.factories = factories or Factories()
+        self._thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
+        if module_qualname in self.closed or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
+            return True
+        return bool(super().is_leaf_module(m, module_qualname))
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:
+            # The innermost module comes first; those around it see the same error pass by.
+            if self.broke is None or self.broke[0] is not error:
+                self.broke = error, self.path_of_module(m)
+            raise
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_arg(self, a: Any) -> Any:
+        argument = super().create_arg(a)
+        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.of(a)):
+            argument.meta[FROZEN] = made
+        return argument
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
+        proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
+        proxy.node.meta[MODULE] = self.current_module_qualname
+        if kind == "call_module" and target in self.closed:
+            proxy.node.meta[CLOSED] = self.closed[target]
+        return cast(fx.Proxy, proxy)
+
+
+def trace(
+    root: nn.Module | Callable[..., Any],
+    *,
+    training: bool = False,
+    leaf_modules: Sequence[LeafModule] | str | None = None,
+    leaf_functions: Sequence[Callable[..., Any]] = (),
+    concrete_args: Mapping[str, Any] | None = None,
+) -> fx.GraphModule:
+    """Trace a module or a plain function of tensors.
+
+    ``root`` is neither changed nor moved: its mode and attributes stay, whatever mode is asked for. The result shares
+    its parameters and buffers, which may be on the meta device.
+
+    Args:
+        root: any module, or a Python function.
+        training: whether to record what it does in training; the result is in that mode.
+        leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
+            (:func:`default_leaf_modules`); paths such as ``layer4.0``, and patterns such as ``layer4.*``, which add to
+            them; and ``"auto"``, which keeps whole the innermost module where tracing breaks and goes on, as often as
+            needed (:func:`closed_modules` tells which).
+        leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
+            defined, as ``torch.fx.wrap`` wants.
+        concrete_args: arguments that have this one value in the graph. The result does not take them.
+
+    Tensors that ``root`` makes of nothing become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
+    where they were drawn at random, a :class:`fxcore.tracing.frozen.FrozenDraw` warns of it.
+
+    Returns:
+        A module whose ``graph`` has each node's name under ``node.meta["path"]``, but for ``output``.
+
+    Raises:
+        NotTraceable: naming the module and the line of source at which tracing broke, and what to do; or the part of
+            the model whose name no graph module can have, such as ``heads.class`` or ``meta``.
+        UnknownArgument: a path, pattern or argument name that ``root`` does not have.
+        NotAFunction: one of ``leaf_functions`` cannot be kept whole.
+
+    >>> import torch
+    >>> def scaled(x, factor, squared=False):
+    ...     return factor * (x * x if squared else x)
+    >>> module = trace(scaled, concrete_args={"squared": True})
+    >>> names(module.graph), int(module(torch.tensor(3), 2))
+    (['x', 'factor', 'mul', 'mul_1'], 18)
+
+    >>> from torch import nn
+    >>> class Gate(nn.Module):
+    ...     def forward(self, x):
+    ...         return x if x.sum() > 0 else -x
+    >>> model = nn.Sequential(nn.Linear(4, 4), Gate())
+    >>> graph = trace(model, leaf_modules="auto").graph
+    >>> [n.name for n in graph.nodes], list(closed_modules(graph))
+    (['input_1', '_0', '_1', 'output'], ['1'])
+
+    What cannot be traced says where, why, and what would be right:
+
+    >>> from fxcore.errors import NotTraceable
+    >>> try:
+    ...     trace(model)
+    ... except NotTraceable as error:
+    ...     print(error.extra["module"], error.extra["kind"], error.extra["source"].split(": ")[-1], sep=" | ")
+    1 | control_flow | return x if x.sum() > 0 else -x
+
+    Modules kept whole by class, by path and by pattern, a function kept whole, and an argument given its value:
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.body = nn.Sequential(nn.Sequential(nn.Tanh()), nn.Sequential(nn.ReLU()))
+    ...     def forward(self, x, double=False):
+    ...         return self.body(x + x if double else x)
+    >>> for whole in (), (nn.Sequential,), ("body.0",), ("body.*",):
+    ...     print(names(trace(Net(), leaf_modules=whole, concrete_args={"double": False}).graph)[-2:])
+    ['body.0.0', 'body.1.0']
+    ['x', 'body']
+    ['body.0', 'body.1.0']
+    ['body.0', 'body.1']
+    >>> "add" in names(trace(Net(), concrete_args={"double": True}).graph)
+    True
+    >>> def halved(x):
+    ...     return x / 2
+    >>> class Halving(nn.Module):
+    ...     def forward(self, x):
+    ...         return halved(x)
+    >>> names(trace(Halving(), leaf_functions=[halved]).graph), names(trace(Halving()).graph)
+    (['x', 'halved'], ['x', 'truediv'])
+    """
+    model = _private(root, training) if isinstance(root, nn.Module) else root
+    graph, holder = record(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions, concrete_args=concrete_args)
+    name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
+    try:
+        made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
+    except RuntimeError as error:
+        advice = "keep whole only functions that a module defines by name"
+        raise NotTraceable(
+            f"the graph of {called(root)} cannot be written as code ({said(error)}); {advice}",
+            kind="code",
+            module=called(root),
+            source="",
+            expression="",
+            advice=advice,
+        ) from error
+    for part in made.modules():
+        if part is made or type(part) is nn.Module:  # a container that GraphModule made; the others are in their mode
+            part.training = training
+    return made
+
+
+def record(
+    root: nn.Module | Callable[..., Any],
+    *,
+    leaf_modules: Sequence[LeafModule] | str | None = None,
+    leaf_functions: Sequence[Callable[..., Any]] = (),
+    concrete_args: Mapping[str, Any] | None = None,
+) -> tuple[fx.Graph, nn.Module]:
+    """Trace a module of the caller's own, in the mode that it is in, or a function; see :func:`trace`.
+
+    Returns:
+        The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
+        computes become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
+    """
+    given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
+    classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
+    patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
+    concrete = dict(concrete_args or {})
+    _check_kind(root)
+    _check_patterns(root, patterns)
+    _check_arguments(root, concrete)
+    closed: dict[str, str] = {}
+    while True:
+        with _TRACE_LOCK, kept_whole(leaf_functions, root):
+            tracer = Tracer(classes, patterns, closed, Factories(root))
+            try:
+                with tracer.factories:
+                    graph = cast(fx.Graph, tracer.trace(root, concrete or None))
+                break
+            except Exception as error:
+                path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
+                explained = explain(error, root, path)
+                if AUTO not in given or not path or path in closed:
+                    raise explained from error
+                closed[path] = explained.detail.split("; ")[0]
+    _check_names(graph, root)
+    _drop_arguments(graph, concrete)
+    tracer.factories.warn(called(root))
+    return graph, tracer.root
+
+
+def _private(model: nn.Module, training: bool) -> nn.Module:
+    """``model`` in the mode asked for, to be traced: its own attributes can be set, its parameters are the model's."""
+    if all(part.training == training for part in model.modules()):
+        # Tracing sets attributes on the outermost module only. Not copy.copy, which some classes refuse.
+        made: nn.Module = object.__new__(type(model))
+        made.__dict__.update(vars(model))
+        made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
+        return made
+    try:
+        return shared_copy(model).train(training)
+    except Exception as error:
+        mode = "train" if training else "eval"
+        advice = f"call .{mode}() on it first"
+        raise NotTraceable(
+            f"{type(model).__name__} is not in {mode} mode and cannot be copied ({said(error)}); {advice}",
+            kind="mode",
+            module=type(model).__name__,
+            source="",
+            expression="",
+            advice=advice,
+        ) from error
+
+
+def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
+    """Erase inputs that have one value. torch.fx keeps them, with their old defaults, and asserts that they have that
+    value: where the two differ, calling the module without them fails."""
+    if type(graph._codegen) is not CodeGen:
+        return  # nested arguments, of which some leaves are inputs
+    for node in graph.find_nodes(op="placeholder"):
+        name, _, number = str(node.target).rpartition("_")
+        if name in concrete and number.isdecimal():
+            for check in [inner for user in node.users for inner in user.users] + list(node.users):
+                graph.erase_node(check)
+            graph.erase_node(node)
+
+
+def closed_modules(graph: fx.Graph) -> dict[str, str]:
+    """Path → reason of each module that ``leaf_modules="auto"`` kept whole."""
+    return {str(n.target): n.meta[CLOSED] for n in graph.nodes if CLOSED in n.meta}
+
+
+def names(graph: fx.Graph) -> list[str]:
+    """The nodes' names in order of execution, as ``get_graph_node_names`` gives them.
+
+    Parameters that a function takes as they are have nodes but no names; neither has the output.
+    """
+    return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
+
+
+def public_name(node: fx.Node) -> str:
+    """torchvision's name of the node, or its fx name where it has none."""
+    return str(node.meta.get(PATH, node.name))
+
+
+def _check_kind(root: Any) -> None:
+    if isinstance(root, (nn.Module, FunctionType)):
+        return
+    said = getattr(root, "__qualname__", None) or repr(root)[:100]
+    if isinstance(root, type) and issubclass(root, nn.Module):
+        advice = f"give an instance, {root.__name__}(...)"
+    elif isinstance(root, functools.partial):
+        advice = "give its function, and concrete_args for what is fixed"
+    elif isinstance(getattr(root, "__self__", None), nn.Module):
+        advice = "give the module itself, or a lambda that calls the method"
+    else:
+        advice = "write a function or a lambda that calls it"
+    raise NotTraceable(
+        f"{said} is a {type(root).__name__}, neither a module nor a Python function; {advice}",
+        kind="callable",
+        module=said,
+        source="",
+        expression="",
+        advice=advice,
+    )
+
+
+def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
+    """torch.fx writes paths into Python code, and what is at them beside the attributes of its own class."""
+    for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
+        parts = path.split(".")
+        word = next((part for part in parts if keyword.iskeyword(part)), None)
+        if word is None and parts[0] not in _TAKEN:
+            continue
+        why = f"{word!r} is a keyword of Python" if word else f"torch.fx has a use of its own for {parts[0]!r}"
+        advice = "give that part of the model another name"
+        raise NotTraceable(
+            f"{called(model)} cannot be traced: nothing in it can be called {path!r}, since {why}; {advice}",
+            kind="name",
+            module=path,
+            source="",
+            expression="",
+            advice=advice,
+        )
+
+
+def _check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:
+    paths = [path for path, _ in model.named_modules()] if patterns and isinstance(model, nn.Module) else []
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            near = difflib.get_close_matches(pattern, paths, n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise UnknownArgument(
+                f"{called(model)} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
+            )
+
+
+def _check_arguments(model: nn.Module | Callable[..., Any], concrete: Mapping[str, Any]) -> None:
+    with contextlib.suppress(TypeError, ValueError):
+        known = list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters)
+        for name in concrete:
+            if name not in known:
+                raise UnknownArgument(
+                    f"{'forward of ' if isinstance(model, nn.Module) else ''}{called(model)} takes "
+                    f"{', '.join(known) or 'nothing'}, and no {name!r}",
+                    name=name,
+                    suggestions=known,
+                )

@@ -1,0 +1,100 @@
+"""Running a graph on proxies, which makes another graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import _Namespace
+
+from fxcore.tracing.interpreter import require_graph
+from fxcore.tracing.tracer import PATH, public_name
+from fxcore.transforms.base import fork
+
+
+class Transformer(fx.Transformer):
+    """torch.fx's transformer, whose result keeps names: a node that stands for one of ``module`` has its fx name and
+    its ``meta``, torchvision's name among it.
+
+    What a method makes besides what it returns is named below the node that it was called for. ``module`` stays as it
+    is, and the result shares its parameters; it is in eval mode where ``module`` is.
+
+    Args:
+        module: a graph module.
+
+    Raises:
+        NotAGraph: it is something else.
+
+    >>> import torch
+    >>> from fxcore import trace
+    >>> class Doubling(Transformer):
+    ...     def call_function(self, target, args, kwargs):
+    ...         made = super().call_function(target, args, kwargs)
+    ...         return made + made if target is torch.exp else made
+    >>> doubled = Doubling(trace(lambda x: torch.exp(x) * 3)).transform()
+    >>> [(n.name, n.meta.get("path")) for n in doubled.graph.nodes]
+    [('x', 'x'), ('exp_1', 'exp.exp_1'), ('exp', 'exp'), ('mul', 'mul'), ('output', None)]
+    >>> float(doubled(torch.tensor(0.0)))
+    6.0
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        require_graph(module)
+        # torch.fx gives tensors that it meets on the way to the module as attributes.
+        super().__init__(fork(module))
+        self._made: dict[fx.Node, fx.Node] = {}
+        self._below: dict[fx.Node, fx.Node] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = next(iter(reversed(self.new_graph.nodes)), None)
+        value = super().run_node(n)
+        fresh = _after(self.new_graph, before)
+        if isinstance(value, fx.Proxy) and value.node in fresh:
+            fresh.remove(value.node)
+            self._made[value.node] = n
+        self._below |= dict.fromkeys(fresh, n)
+        return value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # By the path that the graph has: a module that is used under two names keeps both.
+        return self.tracer.create_proxy("call_module", target, args, kwargs)
+
+    def transform(self) -> fx.GraphModule:
+        """The new module.
+
+        Raises:
+            Exception: whatever a method raises.
+        """
+        super().transform()
+        self._name()
+        source: Any = self.module
+        made = fx.GraphModule(source, self.new_graph, class_name=type(source).__name__)
+        made.meta.update(source.meta)
+        made.training = source.training
+        for part in made.modules():
+            if type(part) is nn.Module and not source.training:
+                part.training = False
+        return made
+
+    def _name(self) -> None:
+        names = self.new_graph._graph_namespace = _Namespace()
+        for made, node in self._made.items():
+            made.meta = dict(node.meta)
+            made.type = node.type
+            made.name = names.create_name(node.name, made)
+        for made in self.new_graph.nodes:
+            if made not in self._made:
+                above = self._below.get(made)
+                made.name = names.create_name(made.name, made)
+                if above is not None and made.op != "output":
+                    made.meta = {PATH: f"{public_name(above)}.{made.name}"}
+
+
+def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:
+    """Nodes after ``node``, all where there is none."""
+    found = []
+    for one in reversed(graph.nodes):
+        if one is node:
+            break
+        found.append(one)
+    return found[::-1]

@@ -1,0 +1,136 @@
+"""How far a backend is from eager float32, and how fast it is: measured, on photographs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcore.analysis.verify import Verification, verify
+from fxcore.backends import Lowered
+from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
+from service.engine.candidate import MIN_COSINE, TOLERANCE, Candidate
+from service.engine.errors import ExtractorFailed
+from service.engine.record import ExtractorRecord
+
+Inputs = tuple[Tensor, ...]
+CALIBRATION_IMAGES = 32
+
+
+class PassFailed(Exception):
+    """A forward pass for a comparison or a trial raised."""
+
+
+def report(record: ExtractorRecord, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """``checks`` of an extractor that ``serving`` runs."""
+    same = record.spec.precision in ("float32", "int8")
+    return {
+        "reference": "eager float32" if same else f"eager {record.spec.precision}",
+        "max_abs_error": serving.max_abs_error,
+        "max_rel_error": serving.max_rel_error,
+        "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
+    }
+
+
+class Reference:
+    """An extractor's own module on photographs, for others to be compared with. Its methods run on the device worker.
+
+    Args:
+        module: unchanged: nothing folded, nothing in place.
+        rows: each photograph as inputs with one row, all of one shape.
+        precision: the extractor's.
+    """
+
+    def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str) -> None:
+        self._module = module
+        self._rows = rows
+        self.precision = precision
+
+    @property
+    def row_shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(x.shape[1:] for x in self._rows[0])
+
+    def batches(self) -> list[range]:
+        """The photographs of each batch to compare on: each alone, and two together twice, since a backend may do the
+        first batch of a size in another way than later ones."""
+        return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
+
+    def compare(self, lowered: Lowered, photographs: range) -> Verification:
+        """How far ``lowered`` is from the module on a batch of these photographs."""
+        return verify(self._module, lowered, self._batch(photographs))
+
+    def takes_another_size(self, lowered: Lowered) -> bool:
+        """Whether ``lowered`` agrees with the module for inputs a quarter larger; False where either takes none."""
+        larger = []
+        for x in self._rows[0]:
+            size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
+            flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=size)
+            larger.append(flat.to(x.dtype).reshape(*x.shape[:-2], *size))
+        try:
+            found = verify(self._module, lowered, tuple(larger))
+        except Exception:
+            return False
+        if self.precision == "int8":
+            return found.cosine >= MIN_COSINE
+        return found.relative <= TOLERANCE[self.precision]
+
+    def timed(self, run: Lowered, rows: int) -> float:
+        """Seconds of one forward pass of ``rows`` rows."""
+        return timed(run, self._batch(range(rows)))
+
+    def _batch(self, photographs: range) -> Inputs:
+        """A batch with a row for each of ``photographs``, of which there are as many as one asks for."""
+        chosen = [self._rows[i % len(self._rows)] for i in photographs]
+        return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
+
+
+def timed(run: Lowered, inputs: Inputs) -> float:
+    """Seconds of one forward pass."""
+    device = inputs[0].device
+    with torch.inference_mode():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run(*inputs)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+
+def example_rows(
+    record: ExtractorRecord, device: torch.device, folder: Path | None
+) -> tuple[list[Inputs], list[Inputs]]:
+    """Photographs as the extractor's inputs: those to compare on, and those that int8 is calibrated on.
+
+    Args:
+        folder: of photographs to calibrate on instead of those that are shipped.
+    """
+    calibration = calibration_of(record, folder) if record.spec.precision == "int8" else []
+    return check_photographs(record, device), calibration
+
+
+def check_photographs(record: ExtractorRecord, device: torch.device, count: int | None = None) -> list[Inputs]:
+    """The photographs that are shipped, or the first ``count``, as inputs of the extractor with one row each."""
+    size = record.preprocessing.nominal_size()
+    rows = check_rows(record.preprocessing, record.inputs, photos()[:count], size)
+    return [tuple(x.to(device, record.dtype) for x in row) for row in rows]
+
+
+def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:
+    """What int8 of ``record`` is calibrated on, one row each: photographs in ``folder``, or those that are shipped.
+
+    Raises:
+        ExtractorFailed: there are none in ``folder``.
+    """
+    count = CALIBRATION_IMAGES if folder is None else 256
+    size = record.preprocessing.nominal_size()
+    try:
+        return calibration_rows(record.preprocessing, record.inputs, size, folder, count)
+    except NoPhotographs as error:
+        said = f"int8 cannot be calibrated: {error.detail}"
+        raise ExtractorFailed(said, problem={"error": error.detail}) from error

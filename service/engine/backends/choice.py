@@ -1,0 +1,58 @@
+"""Which backend runs an extractor at first, and whether it can be had here in the precision that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fxcore.backends import BACKENDS, Backend, first_choice
+from service.engine.errors import Unsupported
+from service.engine.record import PRECISIONS
+from service.schemas.v1 import ExtractorSpec
+
+_NAMES = ("auto", "eager", "openvino", "inductor")
+
+
+def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
+    """The backend that a spec names, or what answers first where it names none."""
+    if spec.backend != "auto":
+        return BACKENDS[spec.backend]
+    return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
+
+
+def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
+    """Check that the backend and the precision of ``spec`` can be had on ``device``, together.
+
+    Args:
+        quantized: whether the model has torch's own int8 layers, which only eager runs.
+
+    Raises:
+        Unsupported: they cannot; it says why.
+    """
+    if quantized:
+        _check_served("backend", spec.backend, ("auto", "eager"))
+        _check_served("precision", spec.precision, ("float32",))
+    if spec.backend != "auto":
+        why = BACKENDS[spec.backend].unavailable(device, "float32")
+        if why is not None:
+            here = [n for n in _NAMES if n == "auto" or BACKENDS[n].unavailable(device, "float32") is None]
+            raise Unsupported("backend", spec.backend, here, why)
+    backend = chosen_backend(spec, device)
+    why = backend.unavailable(device, spec.precision)
+    if why is not None:
+        here = [p for p in PRECISIONS if backend.unavailable(device, p) is None]
+        raise Unsupported("precision", spec.precision, here, why)
+    if spec.precision == "int8" and backend.name != "eager" and _keeps_floats(spec):
+        why = "it quantizes every layer and takes no keep_float"
+        raise Unsupported("backend", spec.backend, ("auto", "eager"), why)
+
+
+def _check_served(field: str, value: str, available: Sequence[str]) -> None:
+    if value not in available:
+        raise Unsupported(field, value, available)
+
+
+def _keeps_floats(spec: ExtractorSpec) -> bool:
+    """Whether a spec names nodes that int8 leaves in float, which only torch's own int8 can do."""
+    return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)

@@ -1,0 +1,401 @@
+"""Answer at once, then get faster: which backend runs an extractor, and how another takes over.
+
+``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered beside it, compared with eager
+float32 on photographs, and tried for speed; it takes over between two batches if it agrees and is faster, and the next
+start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
+compared before the first request, and used or refused.
+
+Lowering runs in processes of its own, one at a time. Comparing and trying run on the device worker, one forward pass at
+a time and when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
+from fxcore.backends.eager import EagerInt8
+from fxcore.errors import said
+from fxcore.extractor import Extractor
+from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, report
+from service.engine.backends.choice import chosen_backend
+from service.engine.backends.fallback import OneSize, Plain, Swapped
+from service.engine.backends.int8_advice import Passing, shown, simulation
+from service.engine.backends.verdicts import Verdicts
+from service.engine.candidate import Candidate
+from service.engine.device.queue import Queue, usual_size
+from service.engine.device.threads import compute_on, in_pool
+from service.engine.errors import BackendRefused, EngineError
+from service.engine.record import ExtractorRecord
+from service.garbage import tidy
+from service.settings import Settings
+
+log = logging.getLogger("fxserve.tiers")
+
+T = TypeVar("T")
+
+WORTH_A_COPY = 16
+"""Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
+
+_TRIAL_SECONDS = 0.5
+"""About the longest forward pass that requests are kept waiting for by a trial."""
+
+_WARM_SECONDS = 0.25
+"""Sizes of batch that take longer are not run once beforehand: of resnet50 the first pass over 8 rows takes 1.8 times
+as long as the next, over 16 only 1.3 times, and a start that waits for it takes a second longer."""
+
+_ROUNDS = 3
+
+_CLEAR = 0.6
+"""A candidate that took so much of eager's time is the faster one whatever further rounds would say: its first pass of
+a size, which compilers take longer for, is among what was measured, and requests wait while it is tried."""
+
+
+class Tiers:
+    """Chooses what runs each extractor. For one event loop.
+
+    Args:
+        device: where extractors run.
+        queue: the device worker's, for what has to run there.
+        settings: threads, cache, and whether ``auto`` looks for something faster.
+    """
+
+    def __init__(self, device: torch.device, queue: Queue, settings: Settings) -> None:
+        self._device = device
+        self._queue = queue
+        self._settings = settings
+        self._verdicts = Verdicts(settings)
+        # What somebody waits for does not queue behind what nobody does.
+        self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_on, (device, 1))
+        self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_on, (device, 1))
+        self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
+        self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
+        # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
+        self._remade: set[tuple[str, str]] = set()
+        self._checks: set[asyncio.Task[Candidate]] = set()
+
+    def close(self) -> None:
+        """End what is being lowered."""
+        for record in {*self._improved, *self._lowering}:
+            self._end(record)
+        for check in self._checks:
+            check.cancel()
+        for pool in (self._asked, self._unasked):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, record: ExtractorRecord) -> None:
+        """Lower nothing more for ``record``, which is gone from now on, unless requests wait for what is being lowered.
+
+        What was begun for it would keep others waiting, and memory in use, for nobody.
+        """
+        record.gone = True
+        if record.check is not None:
+            record.check.cancel()
+        searching = record.tier is not None and not record.tier.done()
+        if searching or not record.users:
+            self._end(record)
+        if searching:
+            self._unasked.submit(tidy)  # comes after what is being lowered there has let go of it
+
+    async def first(
+        self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor
+    ) -> None:
+        """Give ``record`` what runs its first request.
+
+        Args:
+            original: computes what the model itself does: ``extractor.module`` before any transform.
+            pool: where eager is prepared, which takes no longer than building an extractor does.
+
+        Raises:
+            BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
+        """
+        spec = record.spec
+        backend = chosen_backend(spec, self._device)
+        if backend.name == "eager" and spec.precision != "int8":
+            own = Candidate("eager", "serving")
+            record.backend, record.checks = "eager", report(record, own, [own])
+            record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
+            self._begin(record, self._measured(record, original, run, own))
+            return
+        candidate = Candidate(backend.name)
+        instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
+        try:
+            lowered, reference = await self._lowered(record, extractor, backend, self._asked)
+            await self._compared(candidate, reference, lowered)
+            await self._warmed(reference, lowered)
+        except (LoweringFailed, PassFailed) as error:
+            failed = f"{backend.name} failed on the check images: {error}"
+            detail = error.detail if isinstance(error, LoweringFailed) else failed
+            raise BackendRefused(detail, backend.name, instead) from error
+        if not candidate.agrees:
+            if spec.precision == "int8":
+                raise await self._too_far(record, extractor, candidate, reference, lowered)
+            detail = f"{backend.name} in {spec.precision} {candidate.reason}"
+            raise BackendRefused(detail, backend.name, instead, **candidate.figures())
+        candidate.state = "serving"
+        record.backend = backend.name
+        record.checks = report(record, candidate, [candidate])
+        record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
+        if isinstance(lowered, EagerInt8):
+            record.checks |= shown(lowered.layers)
+        elif spec.precision == "int8":
+            self._begin(record, self._simulated(record, extractor, candidate))
+
+    async def _measured(
+        self, record: ExtractorRecord, original: Callable[..., Any], eager: Lowered, own: Candidate
+    ) -> Candidate:
+        """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
+
+        It runs beside the requests, which do not wait for it; until it is done, or where it fails, the errors are None.
+        """
+        try:
+            # Not in a pool: what that is busy with takes longer than this does.
+            rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
+            reference = Reference(original, rows, record.spec.precision)
+            own.take(await self._on_worker(reference.compare, eager, range(1)), record.spec.precision)
+            own.state, own.reason = "serving", None
+            if record.run is eager:
+                record.checks = report(record, own, [own])
+        except (EngineError, PassFailed) as error:
+            log.warning("how far eager is from extractor %s was not measured: %s", record.id, error)
+        except Exception:
+            log.exception("how far eager is from extractor %s was not measured", record.id)
+        return own
+
+    def _begin(self, record: ExtractorRecord, check: Coroutine[Any, Any, Candidate]) -> None:
+        """Begin a measurement of what serves ``record``, for which nobody waits."""
+        record.check = asyncio.create_task(check)
+        self._checks.add(record.check)
+        record.check.add_done_callback(self._checks.discard)
+
+    async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
+        """Tell what each layer loses in int8, where the backend itself does not know."""
+        try:
+            made = await in_pool(self._unasked, simulation, record, extractor, self._settings.calibration_dir)
+            layers = await in_pool(self._unasked, made.layers)
+            if record.checks is not None:
+                record.checks = record.checks | shown(layers)
+        except Exception:
+            log.exception("what the layers of extractor %s lose in int8 was not found", record.id)
+        return candidate
+
+    async def _too_far(
+        self, record: ExtractorRecord, extractor: Extractor, far: Candidate, reference: Reference, lowered: Lowered
+    ) -> BackendRefused:
+        """What to answer where int8 is too far from float32; finding what passes may take as long as lowering did."""
+
+        async def attempt(module: fx.GraphModule) -> Candidate:
+            kept, _ = await self._lowered(record, replace(extractor, module=module), BACKENDS["eager"], self._asked)
+            found = Candidate("eager")
+            await self._compared(found, reference, kept)
+            return found
+
+        made = await in_pool(self._asked, simulation, record, extractor, self._settings.calibration_dir)
+        layers = lowered.layers if isinstance(lowered, EagerInt8) else await in_pool(self._asked, made.layers)
+        passing = Passing(extractor.module, made, layers)
+        if BACKENDS["eager"].unavailable(self._device, "int8") is None:
+            with suppress(PassFailed, LoweringFailed):
+                await passing.search(attempt)
+        return passing.refusal(record.spec, far)
+
+    def used(self, record: ExtractorRecord, images: int) -> None:
+        """Note that ``record`` answered a request; it may have become worth a faster backend."""
+        record.images += images
+        if record.tier is None and (record.images >= WORTH_A_COPY or not self._has_copy(record)):
+            self.improve(record)
+
+    def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
+        """Start looking for a faster backend, unless that was done, there is none to look for, or ``record`` went."""
+        if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
+            return None
+        precision = record.spec.precision  # what serves int8 was chosen at first, for the nodes that it keeps in float
+        candidates = faster_than_eager(self._device, precision) if precision != "int8" else []
+        if record.tier is None and candidates and not record.entry.is_quantized(record.weights):
+            self._improved.add(record)
+            record.tier = asyncio.create_task(self._improve(record, record.extractor, candidates))
+        return record.tier
+
+    async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
+        eager = record.run
+        if eager is None:
+            return
+        own = await record.check if record.check is not None else Candidate("eager", "serving")
+        candidates = [own, *(Candidate(backend.name) for backend in backends)]
+        record.checks = report(record, own, candidates)
+        for candidate, backend in zip(candidates[1:], backends, strict=True):
+            try:
+                candidate.state = "lowering"
+                record.checks = report(record, own, candidates)
+                with record.in_use():
+                    lowered, reference = await self._lowered(record, extractor, backend, self._unasked)
+                    faster = await self._judged(record, own, candidate, reference, eager, lowered)
+                    if faster:
+                        await self._warmed(reference, lowered)
+                if faster and record.run is eager:  # else it was evicted meanwhile
+                    own.state, candidate.state = "replaced", "serving"
+                    shapes = None if candidate.any_size else reference.row_shapes
+                    # For other sizes eager stays as fast as it was; a mere safeguard need not hold folded weights.
+                    behind = Plain(extractor.module) if candidate.any_size else eager
+                    record.run = Swapped(lowered, behind, shapes, self._retirer(record, own, candidate, candidates))
+                    record.backend = candidate.backend
+                    own = candidate
+                    log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
+            except (LoweringFailed, EngineError, PassFailed) as error:
+                candidate.state, candidate.reason = "failed", getattr(error, "detail", str(error))
+                log.warning("extractor %s stays on %s: %s", record.id, record.backend, candidate.reason)
+            except Exception as error:
+                candidate.state, candidate.reason = "failed", said(error)
+                log.exception("looking for a faster backend for extractor %s failed", record.id)
+            record.checks = report(record, own, candidates)
+            if own.backend != "eager":
+                break
+        del eager
+        await in_pool(self._unasked, tidy)
+
+    async def _lowered(
+        self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
+    ) -> tuple[Lowered, Reference]:
+        """Lower in ``pool``; with it come the photographs to compare on.
+
+        An artifact that was kept is tried on the first of them, since a damaged one may load and be wrong.
+        """
+        cancelled = self._lowering[record] = threading.Event()
+        if record.gone and not record.users:
+            cancelled.set()
+
+        def work(reuse: bool) -> tuple[Lowered, Reference]:
+            if cancelled.is_set():
+                raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
+            options = replace(self._options(record), cancelled=cancelled, reuse=reuse)
+            rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
+            two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
+            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
+            return lowered, Reference(extractor.module, rows, record.spec.precision)
+
+        try:
+            lowered, reference = await in_pool(pool, work, True)
+            remade = record.id, backend.name
+            if getattr(lowered, "recalled", False) and remade not in self._remade:
+                candidate = Candidate(backend.name)
+                with suppress(PassFailed):
+                    candidate.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
+                if not candidate.agrees:
+                    log.warning("the compiled model of extractor %s is wrong, and made again", record.id)
+                    self._remade.add(remade)
+                    lowered, reference = await in_pool(pool, work, False)
+            return lowered, reference
+        finally:
+            del self._lowering[record]
+
+    def _end(self, record: ExtractorRecord) -> None:
+        """End what is being lowered for ``record``, and the search that it is for."""
+        if record in self._lowering:
+            self._lowering[record].set()
+        if record.tier is not None:
+            record.tier.cancel()
+
+    async def _judged(
+        self,
+        record: ExtractorRecord,
+        own: Candidate,
+        candidate: Candidate,
+        reference: Reference,
+        eager: Lowered,
+        lowered: Lowered,
+    ) -> bool:
+        """Whether the candidate agrees and is faster: as was found before, if a photograph confirms it, or is now."""
+        # Not in the pool that lowers: what others have lowered there would be waited for.
+        known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
+        if known is not None:
+            now = Candidate(candidate.backend)
+            now.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
+            if now.agrees:
+                for one, before in zip((own, candidate), known, strict=True):
+                    one.recall(before)
+                return True
+        await self._compared(candidate, reference, lowered)
+        faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+        if faster:
+            await asyncio.to_thread(self._verdicts.write, record, own, candidate)
+        return faster
+
+    async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
+        for photographs in reference.batches():
+            found = await self._on_worker(reference.compare, lowered, photographs)
+            candidate.take(found, reference.precision)
+        candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
+
+    async def _warmed(self, reference: Reference, lowered: Lowered) -> None:
+        """Run each size of batch once that does not take long, so that few requests wait for a first time."""
+        single = await self._on_worker(reference.timed, lowered, 1)
+        for rows in range(2, self._settings.max_batch + 1):
+            if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
+                await self._on_worker(reference.timed, lowered, rows)
+
+    async def _tried(
+        self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
+    ) -> bool:
+        """Time both at one row and at a full batch, in turns until it is clear; whether the candidate is faster."""
+        rows = 1
+        for full in (False, True):
+            if full:
+                single = own.ms["1"] / 1000
+                rows = self._settings.max_batch
+                while rows > 2 and rows * single > _TRIAL_SECONDS:
+                    rows //= 2
+            for _ in range(_ROUNDS):
+                for run, one in ((eager, own), (lowered, candidate)):
+                    one.time(rows, await self._on_worker(reference.timed, run, rows))
+                if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
+                    break
+        return candidate.judge(own)
+
+    def _retirer(
+        self, record: ExtractorRecord, eager: Candidate, candidate: Candidate, candidates: list[Candidate]
+    ) -> Callable[[BaseException], None]:
+        """What to do on the event loop when a backend that took over fails a batch: eager takes over again."""
+        loop = asyncio.get_running_loop()
+
+        def retire(error: BaseException) -> None:
+            log.error("%s failed for extractor %s; eager goes on: %s", candidate.backend, record.id, said(error))
+            candidate.state, candidate.reason = "failed", said(error)
+            eager.state = "serving"
+            record.backend = "eager"
+            record.checks = report(record, eager, candidates)
+
+        def from_worker(error: BaseException) -> None:
+            loop.call_soon_threadsafe(retire, error)
+
+        return from_worker
+
+    def _has_copy(self, record: ExtractorRecord) -> bool:
+        """Whether weights of this model are in memory a second time, in a lowered form, or about to be."""
+        known = (r for r in self._improved if r.model_key == record.model_key and not r.gone and r.run is not None)
+        return any(r.tier is not None and (r.backend != "eager" or not r.tier.done()) for r in known)
+
+    def _options(self, record: ExtractorRecord) -> Options:
+        return Options(
+            device=self._device,
+            precision=record.spec.precision,
+            threads=self._settings.compute_threads,
+            cache=self._settings.cache_dir,
+        )
+
+    async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
+        try:
+            return await asyncio.wrap_future(self._queue.errand(lambda: function(*args)))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise PassFailed(said(error)) from error

@@ -1,0 +1,95 @@
+"""A backend that may run an extractor, and what was measured of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from fxcore.analysis.verify import Verification
+
+State = Literal["waiting", "lowering", "agrees", "differs", "faster", "slower", "serving", "replaced", "failed"]
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+"""Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision."""
+
+MIN_COSINE = 0.98
+"""Least cosine similarity between int8 and float32, for each output."""
+
+_FASTER = 0.95
+_NOT_SLOWER = 1.1
+
+
+@dataclass
+class Candidate:
+    """A backend that may run an extractor, and what was measured of it.
+
+    Attributes:
+        state: ``waiting``, ``lowering``, ``agrees``, ``differs``, ``faster``, ``slower``, ``serving``, ``replaced`` (it
+            served until another took over) or ``failed``.
+        max_rel_error: the largest error of any output in norm, relative to the output's norm.
+        min_cosine: the smallest cosine similarity of any output.
+        ms: milliseconds of a forward pass, by rows.
+        reason: why it does not serve, where it does not.
+        any_size: whether it agrees for inputs of another size too.
+    """
+
+    backend: str
+    state: State = "waiting"
+    max_abs_error: float | None = None
+    max_rel_error: float | None = None
+    min_cosine: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    any_size: bool = False
+
+    def take(self, found: Verification, precision: str) -> None:
+        """Take a comparison into account; sets the state to ``agrees`` or ``differs``."""
+        # Not-a-number is as far away as can be; min and max would let it pass.
+        lost = math.isnan(found.relative) or math.isnan(found.cosine)
+        relative, cosine = (math.inf, 0.0) if lost else (found.relative, found.cosine)
+        self.max_abs_error = max(self.max_abs_error or 0.0, math.inf if lost else found.max_abs)
+        self.max_rel_error = max(self.max_rel_error or 0.0, relative)
+        self.min_cosine = min(1.0 if self.min_cosine is None else self.min_cosine, cosine)
+        if precision == "int8":
+            far = self.min_cosine < MIN_COSINE
+            self.reason = f"has a cosine similarity to float32 of {self.min_cosine:.4f}, under {MIN_COSINE}"
+        else:
+            far = self.max_rel_error > TOLERANCE[precision]
+            self.reason = f"is {self.max_rel_error:.1e} away from eager, over {TOLERANCE[precision]:.0e}"
+        if self.state != "differs":
+            self.state = "differs" if far else "agrees"
+        if not far:
+            self.reason = None
+
+    def time(self, rows: int, seconds: float) -> None:
+        """Take a forward pass of ``rows`` rows into account; the fastest one counts."""
+        known = self.ms.get(str(rows), float("inf"))
+        self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
+
+    def recall(self, before: Candidate) -> None:
+        """Take over all that was found of it before."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(before, one.name))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it was near enough in every comparison."""
+        return self.state == "agrees"
+
+    def judge(self, other: Candidate) -> bool:
+        """Whether it is ``faster`` than ``other``: at some number of rows, and not slower at any."""
+        ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
+        fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
+        self.state = "faster" if fast else "slower"
+        if not fast:
+            self.reason = f"takes {max(ratios):.2f} of the time of {other.backend}"
+        return fast
+
+    def figures(self) -> dict[str, Any]:
+        """The errors, for a problem."""
+        return {
+            "max_abs_error": self.max_abs_error,
+            "max_rel_error": self.max_rel_error,
+            "min_cosine": self.min_cosine,
+        }

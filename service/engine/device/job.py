@@ -1,0 +1,169 @@
+"""One request's work on the device: its rows, and the answer that is put together from them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor
+from service.engine.device.staging import copied, copy_rows
+from service.engine.errors import DeadlineExceeded, OutOfMemory, contained, is_out_of_memory
+from service.engine.options import FeatureOptions
+from service.engine.record import ExtractorRecord
+
+
+class Job:
+    """One request on its way through the device worker; made on the event loop that waits for its answer.
+
+    The first of these settles it: the worker once all rows are there, a decoder that fails, or the event loop when
+    nobody waits any more. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues its rows;
+    everything else belongs to the worker.
+
+    Args:
+        record: the extractor.
+        options: what to do with its outputs.
+        rows: how many rows the answer has.
+        deadline: when the work becomes worthless, on the clock of ``time.monotonic()``.
+    """
+
+    def __init__(self, record: ExtractorRecord, options: FeatureOptions, rows: int, deadline: float) -> None:
+        self.record = record
+        self.options = options
+        self.rows = rows
+        self.deadline = deadline
+        self.queued = 0.0
+        self.computed = 0.0
+        self._outputs: dict[str, Tensor] = {}
+        self._missing = rows
+        self._settled = threading.Lock()  # taken once, by whoever settles the job
+        self._outcome: dict[str, Tensor] | Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._answer: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
+
+    async def answer(self) -> dict[str, Tensor]:
+        """The outputs by key, ``[rows, ...]`` on the CPU. Once the call is cancelled nobody wants the job any more.
+
+        Raises:
+            EngineError: what the job failed of.
+        """
+        try:
+            return await self._answer
+        finally:
+            self._settled.acquire(blocking=False)
+
+    def wanted(self) -> bool:
+        """Whether somebody still waits for the answer and it can still come in time."""
+        if not self._settled.locked() and time.monotonic() > self.deadline:
+            self.fail(DeadlineExceeded())
+        return not self._settled.locked()
+
+    def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
+        """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows. The last delivery makes the answer, which
+        :func:`announce` brings to the event loop."""
+        if self._settled.locked():
+            return
+        for key, values in outputs.items():
+            if len(rows) == self.rows:
+                self._outputs[key] = self._own(values)
+                continue
+            if key not in self._outputs:
+                self._outputs[key] = torch.empty((self.rows, *values.shape[1:]), dtype=values.dtype)
+            whole = self._outputs[key]
+            if whole.shape[1:] != values.shape[1:]:
+                self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
+                return
+            copy_rows(whole, rows.start, values)
+        self._missing -= len(rows)
+        if self._missing == 0 and self._settled.acquire(blocking=False):
+            self._outcome, self._outputs = self._outputs, {}
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with ``error``, unless there is an answer already or nobody waits."""
+        if is_out_of_memory(error):
+            error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
+        if self._settled.acquire(blocking=False):
+            self._outcome = contained(error)
+            self._outputs = {}
+        announce((self,))
+
+    def _own(self, values: Tensor) -> Tensor:
+        """``values`` in memory that neither a batch mate nor another key sees."""
+        values = values.contiguous()
+        storage = values.untyped_storage()
+        taken = {tensor.untyped_storage().data_ptr() for tensor in self._outputs.values()}
+        if storage.nbytes() != values.nbytes or storage.data_ptr() in taken:
+            values = copied(values)
+        return values
+
+    def _arrive(self) -> None:
+        """On the event loop: wake who waits."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None or self._answer.done():  # nobody waits any more, or it is here already
+            return
+        if isinstance(outcome, Exception):
+            self._answer.set_exception(outcome)
+        else:
+            self._answer.set_result(outcome)
+
+
+def announce(jobs: Sequence[Job]) -> None:
+    """Bring the answers of those of ``jobs``, all of one event loop, that are settled to whoever waits for them.
+
+    A call for each would wake the loop for each, which then takes turns at the interpreter with its caller.
+    """
+    settled = [job for job in jobs if job._settled.locked()]
+    if settled:
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            settled[0]._loop.call_soon_threadsafe(_arrive, settled)
+
+
+def _arrive(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job._arrive()
+
+
+@dataclass(eq=False)
+class Item:
+    """Rows of one job that have one shape.
+
+    Attributes:
+        rows: their places in the answer.
+        inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
+            :meth:`fxcore.images.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
+        row_bytes: what one row takes on the device while it is computed, by prediction; above zero.
+    """
+
+    job: Job
+    rows: range
+    inputs: tuple[Tensor, ...]
+    row_bytes: int
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> Hashable:
+        """Items with equal keys can share a batch."""
+        return self.job.record, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
+
+    def split(self, rows: int) -> tuple[Item, Item]:
+        """The first ``rows`` rows, and the rest."""
+        return (
+            Item(self.job, self.rows[:rows], tuple(t[:rows] for t in self.inputs), self.row_bytes, self.since),
+            Item(self.job, self.rows[rows:], tuple(t[rows:] for t in self.inputs), self.row_bytes, self.since),
+        )
+
+
+def cannot_stack(key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor:
+    """The error for outputs of one request that do not form one tensor."""
+    shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
+    return BadTensor(
+        f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; send "
+        "images of one size, send them one by one, or ask for pool=avg",
+        key=key,
+    )

@@ -1,0 +1,231 @@
+"""Work that waits for the device, and how batches are made of it.
+
+A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
+have one shape. :class:`Queue` keeps a line for every (extractor, shape) and hands out, whenever the device is free, as
+much as fits of the line whose first item has waited longest.
+
+Batches are made for each extractor, not over the union of the nodes of several: a batch each took 0.65 to 0.91 of the
+time of one batch over the union (``benchmarks/union.py``; two extractors with 1 and with 8 images each, eager and
+OpenVINO). A union keeps the nodes of both alive and copies them for rows that nobody asked them of, for less overhead
+a pass, and it would have to be lowered and checked for each combination of extractors that happens to come together.
+What extractors over one model share is its weights.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from service.engine.device.job import Item, Job
+from service.engine.errors import NotReady, contained
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Undecoded:
+    """A part of a job that the device worker decodes itself.
+
+    Attributes:
+        job: whose part it is.
+        decode: called with what the decoded rows go to.
+    """
+
+    job: Job
+    decode: Callable[[Callable[[Sequence[Item]], object]], None]
+
+
+class Errand:
+    """Other work for the device worker: done when no batch waits, or once its patience is over.
+
+    Args:
+        function: what to do.
+        patience: seconds after which it goes before batches that wait.
+    """
+
+    def __init__(self, function: Callable[[], Any], patience: float) -> None:
+        self.answer: Future[Any] = Future()
+        self.latest = time.monotonic() + patience
+        self._function = function
+
+    def run(self) -> None:
+        """Do it; what it returns or raises goes to ``answer``."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:
+            self.answer.set_exception(contained(error))
+        else:
+            self.answer.set_result(result)
+
+
+class Queue:
+    """Lines of waiting items, one for each key; safe to use from several threads.
+
+    Args:
+        max_rows: most rows in a batch.
+        max_bytes: most predicted bytes in a batch; one row is handed out whatever it takes.
+    """
+
+    def __init__(self, max_rows: int, max_bytes: int) -> None:
+        self.max_rows = max_rows
+        self.max_bytes = max_bytes
+        self._lines: dict[Hashable, deque[Item]] = {}
+        self._errands: deque[Errand] = deque()
+        self._offered: Undecoded | None = None
+        self._changed = threading.Condition()
+        self._closed: NotReady | None = None
+        self._idle = False
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Queue items. After :meth:`close` their jobs fail at once."""
+        with self._changed:
+            if self._closed is None:
+                for item in items:
+                    self._lines.setdefault(item.key, deque()).append(item)
+                self._changed.notify()
+                return
+        for item in items:
+            item.job.fail(self._closed)
+
+    def errand(self, function: Callable[[], T], patience: float = 1.0) -> Future[T]:
+        """Have the worker call ``function`` when nothing waits, or after ``patience`` seconds between two batches."""
+        errand = Errand(function, patience)
+        with self._changed:
+            if self._closed is None:
+                self._errands.append(errand)
+                self._changed.notify()
+            else:
+                errand.answer.set_exception(self._closed)
+        return errand.answer
+
+    def offer(self, part: Undecoded) -> bool:
+        """Have the worker decode ``part`` at once if it has nothing to do; whether it will."""
+        with self._changed:
+            if self._closed is not None or not self._idle or self._errands or self._lines:
+                return False
+            self._idle = False
+            self._offered = part
+            self._changed.notify()
+            return True
+
+    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | Errand | None:
+        """What to do next, waiting until there is something; None once the queue is closed.
+
+        A batch is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
+        whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a deadline that
+        passed.
+
+        Args:
+            before_waiting: called when there is nothing, before waiting for it.
+        """
+        with self._changed:
+            while self._closed is None:
+                work = self._next()
+                if work is not None:
+                    self._idle = False
+                    return work
+                before_waiting()
+                self._idle = True
+                self._changed.wait()
+            return None
+
+    def drained(self) -> bool:
+        """Whether no rows wait, asked by the worker when it is done with a batch.
+
+        If so it counts as idle from now on, though it has yet to call :meth:`take`: a client may send its next image
+        before that, as it did for one answer in eight over a single connection.
+        """
+        with self._changed:
+            # A part that was offered is there to be fetched; another one would take its place.
+            self._idle = not self._lines and self._offered is None
+            return not self._lines
+
+    def close(self, reason: NotReady) -> None:
+        """Fail what waits and what is put from now on with ``reason``."""
+        with self._changed:
+            self._closed = reason
+            waiting = [item for line in self._lines.values() for item in line]
+            self._lines.clear()
+            offered, self._offered = self._offered, None
+            errands, self._errands = self._errands, deque()
+            self._changed.notify_all()
+        if offered is not None:
+            offered.job.fail(reason)
+        for errand in errands:
+            with suppress(InvalidStateError):
+                errand.answer.set_exception(reason)
+        for item in waiting:
+            item.job.fail(reason)
+
+    def __len__(self) -> int:
+        """How many items wait."""
+        with self._changed:
+            return sum(map(len, self._lines.values()))
+
+    def _next(self) -> list[Item] | Undecoded | Errand | None:
+        if self._offered is not None:
+            offered, self._offered = self._offered, None
+            return offered
+        if self._errands and self._errands[0].latest < time.monotonic():
+            return self._errands.popleft()
+        while self._lines:
+            key = min(self._lines, key=lambda key: self._lines[key][0].since)
+            batch: list[Item] = []
+            line = self._lines[key]
+            try:
+                self._form(batch, line)
+            except BaseException as error:  # whoever came for this line would fail of it again
+                for item in (*batch, *line):
+                    item.job.fail(error)
+                batch.clear()
+                line.clear()
+            if not line:
+                del self._lines[key]
+            if batch:
+                return batch
+        return self._errands.popleft() if self._errands else None
+
+    def _form(self, batch: list[Item], line: deque[Item]) -> None:
+        """Move a batch from ``line`` to ``batch``; each item is in one of them all the time."""
+        rows = 0
+        while line:
+            item = line[0]
+            if not item.job.wanted():
+                line.popleft()
+                continue
+            room = min(self.max_rows, max(1, self.max_bytes // item.row_bytes)) - rows
+            if room <= 0:
+                break
+            if len(item.rows) > room:
+                item, line[0] = item.split(room)
+            else:
+                line.popleft()
+            batch.append(item)
+            rows += len(item.rows)
+        excess = rows - usual_size(rows)
+        while excess:
+            item = batch[-1]
+            if len(item.rows) > excess:
+                batch[-1], item = item.split(len(item.rows) - excess)
+            else:
+                batch.pop()
+            line.appendleft(item)
+            excess -= len(item.rows)
+
+
+def usual_size(rows: int) -> int:
+    """The largest batch made of ``rows`` rows: a power of two, or three times one.
+
+    Compilers and CUDA graphs prepare for each size anew: a first batch took 0.3 s where the second took 0.03. Up to 32
+    there are only ten of these sizes.
+    """
+    power = 1 << (rows.bit_length() - 1) if rows else 0
+    return power + power // 2 if rows >= power + power // 2 else power

@@ -1,0 +1,142 @@
+"""Memory that batches are put together in, and copies out of them.
+
+Each call into torch releases the GIL, and on a busy server waits 0.1 ms to get it back: with a dozen calls a batch and
+two a row the device worker lost a tenth of its time. So there are few of them here: views are kept, and NumPy
+allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fxcore.images.decoding import Decoder
+from fxcore.tensors import raw_bytes
+from service.engine.device.threads import alone
+
+LARGEST = 64 * 1024**2
+"""Bytes that stay taken for each input of a model; larger batches get memory of their own."""
+
+_COPIED_WITH_GIL = 1024**2
+"""Most bytes that are copied without releasing the GIL: copying them takes less time than getting it back would."""
+
+_REMEMBERED_VIEWS = 64
+
+
+class Staging:
+    """Puts batches together in memory that is taken once. One thread uses it, one batch at a time.
+
+    Fresh memory for every batch costs more than the copying: the system hands it out page by page, and clears each. For
+    CUDA it is page-locked, which the copy to the device needs to be fast.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._views: dict[Hashable, tuple[Tensor, memoryview]] = {}
+
+    def inputs(self, parts: Sequence[tuple[Tensor, ...]], decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """A model's inputs on the device, good until the next call.
+
+        Args:
+            parts: of each of its rows, or of several, one tensor ``[n, ...]`` for each input. All have one shape, but
+                for the first dimension, and one dtype; uint8 is what ``decoder`` makes a batch of. They are on the
+                CPU, or complete on the device.
+            decoder: the model's.
+            dtype: of floating inputs.
+        """
+        return tuple(
+            self._ready(place, self._joined(place, tensors), decoder, dtype)
+            for place, tensors in enumerate(zip(*parts, strict=True))
+        )
+
+    def _ready(self, place: int, rows: Tensor, decoder: Decoder, dtype: torch.dtype) -> Tensor:
+        if rows.dtype == torch.uint8:
+            out = None
+            if self._device.type == "cpu" and 4 * rows.nbytes <= LARGEST:
+                out, _ = self._taken(place, torch.float32, rows.shape)
+            moved = rows if self._device.type == "cpu" else rows.to(self._device, non_blocking=True)
+            rows = alone(lambda: decoder.batch(moved, out))
+        wanted = dtype if rows.is_floating_point() else rows.dtype
+        if rows.device == self._device and rows.dtype == wanted:
+            return rows
+        # In one call, a copy to CUDA would first make one in pageable memory, with another memory format.
+        return rows.to(self._device, non_blocking=True).to(wanted)
+
+    def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor of several; a single one is handed on as it is."""
+        there = [part for part in parts if not part.is_cpu]
+        for part in there:
+            if part.is_cuda:  # its memory must not be reused on the decoder's stream before this stream has read it
+                part.record_stream(torch.cuda.current_stream(part.device))
+        if len(parts) == 1:
+            return parts[0]
+        if there:
+            return torch.cat([part.to(self._device) for part in parts])
+        like = parts[0]
+        if sum(part.nbytes for part in parts) > LARGEST:
+            return torch.cat(list(parts))
+        rows = sum(part.shape[0] for part in parts)
+        channels_last = like.ndim == 4 and like.is_contiguous(memory_format=torch.channels_last)
+        batch, memory = self._taken(place, like.dtype, torch.Size((rows, *like.shape[1:])), channels_last)
+        start = 0
+        for part in parts:
+            _copy(memory[start : start + part.nbytes], raw_bytes(part.permute(0, 2, 3, 1) if channels_last else part))
+            start += part.nbytes
+        return batch
+
+    def _taken(
+        self, place: int, dtype: torch.dtype, shape: torch.Size, channels_last: bool = False
+    ) -> tuple[Tensor, memoryview]:
+        """A tensor in memory that stays taken, and its bytes in the order they lie in."""
+        known = self._views.get((place, dtype, shape, channels_last))
+        if known is not None:
+            return known
+        count = shape.numel()
+        memory = self._memory.get((place, dtype))
+        if memory is None or memory.numel() <= count:
+            # One more than any batch fills: an answer that is a model's input is then not all of its memory, so that
+            # its job copies it, and the next batch leaves it alone.
+            memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
+            self._memory[place, dtype] = memory
+            self._views.clear()  # some keep the smaller memory that this one replaces
+        if len(self._views) >= _REMEMBERED_VIEWS:
+            self._views.clear()
+        flat = memory[:count]
+        rows, *others = shape
+        tensor = flat.view(rows, *others[1:], others[0]).permute(0, 3, 1, 2) if channels_last else flat.view(shape)
+        view = self._views[place, dtype, shape, channels_last] = tensor, raw_bytes(flat)
+        return view
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy of a CPU tensor in memory of its own, made by this thread alone.
+
+    torch shares a copy of over 32,768 values among its threads, and then waits for one that may have no core while
+    images are decoded.
+    """
+    if not tensor.numel() or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.dtype == torch.bfloat16:  # NumPy has none
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    else:
+        copy = torch.from_numpy(np.empty_like(tensor.numpy()))
+    copy_rows(copy, 0, tensor)
+    return copy
+
+
+def copy_rows(whole: Tensor, start: int, values: Tensor) -> None:
+    """Copy ``values`` to the rows of ``whole``, which is contiguous, from ``start`` on; by this thread alone."""
+    if values.numel():
+        place = start * (values.nbytes // values.shape[0])
+        _copy(raw_bytes(whole)[place : place + values.nbytes], raw_bytes(values))
+
+
+def _copy(to: memoryview, of: memoryview) -> None:
+    if len(of) <= _COPIED_WITH_GIL:
+        to[:] = of
+    else:
+        np.frombuffer(to, np.uint8)[:] = np.frombuffer(of, np.uint8)

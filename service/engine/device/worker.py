@@ -1,0 +1,278 @@
+"""The one thread that runs models on a device.
+
+It takes a batch whenever it is free, so an idle server adds no waiting and a busy one fills its batches by itself. A
+batch that fails fails as few requests as it can.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from fxcore.errors import said
+from service.engine.device.job import Item, Job, announce
+from service.engine.device.outputs import by_options, deliveries, on_cpu, select_rows, split_rows
+from service.engine.device.queue import Errand, Queue, Undecoded
+from service.engine.device.staging import Staging
+from service.engine.device.threads import alone, compute_on
+from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory
+from service.engine.rows import by_image, row_layout
+from service.observability.metrics import Metrics
+
+log = logging.getLogger("fxserve.worker")
+
+# A CUDA context that has seen an illegal access answers every later call with the same error.
+_DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
+
+_FULL_COLLECTION_EVERY = 10.0
+
+
+class DeviceWorker:
+    """Runs what ``queue`` holds on ``device`` until :meth:`stop`.
+
+    Args:
+        device: where the extractors' modules are.
+        queue: where batches come from.
+        threads: how many CPU threads one batch is computed with.
+        metrics: where batches are counted.
+    """
+
+    def __init__(self, device: torch.device, queue: Queue, threads: int, metrics: Metrics) -> None:
+        self.device = device
+        self._metrics = metrics
+        self._queue = queue
+        self._threads = threads
+        self._staging = Staging(device)
+        self._busy_since: float | None = None
+        self._lost: str | None = None
+        self._batch: Sequence[Item] = ()
+        self._done: Sequence[Job] = ()
+        self._collected = -math.inf
+        self._thread = self._fresh_thread()
+        self._replacing = threading.Lock()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> None:
+        """End the thread once its current batch is done; what still waits fails."""
+        self._queue.close(NotReady("the device worker was stopped"))
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def abandon(self, reason: NotReady) -> None:
+        """Answer the requests of the batch in hand with ``reason``; what is computed of it goes nowhere."""
+        for item in self._batch:
+            item.job.fail(reason)
+
+    def trouble(self, longest_batch: float) -> str | None:
+        """Why the worker cannot be relied on: its device is lost, or it has been on one batch for ``longest_batch``
+        seconds. A thread that hangs cannot be ended from outside, and another beside it would find the device busy."""
+        if self._lost is not None:
+            return self._lost
+        if not self._thread.is_alive():
+            return "the device worker does not run"
+        busy_since = self._busy_since
+        if busy_since is not None and (busy := time.monotonic() - busy_since) > longest_batch:
+            return f"the device worker has been on one batch for {busy:.0f} s"
+        return None
+
+    def _fresh_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._main, name=f"fxserve-{self.device}", daemon=True)
+
+    def _main(self) -> None:
+        began = False
+        try:
+            compute_on(self.device, self._threads)
+            began = True
+            self._work()
+        except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
+            log.exception("the device worker died")
+            self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
+
+    def _work(self) -> None:
+        work: Sequence[Item] | Undecoded | Errand | None
+        while (work := self._queue.take(self._announce)) is not None:
+            self._busy_since = time.monotonic()
+            if isinstance(work, Errand):
+                self._announce()
+                work.run()
+            elif isinstance(work, Undecoded):
+                self._decode(work)
+            else:
+                self._batch = work
+                self._serve(work)
+            self._busy_since = None
+            self._batch = work = ()  # an idle worker holds nobody's tensors
+        self._announce()
+
+    def _announce(self) -> None:
+        """Bring the last batch's answers to the event loop.
+
+        That is done when the next batch begins to compute, or when there is none: the event loop then writes the
+        answers while this thread does not need the GIL. Done earlier, both wanted it at once, and a batch of 16 waited
+        2 ms.
+        """
+        done, self._done = self._done, ()
+        announce(done)
+
+    def _die(self, error: BaseException, lost: bool) -> None:
+        """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is ``lost``:
+        so it is when a thread could not even begin, as the next one could not either, and so on without end."""
+        self._announce()
+        why = f"the device worker died of {said(error)}"
+        batch, self._batch, self._busy_since = self._batch, (), None
+        for item in batch:
+            item.job.fail(NotReady(why, retry_after=1.0))
+        if not lost:
+            with self._replacing:  # the fresh one may die as well, and be replaced, before it is known here
+                try:
+                    fresh = self._fresh_thread()
+                    fresh.start()
+                    self._thread = fresh
+                    self._metrics.worker_restarts.inc()
+                    return
+                except RuntimeError as none:  # the system has no thread left
+                    why = f"{why}, and {none}"
+        self._lost = why
+        self._queue.close(NotReady(why))
+
+    def _decode(self, part: Undecoded) -> None:
+        """Decode, and compute what comes of it: one row at once, or what the queue makes of it and of what has come."""
+        items: list[Item] = []
+        alone(lambda: part.decode(items.extend))
+        if _rows(items) > 1 or len(self._queue):
+            self._queue.put(items)
+        else:
+            self._batch = items
+            self._serve(items)
+
+    def _serve(self, items: Sequence[Item]) -> None:
+        """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
+        items = [item for item in items if item.job.wanted()]
+        if not items:
+            return
+        error: BaseException | None = None
+        try:
+            self._compute(items)
+        except _DEVICE_LOST as lost:
+            if not is_out_of_memory(lost) and not self._answers():
+                raise
+            error = lost.with_traceback(None)
+        except Exception as raised:
+            # The traceback holds every tensor of the failed forward pass.
+            log.warning("a batch of %d rows failed: %s", _rows(items), said(raised), exc_info=True)
+            error = raised.with_traceback(None)
+        if error is None:
+            return
+        self._announce()
+        out_of_memory = is_out_of_memory(error)
+        self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
+        if out_of_memory:
+            error.__context__ = None
+            self._free()
+        if out_of_memory and _rows(items) > 1:
+            halves = _halved(items)
+        elif len(items) > 1 and not out_of_memory:
+            halves = (items[: len(items) // 2], items[len(items) // 2 :])
+        else:
+            items[0].job.fail(_verdict(error, out_of_memory))
+            return
+        for half in halves:
+            self._serve(half)
+
+    def _answers(self) -> bool:
+        """Whether the device can be used after an error of it, which some, as of a kernel that was not started, leave
+        as it was."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception:
+            return False
+        return True
+
+    def _free(self) -> None:
+        """Free what can be. A full collection takes a third of a second, so a batch full of rows that do not fit must
+        not cause one for each: those after the first only look at what is young, as the last batch's remains are."""
+        now = time.monotonic()
+        full = now - self._collected > _FULL_COLLECTION_EVERY
+        if full:
+            self._collected = now
+        gc.collect(2 if full else 1)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compute(self, items: Sequence[Item]) -> None:
+        started = time.monotonic()
+        record = items[0].job.record
+        run, dtype = record.run, record.dtype  # read once: a backend is swapped in between batches
+        if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
+            return
+        with torch.inference_mode():
+            inputs = self._staging.inputs([item.inputs for item in items], record.decoder, dtype)
+            self._announce()
+            raw = run(*inputs)
+            rows = _rows(items)
+            values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
+            del raw, inputs
+            finished = [
+                (
+                    group,
+                    {
+                        key: on_cpu(options.finish(select_rows(value, taken), layout))
+                        for key, layout, value in values
+                        if options.wants(key)
+                    },
+                )
+                for options, group, taken in by_options(items)
+            ]
+        spent = time.monotonic() - started
+        jobs = list({item.job: None for item in items})
+        for job in jobs:
+            job.computed += spent
+        for group, outputs in finished:
+            parts = deliveries(group)
+            counts = [len(answered) for _, answered in parts]
+            pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
+            for place, (job, answered) in enumerate(parts):
+                try:
+                    job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
+                except Exception as error:  # computed again, the batch would be delivered twice
+                    job.fail(_verdict(error, is_out_of_memory(error)))
+        self._done = jobs
+        if self._queue.drained():
+            self._announce()
+        self._metrics.batch_size.observe(rows)  # which nobody waits for
+
+
+def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """Two batches with half the rows each; an item in the middle is split."""
+    room = _rows(items) // 2
+    first: list[Item] = []
+    second: list[Item] = []
+    for item in items:
+        if room >= len(item.rows):
+            first.append(item)
+        elif room > 0:
+            head, tail = item.split(room)
+            first.append(head)
+            second.append(tail)
+        else:
+            second.append(item)
+        room = max(0, room - len(item.rows))
+    return first, second
+
+
+def _rows(items: Sequence[Item]) -> int:
+    return sum(len(item.rows) for item in items)
+
+
+def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:
+    if out_of_memory:
+        return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
+    return ComputeFailed(f"the model failed on this request: {said(error)}", error=said(error))

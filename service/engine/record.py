@@ -1,0 +1,152 @@
+"""What the engine knows of one extractor."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from fxcore.backends import Lowered
+from fxcore.errors import FxError
+from fxcore.extractor import Extractor, OutputInfo
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.images.decoding import Decoder
+from fxcore.images.nvjpeg import JpegBatches
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.models.catalog import ModelEntry
+from fxcore.tensors import TensorSpec
+from service.engine.candidate import Candidate
+from service.engine.rows import RowShape, RowSize
+from service.engine.transformation import Transformed
+from service.schemas.v1 import ExtractorSpec
+
+State = Literal["building", "ready", "failed"]
+
+ModelKey = tuple[str, str, str]
+"""Model, canonical weights, precision: what extractors with the same loaded weights have in common."""
+
+
+@dataclass(eq=False)
+class ExtractorRecord:
+    """One extractor, from the moment it is asked for until it is deleted. Only the event loop changes it.
+
+    Attributes:
+        id: hash of everything that decides the values it gives.
+        spec: as it was first asked for.
+        name: the name last given to it.
+        entry: its model.
+        weights: canonical name of the weights.
+        device: where it runs: ``cpu``, ``cuda:0``.
+        inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
+        fingerprint: of the model's graph.
+        held: the model's annotated graph while anything of the extractor is in memory.
+        return_nodes: key → node, resolved, in the order asked for.
+        preprocessing: makes its inputs of images.
+        state: ``building``, ``ready`` or ``failed``.
+        problem: why, when it failed.
+        extractor: what was built; None until then and once it was evicted from memory, after which the next request
+            builds it again. ``outputs`` and the rest stay.
+        outputs: what it returns, in the order asked for; known once it was built.
+        backend: what computes it.
+        checks: how far the backend's values are from the model's own in float32; None until it was built.
+        check: the task that measures that for eager, which begins once it is built.
+        pinned: preloaded, never evicted.
+        build: the task that builds it, while it does.
+        run: what computes a batch, called with the model's inputs in order, on the device. Another backend takes over
+            by replacing it; the worker reads it once a batch.
+        users: how many requests and builds keep it in memory now; see :meth:`in_use`.
+        last_used: when the last of them ended, on the clock of ``time.monotonic()``.
+        row_sizes: what a row takes, by its shape; see :mod:`service.engine.requests.sizes`.
+        images: how many it has answered.
+        tier: the search for a faster backend, once that has begun.
+        transformed: what the transforms did, where there are any.
+        gone: whether it was deleted or unloaded; what is on its way through it ends, and nothing more begins.
+    """
+
+    id: str
+    spec: ExtractorSpec
+    name: str | None
+    entry: ModelEntry
+    weights: str
+    device: str
+    inputs: tuple[TensorSpec, ...]
+    fingerprint: str
+    held: ModelGraph | None
+    return_nodes: dict[str, str]
+    preprocessing: Preprocessing
+    state: State = "building"
+    problem: FxError | None = None
+    extractor: Extractor | None = None
+    outputs: list[OutputInfo] = field(default_factory=list)
+    backend: str = "eager"
+    checks: dict[str, Any] | None = None
+    pinned: bool = False
+    build: asyncio.Task[None] | None = None
+    check: asyncio.Task[Candidate] | None = None
+    run: Lowered | None = None
+    users: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    row_sizes: dict[RowShape, RowSize] = field(default_factory=dict)
+    images: int = 0
+    tier: asyncio.Task[None] | None = None
+    transformed: Transformed | None = None
+    gone: bool = False
+
+    @property
+    def model_key(self) -> ModelKey:
+        return self.entry.name, self.weights, "float32" if self.spec.precision == "int8" else self.spec.precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that floating inputs are given in."""
+        return PRECISIONS[self.spec.precision]
+
+    def usual_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of one row of each input, as preprocessing gives them for a usual image."""
+        size = self.preprocessing.nominal_size()
+        return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What turns encoded images into rows of its input."""
+        return Decoder(self.preprocessing)
+
+    @cached_property
+    def jpeg_batches(self) -> JpegBatches | None:
+        """What decodes several JPEG files of a request at once, on its device; None where that is for the CPU."""
+        device = torch.device(self.device)
+        return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.plain else None
+
+    @property
+    def working(self) -> bool:
+        """Whether it is being built, or requests are on their way through it."""
+        return self.users > 0 or self.build is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay in memory now."""
+        return self.pinned or self.working
+
+    def storages(self) -> dict[int, int]:
+        """Bytes that what runs it holds beside the model's weights, by address."""
+        return self.run.storages() if self.run is not None else {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it in memory for a while."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.last_used = time.monotonic()
+
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float32}
+"""The dtype of the weights and the inputs; int8 arithmetic is inside its backend."""

@@ -1,0 +1,402 @@
+"""The extractors there are: finding, building, naming and forgetting them.
+
+An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
+of them live under one memory budget. What was used least recently goes first: a whole model with its extractors, or,
+where every model is in use, single extractors. Graphs of models that are not in memory are small and slow to trace:
+they go first where they take more than their share, and otherwise last. An evicted extractor keeps its id, its name and
+its description, and is built again by the next request for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from fxcore.errors import FxError, UnknownModel, said
+from fxcore.extractor import build_extractor
+from fxcore.graph.model_graph import ModelGraph, forget_graph
+from fxcore.models.catalog import get_model
+from service.engine.backends.choice import check_backend
+from service.engine.backends.upgrade import Tiers
+from service.engine.device.threads import in_pool
+from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
+from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
+from service.engine.registry.deleted import Deleted
+from service.engine.registry.graphs import graph_bytes, graph_for, graph_of, idle_graphs, named_graph
+from service.engine.registry.ids import extractor_id
+from service.engine.registry.names import Names
+from service.engine.registry.transforms import prepared, steps, transformed
+from service.engine.registry.weights import ModelStore
+from service.garbage import exempt, tidy
+from service.observability.metrics import Metrics
+from service.schemas.v1 import ExtractorSpec
+
+log = logging.getLogger("fxserve.extractors")
+
+NODE_BYTES = 3 * 1024
+"""What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
+
+GRAPH_SHARE = 1 / 4
+"""Share of the memory budget that graphs of models not in memory may take."""
+
+_REMEMBERED_SPECS = 4096
+
+_TRY_AGAIN_SECONDS = 1.0
+
+REMEMBERED_RECORDS = 1024
+"""Most extractors that are remembered without being in memory: failed ones, and evicted ones without a name."""
+
+
+class Extractors:
+    """All extractors of a service. For one event loop; what takes time runs in ``pool``.
+
+    Args:
+        models: the loaded weights.
+        device: where extractors run.
+        pool: the threads that trace and build.
+        memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
+        tiers: decides what runs an extractor.
+        metrics: where evictions are counted.
+        allowed: the only models served; None for all.
+    """
+
+    def __init__(
+        self,
+        models: ModelStore,
+        device: torch.device,
+        pool: Executor,
+        memory_budget: int,
+        tiers: Tiers,
+        metrics: Metrics,
+        allowed: Sequence[str] | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self._evictions = metrics.evictions
+        self._later: asyncio.TimerHandle | None = None
+        self._deleted = Deleted(pool)
+        self._models = models
+        self._device = device
+        self._pool = pool
+        self._memory_budget = memory_budget
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._records: dict[str, ExtractorRecord] = {}
+        self._names = Names()
+        # The one-step route asks with the same few specs again and again: resolving those is a look-up.
+        self._resolved: OrderedDict[str, str] = OrderedDict()
+
+    async def get(self, spec: ExtractorSpec, build: bool = True) -> tuple[ExtractorRecord, bool]:
+        """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
+
+        Raises:
+            FxError: the spec names something that does not exist or is not served, or its name is another's.
+            Forbidden: there is none and ``build`` is false.
+        """
+        key = spec.model_dump_json(exclude={"name"})
+        record = self._records.get(self._resolved.get(key, ""))
+        created = False
+        if record is None:
+            fresh = await in_pool(self._pool, self._resolve, spec)
+            record = self._records.get(fresh.id)
+            if record is None and not build:
+                raise Forbidden(
+                    f"there is no extractor of these nodes of {spec.model} with these weights yet, and making one "
+                    "needs a key of scope admin; with one, POST /v1/extractors makes it"
+                )
+            if record is None:
+                self._check_name(spec.name, fresh.id)
+                self._forget()
+                record = self._records[fresh.id] = fresh
+                created = True
+            self._resolved[key] = record.id
+            if len(self._resolved) > _REMEMBERED_SPECS:
+                self._resolved.popitem(last=False)
+        if spec.name is not None:
+            self._check_name(spec.name, record.id)
+            self._name(record, spec.name)
+        self.ensure(record)
+        return record, created
+
+    def ensure(self, record: ExtractorRecord) -> None:
+        """Start building ``record`` unless it is built or being built. A failed build is tried again."""
+        if record.run is None and record.build is None:
+            record.state = "building"
+            record.problem = None
+            record.build = asyncio.create_task(self._build(record))
+
+    def known(self, id_or_name: str) -> ExtractorRecord | None:
+        """The extractor of that id or name, if there is one."""
+        return self._records.get(id_or_name) or self._records.get(self._names.id(id_or_name) or "")
+
+    def find(self, id_or_name: str) -> ExtractorRecord:
+        """The extractor of that id or name.
+
+        Raises:
+            UnknownExtractor: there is none. What was meant is looked for, which takes longer than finding one does.
+        """
+        record = self.known(id_or_name)
+        if record is None:
+            suggestions = self._names.near(id_or_name, reversed(self._records))
+            hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; POST /v1/extractors makes one"
+            raise UnknownExtractor(f"there is no extractor {id_or_name!r}{hint}", suggestions=suggestions)
+        return record
+
+    def list(self) -> list[ExtractorRecord]:
+        """All extractors, in the order they were made."""
+        return list(self._records.values())
+
+    def delete(self, id_or_name: str) -> None:
+        """Forget an extractor. Requests that are on their way through it end normally.
+
+        Raises:
+            UnknownExtractor: there is none of that id or name.
+        """
+        record = self.find(id_or_name)
+        self._remove(record)
+        self._tiers.forget(record)
+        shared = any(other.model_key == record.model_key for other in self._records.values())
+        self._let_go(record, None if shared else "deleted")
+
+    def unload(self, id_or_name: str) -> None:
+        """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
+
+        Requests that are on their way through it end normally: they go on with what is given back. One that is being
+        built for the first time is unloaded once that is done, as nothing could be said of it before.
+
+        Raises:
+            UnknownExtractor: there is none of that id or name.
+        """
+        record = self.find(id_or_name)
+        if record.build is not None and not record.outputs:
+            record.build.add_done_callback(lambda _: self._unload_built(record))
+            return
+        empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "tier", "check", "build", "held"))
+        if record.state == "building":
+            empty["state"] = "ready"  # as it is while it is not in memory
+        self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)
+        self._tiers.forget(record)
+        others = (other for other in self._records.values() if other.model_key == record.model_key)
+        loaded = any(other.run is not None or other.build is not None for other in others)
+        self._let_go(record, None if loaded else "unloaded")
+
+    def _unload_built(self, record: ExtractorRecord) -> None:
+        if record.run is not None and self._records.get(record.id) is record:
+            self.unload(record.id)
+
+    def close(self) -> None:
+        """Make no more room."""
+        self._deleted.close()
+        if self._later is not None:
+            self._later.cancel()
+
+    def bytes(self) -> int:
+        """What the loaded models, the built extractors and the traced graphs take."""
+        models = sum(model.bytes for model in self._models.loaded().values())
+        running = [record for record in self._records.values() if record.run is not None]
+        storages: dict[int, int] = {}
+        for record in running:
+            storages |= record.storages()
+        return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
+
+    def _graphs(self) -> Sequence[ModelGraph]:
+        return [record.held for record in self._records.values() if record.held is not None]
+
+    def make_room(self, wanted: int = 0) -> None:
+        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
+
+        Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
+        """
+        evicted = set()
+        while self.bytes() + wanted > self._memory_budget:
+            kind = self._evict_one()
+            if kind is None:
+                log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
+                if self._later is None:
+                    self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
+                break
+            evicted.add(kind)
+        if evicted - {"graph"}:
+            self._pool.submit(tidy)
+
+    def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
+        """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
+        graphs = idle_graphs(self._graphs())
+        if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
+            self._forget_graph(graphs[0])
+            return "graph"
+        over: dict[ModelKey, list[ExtractorRecord]] = {}
+        for record in self._records.values():
+            if record.run is not None or record.build is not None:
+                over.setdefault(record.model_key, []).append(record)
+        idle = [key for key in self._models.loaded() if not any(record.busy for record in over.get(key, ()))]
+        if idle:
+            key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
+            for record in over.get(key, ()):
+                self._unload(record)
+            self._drop(key, "memory_budget")
+            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
+            return "weights"
+        loose = [record for records in over.values() for record in records if not record.busy]
+        if loose:
+            self._unload(min(loose, key=lambda record: record.last_used))
+            return "extractor"
+        if graphs:
+            self._forget_graph(graphs[0])
+            return "graph"
+        return None
+
+    def _make_room_later(self) -> None:
+        self._later = None
+        self.make_room()
+
+    def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
+        """Everything that can be said of an extractor without weights. Runs in the pool: it may trace the model."""
+        if self._allowed is not None and spec.model not in self._allowed:
+            raise UnknownModel(
+                f"the model {spec.model!r} is not served here; served: {', '.join(sorted(self._allowed))}",
+                name=spec.model,
+                suggestions=sorted(self._allowed),
+            )
+        entry = get_model(spec.model)
+        weights = entry.canonical_weights(spec.weights)
+        check_backend(spec, self._device, entry.is_quantized(weights))
+        return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
+        graph = graph_for(spec, entry, weights)
+        preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
+        return ExtractorRecord(
+            id=extractor_id(spec, weights, return_nodes),
+            spec=spec,
+            name=spec.name,
+            entry=entry,
+            weights=weights,
+            device=str(self._device),
+            inputs=graph.inputs,
+            fingerprint=graph.fingerprint,
+            held=graph,
+            return_nodes=return_nodes,
+            preprocessing=preprocessing,
+        )
+
+    async def _build(self, record: ExtractorRecord) -> None:
+        """Load the weights and build the extractor; afterwards the record is ready or failed."""
+        try:
+            if record.model_key not in self._models.loaded():
+                # An estimate, so that what is evicted is gone before the weights are there.
+                default = record.entry.default_weights
+                params = record.entry.weights_info(default).num_params if default is not None else 0
+                self.make_room(params * PRECISIONS[record.spec.precision].itemsize)
+            model = await self._models.get(record.entry, record.model_key)
+            record.held = graph = await in_pool(self._pool, graph_of, record)
+            extractor = await in_pool(
+                self._pool,
+                build_extractor,
+                graph,
+                model.module,
+                record.return_nodes,
+                record.dtype,
+            )
+            original: Callable[..., Any] = extractor.module
+            if record.spec.transforms:
+                extractor, record.transformed, original = await in_pool(
+                    self._pool, transformed, record, graph, extractor, steps(record.spec)
+                )
+            record.outputs = extractor.outputs
+            record.extractor = extractor
+            await self._tiers.first(record, extractor, original, self._pool)
+            record.state = "ready"
+        except FxError as problem:
+            record.state, record.problem = "failed", _kept(problem)
+        except Exception as error:
+            log.exception("building extractor %s over %s failed", record.id, record.spec.model)
+            record.state = "failed"
+            record.problem = ExtractorFailed(
+                f"extractor {record.id} over {record.spec.model} could not be built: {said(error)}",
+                problem={"error": said(error)},
+            )
+        finally:
+            if record.state == "failed":
+                record.held = record.extractor = None
+            record.build = None
+            record.last_used = time.monotonic()
+        if record.state == "ready":
+            self._pool.submit(exempt)
+        self.make_room()
+
+    def _forget(self) -> None:
+        """Drop what was used least recently of the records that hold nothing, so that bad specs cannot take the
+        memory one by one."""
+        empty = [
+            record
+            for record in self._records.values()
+            if record.run is None and (record.name is None or record.state == "failed") and not record.busy
+        ]
+        over = max(0, len(empty) - REMEMBERED_RECORDS + 1)
+        for record in sorted(empty, key=lambda record: record.last_used)[:over]:
+            self._remove(record)
+            self._evictions.labels("record", "unused").inc()
+
+    def _remove(self, record: ExtractorRecord) -> None:
+        del self._records[record.id]
+        self._names.forget(record.id)
+
+    def _unload(self, record: ExtractorRecord) -> None:
+        if record.run is not None:
+            self._evictions.labels("extractor", "memory_budget").inc()
+        record.extractor = record.held = None
+        record.run = record.tier = record.check = None
+        record.images = 0
+
+    def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:
+        """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
+        if reason is not None:
+            self._drop(record.model_key, reason)
+        if reason is not None and not record.working:
+            self._pool.submit(tidy)
+        else:
+            self._deleted.add(record)
+
+    def _forget_graph(self, graph: ModelGraph) -> None:
+        forget_graph(graph)
+        self._evictions.labels("graph", "memory_budget").inc()
+
+    def _drop(self, key: ModelKey, reason: str) -> None:
+        if self._models.drop(key):
+            self._evictions.labels("weights", reason).inc()
+
+    def _name(self, record: ExtractorRecord, name: str) -> None:
+        before = self.known(name)
+        self._names.give(name, record.id)
+        record.name = name
+        if before is not None and before is not record:
+            before.name = self._names.last(before.id)
+
+    def _check_name(self, name: str | None, id: str) -> None:
+        """Whether the extractor ``id`` may have ``name``: what failed gives up its names to whoever asks for them.
+
+        Raises:
+            NameTaken: it may not.
+        """
+        owner = self.known(name) if name is not None else None
+        if owner is not None and owner.id != id and (owner.state != "failed" or owner.id == name):
+            raise NameTaken(
+                f"the name {name!r} is taken by extractor {owner.id}; choose another name or delete that extractor",
+                name=name,
+                extractor=owner.id,
+            )
+
+
+def _kept(problem: FxError) -> FxError:
+    """``problem`` without where it came from: frames whose variables are a model and what was built over it."""
+    problem.__cause__ = problem.__context__ = None
+    return problem.with_traceback(None)
+
+
+def _overhead(record: ExtractorRecord) -> int:
+    return len(record.extractor.module.graph.nodes) * NODE_BYTES if record.extractor is not None else 0

@@ -1,0 +1,57 @@
+"""The graphs that extractors are cut from, and which of those that fxcore keeps may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxcore.errors import BadTensor
+from fxcore.graph.model_graph import ModelGraph, kept_graphs, model_graph
+from fxcore.models.catalog import ModelEntry
+from service.engine.record import ExtractorRecord
+from service.engine.registry.transforms import steps, with_their_nodes
+from service.schemas.v1 import ExtractorSpec
+
+
+def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
+    """The graph that ``spec`` names nodes of. Not for the event loop: the model may have to be traced.
+
+    Raises:
+        NotTraceable: see there.
+        UnknownTransform, BadParameter, Unsupported: of the spec's transforms.
+    """
+    wanted = steps(spec)  # refused before anything is traced
+    return with_their_nodes(model_graph(entry, weights), wanted)
+
+
+def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
+    """The same graph for images of the size that ``spec`` asks for.
+
+    Raises:
+        BadTensor: the model does not take inputs of another size than its weights were made for.
+    """
+    graph = named_graph(spec, entry, weights)
+    if spec.image_size is None:
+        return graph
+    try:
+        return graph.at(spec.image_size, spec.image_size)
+    except BadTensor as error:
+        raise BadTensor(f"image_size: {error.detail}", **error.extra) from error
+
+
+def graph_of(record: ExtractorRecord) -> ModelGraph:
+    """The graph that ``record`` was cut from. Where nothing of the extractor is in memory the model may have to be
+    traced for it, which is not for the event loop."""
+    return record.held or graph_for(record.spec, record.entry, record.weights)
+
+
+def graph_bytes(held: Iterable[ModelGraph]) -> int:
+    """What the graphs that are ``held`` and those that fxcore keeps take, each counted once."""
+    graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.opened)}
+    graphs.update((id(graph), graph) for graph in held)
+    return sum(graph.bytes for graph in graphs.values())
+
+
+def idle_graphs(held: Iterable[ModelGraph]) -> list[ModelGraph]:
+    """The graphs that are kept though nothing that is ``held`` is of them, the one unused for longest first."""
+    used = {id(graph.traced_modules) for graph in held}
+    return [graph for graph in kept_graphs() if id(graph.traced_modules) not in used]

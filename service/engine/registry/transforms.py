@@ -1,0 +1,203 @@
+"""An extractor's transforms: which may be asked for, and what they did to its values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.analysis.verify import Incomparable, Verification, verify
+from fxcore.errors import BadTensor, UnknownNode, finite, said
+from fxcore.extractor import Extractor
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.photos import check_rows, photos
+from fxcore.tensors import dtype_name
+from fxcore.transforms import (
+    BadParameter,
+    CannotKeep,
+    CannotTransform,
+    Transform,
+    applied,
+    apply_transforms,
+    described,
+    get_transform,
+)
+from fxcore.transforms.fold_normalization import normalized
+from fxcore.transforms.registry import parse
+from service.engine.candidate import TOLERANCE
+from service.engine.errors import is_out_of_memory
+from service.engine.record import ExtractorRecord
+from service.engine.transformation import Transformed
+from service.schemas.v1 import ExtractorSpec
+
+Step = dict[str, Any]
+
+OPTIONAL = "optional"
+"""Key of a step that may find nothing to change."""
+
+
+FOLD = "fold_normalization"
+
+_WORTH_TIMING = 0.5
+"""Both modules are timed only if they ran within this many seconds, so that nobody waits long for that."""
+
+_RUNS = 3
+
+
+def parameters(transform: Transform) -> dict[str, Any]:
+    """The parameters that an extractor takes for a transform; mean and std to fold in are its own preprocessing's."""
+    return {} if transform.name == FOLD else described(transform)["parameters"]
+
+
+def steps(spec: ExtractorSpec) -> list[Step]:
+    """The transforms of ``spec``, each with its name and all its parameters, so that equal ones are equal.
+
+    Raises:
+        UnknownTransform, BadParameter: see there.
+        Unsupported: an extractor does not take it.
+    """
+    found: list[Step] = []
+    for asked in spec.transforms:
+        wanted: dict[str, Any] = {"name": asked} if isinstance(asked, str) else {**asked.params, "name": asked.name}
+        # Absent where it is false, as in specs from before it was there: their ids stay.
+        accepted = {OPTIONAL: True} if not isinstance(asked, str) and asked.optional else {}
+        if wanted["name"] == FOLD:
+            if len(wanted) > 1:
+                raise BadParameter(
+                    f"an extractor's {FOLD} takes no parameters: what is folded in is its own preprocessing's",
+                    transform=FOLD,
+                    parameter=next(key for key in wanted if key != "name")[:64],
+                )
+            if any(step["name"] == FOLD for step in found):
+                raise CannotTransform(f"{FOLD} can be asked for once", transform=FOLD)
+            found.append({**wanted, **accepted})
+        else:
+            transform, given = parse(wanted)
+            found.append({"name": transform.name, **given, **accepted})
+    return found
+
+
+def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
+    """``graph`` with the nodes that some of ``wanted`` bring; they are there before nodes are chosen."""
+    names = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
+    return graph.with_nodes_of(*names) if names else graph
+
+
+def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
+    """What prepares images for an extractor with ``wanted``.
+
+    Raises:
+        CannotTransform: the normalisation cannot be left to the model.
+    """
+    if not any(step["name"] == FOLD for step in wanted):
+        return preprocessing
+    try:
+        return preprocessing.without_normalization()
+    except BadTensor as error:
+        raise CannotTransform(f"{FOLD}: {error.detail}", transform=FOLD) from error
+
+
+def transformed(
+    record: ExtractorRecord, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
+) -> tuple[Extractor, Transformed, Callable[..., Any]]:
+    """Apply ``wanted`` in order and compare with ``extractor``, which stays as it is. Not for the event loop.
+
+    Args:
+        graph: that nodes are named in.
+
+    Returns:
+        The new extractor, what was done, and what computes of the new one's inputs what ``extractor`` does.
+
+    Raises:
+        CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
+            node that is asked for.
+    """
+    mean, std = record.entry.preprocessing(record.weights, record.spec.image_size).normalization() or ([], [])
+    after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
+    given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(graph, step) for step in after]
+    module = apply_transforms(
+        extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
+    )
+    own = applied(module)[-len(after) :] if after else ()  # before them, those that brought nodes
+    for step, done in zip(after, own, strict=True):
+        if not done.changes and OPTIONAL not in step:
+            raise CannotTransform(
+                f"{done.name} finds nothing to change in what the nodes asked for need; leave it out, or say "
+                '"optional": true beside its name to accept that',
+                transform=done.name,
+                changes=0,
+            )
+    original: Callable[..., Any] = extractor.module
+    if any(step["name"] == FOLD for step in after):
+        shift, scale = (torch.tensor(v, dtype=record.dtype, device=record.device) for v in (mean, std))
+
+        def original(*images: Tensor) -> Any:
+            return extractor.module(*(normalized(x, shift, scale) for x in images))
+
+    found = _verified(record, extractor, original, module, wanted)
+    return replace(extractor, module=module), Transformed(applied(module), found, dtype_name(record.dtype)), original
+
+
+def _verified(
+    record: ExtractorRecord,
+    extractor: Extractor,
+    original: Callable[..., Any],
+    module: fx.GraphModule,
+    wanted: Sequence[Step],
+) -> Verification:
+    """How far ``module``, which ``wanted`` made, is from ``original`` on a photograph.
+
+    Raises:
+        CannotTransform: ``module`` cannot run, or an output is not what it was though every transform is exact.
+    """
+    rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
+    inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
+    names = ", ".join(step["name"] for step in wanted)
+    try:
+        started = time.monotonic()
+        found = verify(original, module, inputs)
+        if time.monotonic() - started < _WORTH_TIMING:
+            found = verify(original, module, inputs, runs=_RUNS)
+    except Incomparable as other:
+        node = next((o.node for o in extractor.outputs if o.key == other.extra["output"]), None)
+        raise CannotKeep(
+            f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
+        ) from other
+    except Exception as failure:  # what a pass put in the place of a module does not fit there
+        if is_out_of_memory(failure):
+            raise  # which says nothing of the passes
+        raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
+    limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
+    exact = all(get_transform(step["name"]).exact for step in wanted)
+    for output in extractor.outputs:
+        error = found.outputs[output.key].relative
+        if exact and not error <= limit:
+            raise CannotKeep(
+                f"{names} cannot keep the node {output.node!r}, which is asked for: its value would be {error:.1e} "
+                "away; ask for another node or leave a transform out",
+                transform=names,
+                node=output.node,
+                max_rel_error=finite(error),
+            )
+    return found
+
+
+def _named(graph: ModelGraph, step: Step) -> Step:
+    """``step`` with the nodes that it names as the graph calls them; what means none is for the transform to refuse.
+
+    ``nodes`` are paths, too, which mean every node under them and not the last one.
+    """
+    named = dict(step)
+    if "node" in step:
+        with suppress(UnknownNode):
+            [named["node"]] = graph.resolve([step["node"]]).values()
+    if "nodes" in step:
+        levels = {level: info.node for level, info in graph.levels.items() if level not in graph.by_name}
+        named["nodes"] = [levels.get(name, name) for name in step["nodes"]]
+    return named

@@ -1,0 +1,89 @@
+"""Loaded weights, one copy for all extractors that need the same."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fxcore.backends.base import storages_of, tensors_of
+from fxcore.models.catalog import ModelEntry
+from fxcore.models.weights import download_weights, load_model, missing_weights
+from service.engine.device.threads import in_pool
+from service.engine.record import PRECISIONS, ModelKey
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, in its precision and in eval mode.
+
+    Attributes:
+        module: never called itself; extractors share its parameters.
+        bytes: of its parameters and buffers.
+    """
+
+    module: nn.Module
+    bytes: int
+
+
+class ModelStore:
+    """Models by (name, weights, precision) on one device; each is loaded once, whoever asks. For one event loop.
+
+    Args:
+        device: where models are put.
+        weights_dir: where ``file:NAME`` weights are.
+        pool: the threads that load.
+        downloads: the threads that download published weights, which may take minutes each.
+    """
+
+    def __init__(self, device: torch.device, weights_dir: Path | None, pool: Executor, downloads: Executor) -> None:
+        self._device = device
+        self._weights_dir = weights_dir
+        self._pool = pool
+        self._downloads = downloads
+        self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
+
+    async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
+        """The model of ``key``, loading it if nobody has.
+
+        Raises:
+            WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call tries again.
+        """
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = asyncio.create_task(self._load(entry, key))
+        try:
+            return await asyncio.shield(load)
+        except BaseException:
+            if load.done() and self._loads.get(key) is load:
+                del self._loads[key]
+            raise
+
+    def drop(self, key: ModelKey) -> bool:
+        """Forget a model, and whether there was one; its memory is free once the last extractor over it is gone."""
+        return self._loads.pop(key, None) is not None
+
+    def loaded(self) -> dict[ModelKey, LoadedModel]:
+        """What is in memory now."""
+        return {
+            key: load.result()
+            for key, load in self._loads.items()
+            if load.done() and not load.cancelled() and load.exception() is None
+        }
+
+    async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
+        _, weights, _ = key
+        if await in_pool(self._pool, missing_weights, entry, weights) is not None:
+            await in_pool(self._downloads, download_weights, entry, weights)
+        return await in_pool(self._pool, self._read, entry, key)
+
+    def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
+        _, weights, precision = key
+        module = load_model(entry, weights, self._weights_dir)
+        if self._device.type != "cpu" or precision != "float32":
+            module.to(self._device, PRECISIONS[precision])
+        return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))

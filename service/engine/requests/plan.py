@@ -1,0 +1,309 @@
+"""What a request carries, and how it is decoded: its size is read from the headers, then it is decoded in parts.
+
+Everything here runs in pool threads and touches no shared state.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import nlargest
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor, FxError, ImageTooLarge
+from fxcore.images.decoding import decode
+from fxcore.images.files import Header, image_header, open_image
+from fxcore.images.nvjpeg import JpegBatches
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.tensors import TensorSpec, dtype_name
+from service.engine.backends.fallback import OneSize
+from service.engine.record import ExtractorRecord
+from service.engine.requests.jpeg_groups import decoding_bytes, groups
+from service.engine.rows import RowShape
+
+Inputs = Sequence[bytes] | Mapping[str, Tensor]
+_FLOAT_BYTES = 4
+_PIL_BYTES = 4
+
+_PARTS = 16
+"""Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
+
+_THIN = 8
+"""Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
+takes 224 of 256 pixels."""
+
+log = logging.getLogger("fxserve.inputs")
+
+
+@dataclass
+class Plan:
+    """What decoding a request will take and give.
+
+    Attributes:
+        shapes: the shape of every row, in the order sent.
+        rows: bytes of all decoded rows.
+        costs: for each part, the most bytes that decoding it holds beside its rows, by the headers.
+        parts: rows of one shape, and what decodes them: a function to call in a decoder, in any order and at the same
+            time. It gives one tensor ``[n, ...]`` for each input of the model, on the CPU or on the model's device;
+            uint8 pixels ``[n, H, W, 3]`` are for :meth:`fxcore.images.decoding.Decoder.batch`.
+        pad: makes one batch of rows of different sizes, where the model's own preprocessing does so; each part is one
+            row then.
+    """
+
+    shapes: list[RowShape]
+    rows: int
+    costs: Sequence[int]
+    parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
+    pad: Callable[[Sequence[Tensor]], Tensor] | None = None
+
+    def held(self, at_once: int) -> int:
+        """Most bytes that are held while ``at_once`` parts at a time are decoded."""
+        return self.rows + sum(nlargest(at_once, self.costs))
+
+    def at_once(self, most: int, limit: int) -> int:
+        """How many parts at a time, up to ``most``, can be decoded without holding more than ``limit`` bytes; one at
+        least."""
+        most = max(1, min(most, len(self.parts)))
+        return next((count for count in range(most, 1, -1) if self.held(count) <= limit), 1)
+
+
+def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int) -> Plan:
+    """Look at a request without decoding it.
+
+    Args:
+        record: the extractor.
+        inputs: what the request carries.
+        preprocess: ``default``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        max_pixels: most pixels of an image.
+
+    Raises:
+        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
+        BadTensor: a wrong name, shape or dtype, or a size that the extractor's backend does not take.
+    """
+    if isinstance(inputs, Mapping):
+        made = _plan_tensors(record, inputs, preprocess, max_pixels)
+    else:
+        made = _plan_images(record, inputs, preprocess, max_pixels)
+    if isinstance(record.run, OneSize):
+        for shape in dict.fromkeys(made.shapes):
+            record.run.check(shape)
+    return made
+
+
+def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int) -> Plan:
+    preprocessing = record.preprocessing
+    if not images:
+        raise BadTensor("the request holds no image; send at least one")
+    if preprocessing.layout != "NCHW" or len(record.inputs) != 1:
+        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
+        raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
+    raw = preprocess == "none"
+    sizes: list[tuple[int, int]] = []
+    pixels: list[int] = []
+    costs: list[int] = []
+    for index, data in enumerate(images):
+        with _indexed(index):
+            header = image_header(data, max_pixels)
+            height, width, _ = header
+            resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
+        pixels.append(max(height * width, resized[0] * resized[1]))
+        costs.append(len(data) + _decoding_bytes(header, resized, None if preprocess != "default" else preprocessing))
+        sizes.append((height, width) if raw else preprocessing.output_size(height, width))
+    pad = None
+    if len(set(sizes)) > 1 and preprocessing.pads and not raw:
+        sizes = [(max(h for h, _ in sizes), max(w for _, w in sizes))] * len(sizes)
+        pad = preprocessing.stack
+    fast = preprocess == "fast"
+    item = record.decoder.dtype.itemsize if fast else _FLOAT_BYTES
+    decoded = sum(3 * height * width * item for height, width in sizes)
+    if pad is not None:
+        decoded *= 2  # the rows, and the batch that is made of them
+
+    def prepare(index: int) -> tuple[Tensor]:
+        with _indexed(index):
+            if raw:
+                return (_scaled(decode(images[index], max_pixels).permute(2, 0, 1))[None],)
+            if fast:
+                return (record.decoder.image(images[index], max_pixels)[None],)
+            return (preprocessing.image(open_image(images[index], max_pixels))[None],)
+
+    def together(indices: range, batches: JpegBatches) -> tuple[Tensor]:
+        try:
+            return (batches.rows([images[index] for index in indices]),)
+        except Exception as error:  # one file's, or the device's: decoded one by one, each file raises its own
+            log.info("%d JPEG files are decoded one by one: %.300r", len(indices), error)
+        return (torch.cat([prepare(index)[0] for index in indices]),)
+
+    batches = record.jpeg_batches if fast else None
+    parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
+    costs_of_parts: list[int] = []
+    for group in _grouped(batches, images, sizes, pixels):
+        if batches is None or len(group) == 1:
+            parts.append((group, partial(prepare, group.start)))
+            costs_of_parts.append(costs[group.start])
+        else:
+            parts.append((group, partial(together, group, batches)))
+            costs_of_parts.append(decoding_bytes([pixels[index] for index in group]))
+    return Plan([((3, *size),) for size in sizes], decoded, costs_of_parts, parts, pad)
+
+
+def _decoding_bytes(header: Header, resized: tuple[int, int], preprocessing: Preprocessing | None) -> int:
+    """Most bytes that one image takes on its way to its row: as PIL decodes it, or decoded and then preprocessed.
+
+    Without a ``preprocessing``, it is copied from PIL as bytes, and resized as those.
+    """
+    pixels = header.height * header.width
+    if preprocessing is None:
+        return header.held + 3 * pixels + 2 * 3 * math.prod(resized)
+    return max(header.held, _PIL_BYTES * pixels + preprocessing.held(header.height, header.width))
+
+
+def _grouped(
+    batches: JpegBatches | None, images: Sequence[bytes], sizes: Sequence[tuple[int, int]], pixels: Sequence[int]
+) -> list[range]:
+    if batches is None:
+        return _spread(len(images), 1)
+    return groups([size if batches.takes(data) else None for data, size in zip(images, sizes, strict=True)], pixels)
+
+
+def _spread(count: int, size: int | None = None) -> list[range]:
+    """``range(count)`` in pieces of ``size``; without it, in at most :data:`_PARTS` pieces."""
+    size = size or -(-count // _PARTS)
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _check_pixels(height: int, width: int, max_pixels: int) -> None:
+    """Hold the images of an array to the limit that those in files have.
+
+    Raises:
+        ImageTooLarge: they have more than ``max_pixels``.
+    """
+    pixels = height * width
+    if pixels > max_pixels:
+        raise ImageTooLarge(
+            f"the images have {width} x {height} = {pixels} pixels; at most {max_pixels} are taken",
+            pixels=pixels,
+            limit=max_pixels,
+        )
+
+
+def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
+    """The largest size that an image takes while it is preprocessed.
+
+    Raises:
+        ImageTooLarge: it is over ``max_pixels``, and over what images of no unusual shape take.
+    """
+    size = preprocessing.largest_size(height, width)
+    pixels = size[0] * size[1]
+    # A small image may be resized to more than max_pixels, as the model has it; only its shape can make it too many.
+    limit = max(max_pixels, _THIN * math.prod(preprocessing.nominal_size()))
+    if pixels > limit:
+        raise ImageTooLarge(
+            f"the image has {width} x {height} pixels, which resizing makes {size[1]} x {size[0]} = {pixels}; at most "
+            f"{limit} are taken",
+            pixels=pixels,
+            limit=limit,
+        )
+    return size
+
+
+def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
+    specs = record.inputs
+    if set(tensors) != {spec.name for spec in specs}:
+        raise BadTensor(
+            f"{record.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
+            f"{', '.join(sorted(tensors)) or 'none'}"
+        )
+    counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise BadTensor(f"all tensors have the same first dimension, at least 1; the request has {counts}")
+    rows = next(iter(counts.values()))
+    ordered = [tensors[spec.name] for spec in specs]
+    shapes = []
+    for spec, tensor in zip(specs, ordered, strict=True):
+        _check_tensor(spec, tensor)
+        if tensor.dtype == torch.uint8:
+            _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
+            if preprocess != "none":
+                _bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+        shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
+    row_shape: RowShape = tuple(shapes)
+    decoded = sum(rows * _FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
+    cost = 0  # of one image or frame at a time, and of a clip's frames all together
+    for tensor in ordered:
+        if tensor.dtype == torch.uint8 and preprocess != "none":
+            frames = tensor.shape[1] if tensor.ndim == 5 else 1
+            cost += frames * record.preprocessing.held(tensor.shape[-3], tensor.shape[-2])
+
+    def prepare(indices: range) -> tuple[Tensor, ...]:
+        return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
+
+    # Images are worth several threads, tensors are only widened.
+    step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
+    spread = _spread(rows, step)
+    # The rows of a part are stacked from single ones.
+    costs = [cost and cost + decoded * len(part) // rows for part in spread]
+    return Plan([row_shape] * rows, decoded, costs, [(part, partial(prepare, part)) for part in spread])
+
+
+def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
+    """Check what a request gives for the input ``spec``.
+
+    Raises:
+        BadTensor: its dtype or shape is wrong.
+    """
+    images = tensor.dtype == torch.uint8
+    if not images and not tensor.is_floating_point():
+        raise BadTensor(
+            f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send float32 that is preprocessed, or uint8 images"
+        )
+    given = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    channels = spec.shape[spec.layout.index("C")]
+    if tensor.ndim != len(spec.layout) or tensor.shape[-1 if images else spec.layout.index("C")] != channels:
+        wanted = f"uint8 {spec.layout.replace('C', '')}C" if images else f"float32 {spec.layout}"
+        raise BadTensor(f"tensor {spec.name!r} is {given}; this model takes {wanted} with {channels} channels")
+    if 0 in tensor.shape:
+        raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes is at least 1")
+
+
+def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
+    if tensor.dtype != torch.uint8:
+        return tuple(tensor.shape[1:])
+    *outer, height, width, channels = tensor.shape[1:]
+    size = (height, width) if preprocess == "none" else preprocessing.output_size(height, width)
+    return (channels, *outer, *size)
+
+
+def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tensor:
+    if tensor.dtype != torch.uint8:
+        return tensor.to(torch.float32).contiguous()
+    if preprocess == "none":
+        return _scaled(tensor.movedim(-1, 1))
+    if preprocess == "default" or record.preprocessing.layout != "NCHW":
+        return record.preprocessing.tensor(tensor)
+    return torch.stack([record.decoder.pixels(pixels) for pixels in tensor])
+
+
+def _scaled(pixels: Tensor) -> Tensor:
+    return pixels / 255.0
+
+
+class _indexed:
+    """Says which image of a request an error is about."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FxError) and "index" not in error.extra:
+            error.extra["index"] = self.index
+            error.detail = f"image {self.index}: {error.detail}"
+            error.args = (error.detail,)

@@ -1,0 +1,87 @@
+"""What an extractor will make of inputs of a given shape, known before anything is computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from fxcore.memory import LIVE_ACTIVATIONS
+from service.engine.device.job import cannot_stack
+from service.engine.errors import ResponseTooLarge
+from service.engine.options import FeatureOptions
+from service.engine.record import ExtractorRecord
+from service.engine.registry.graphs import graph_of
+from service.engine.rows import RowShape, RowSize, row_layout, several_rows
+
+_CACHED_SHAPES = 256
+_CACHED_OPTIONS = 64
+
+
+def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
+    """What one row of ``shape`` takes in ``record``; remembered for the shapes that were asked for last.
+
+    Raises:
+        BadTensor: the model does not take that shape.
+    """
+    known = record.row_sizes.get(shape)
+    if known is None:
+        values = graph_of(record).values_at(shape, set(record.return_nodes.values()))
+        per_value = {
+            node: (dims, record.dtype if dtype.is_floating_point else dtype) for node, (dims, dtype) in values.items()
+        }
+        outputs = {}
+        for info in record.outputs:
+            dims, dtype = per_value[info.node]
+            outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
+        inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
+        largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
+        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
+        known = RowSize(outputs, max(1, whole))  # an image may have no pixels
+        while len(record.row_sizes) >= _CACHED_SHAPES:
+            record.row_sizes.pop(next(iter(record.row_sizes)), None)
+        record.row_sizes[shape] = known
+    return known
+
+
+def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: FeatureOptions, limit: int) -> int:
+    """How many bytes the answer to rows of ``shapes`` has.
+
+    Raises:
+        BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
+        ResponseTooLarge: more than ``limit``.
+    """
+    total = 0
+    first = _answered(record, shapes[0], options)
+    for shape, rows in Counter(shapes).items():
+        for key, (dims, size) in _answered(record, shape, options).items():
+            if dims != first[key][0]:
+                raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
+            total += rows * size
+    if total > limit:
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
+    return total
+
+
+def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
+    """key → shape and bytes of what one row is answered with; remembered with the row's size."""
+    row = row_size(record, shape)
+    known = row.answered.get(options)
+    if known is None:
+        known = {}
+        for info in record.outputs:
+            if options.wants(info.key):
+                dims, dtype = row.outputs[info.key]
+                layout = row_layout(info)
+                options.check(info.key, dims, dtype, layout)
+                dims, dtype = options.finished(dims, dtype, layout)
+                known[info.key] = dims, _bytes(dims, dtype)
+        if len(row.answered) >= _CACHED_OPTIONS:
+            row.answered.clear()
+        row.answered[options] = known
+    return known
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,48 @@
+"""The rows of a batch: their shapes, what they take, and which of them are of one image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fxcore.extractor import OutputInfo
+from fxcore.graph.layout import TOKENS
+from service.engine.options import FeatureOptions
+
+RowShape = tuple[tuple[int, ...], ...]
+"""The shape of one row of each input of a model, without the first dimension."""
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What one row takes.
+
+    Attributes:
+        outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
+        bytes: input, outputs and largest activations; above zero, as batches are measured out by it.
+        answered: shape and bytes of each output, by the options that were asked for.
+    """
+
+    outputs: dict[str, tuple[list[int], torch.dtype]]
+    bytes: int
+    answered: dict[FeatureOptions, dict[str, tuple[list[int], int]]] = field(default_factory=dict)
+
+
+def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
+    """``values`` with one row an image; attention windows, several an image, come as ``[N * k, …]`` → ``[N, k, …]``."""
+    if not several_rows(info, values.shape[0], images):
+        return values
+    return values.reshape(images, -1, *values.shape[1:])
+
+
+def row_layout(info: OutputInfo) -> str | None:
+    """The layout of what :func:`by_image` gives, ``W`` being the windows of an image."""
+    if info.rows_per_image == 1 or info.layout is None:
+        return info.layout
+    return "NWLC" if info.layout == TOKENS else "NW" + info.layout[1:]
+
+
+def several_rows(info: OutputInfo, rows: int, images: int) -> bool:
+    return info.rows_per_image > 1 or rows != images

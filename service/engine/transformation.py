@@ -1,0 +1,35 @@
+"""What transforms did to an extractor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxcore.analysis.verify import Verification
+from fxcore.transforms import Applied
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What transforms did to an extractor, and how far it is from what it was on a photograph."""
+
+    applied: Sequence[Applied]
+    found: Verification
+    precision: str
+
+    def checks(self, backend: Mapping[str, Any]) -> dict[str, Any]:
+        """For ``checks`` of an extractor whose backend was found to be this far: eager from the model itself, others
+        from the transformed module. Until that is measured, the errors of the transforms stand for it."""
+        own = {
+            "reference": "eager, not transformed",
+            "applied": [{"name": a.name, "changes": a.changes} for a in self.applied],
+            **self.found.as_dict(),
+        }
+        errors = {
+            "reference": f"eager {self.precision}",
+            "max_abs_error": self.found.max_abs,
+            "max_rel_error": self.found.relative,
+        }
+        known = backend["max_abs_error"] is not None
+        return {**backend, **({} if known else errors), "transforms": own}

@@ -1,0 +1,177 @@
+"""Who is asking, and whether they may.
+
+Everything needs a key, and changes need one of scope admin, unless it is listed here as needing less: a route that is
+forgotten is closed, not open.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from functools import lru_cache
+
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.engine.requests.admission import CLIENT
+from service.http.hosts import Hosts, is_own_origin
+from service.http.keys import Key, Keys
+from service.http.problem_responses import error_response
+from service.schemas.problems import Refusal
+
+# Probes and load balancers carry no keys, and learn only whether to send requests here. The page and the reference are
+# the same for every server of this version, and ask for a key; what they show with it needs one.
+OPEN = frozenset(
+    (
+        "/",
+        "/healthz",
+        "/readyz",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/openapi.json",
+    )
+)
+
+_READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+# POSTs that change nothing: they carry images, or a question.
+_READ_POSTS = ("/features", "/infer", "/v2/repository/index")
+
+_KEY = "fxserve.key"
+
+
+class Access:
+    """Tells admission who each request's client is, and refuses what its key, its ``Host`` or its ``Origin`` does not
+    allow.
+
+    Args:
+        app: what comes next.
+        keys: None where anybody may do anything.
+        hosts: the names that the server answers to where there are no keys.
+        origins: the web pages that may change things here: those that CORS allows.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()) -> None:
+        self.app = app
+        self.keys = keys
+        self.hosts = hosts
+        self.origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        authorization = fetched_from = origin = host = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"sec-fetch-site":
+                fetched_from = value
+            elif name == b"origin":
+                origin = value if origin is None else b"%b, %b" % (origin, value)
+            elif name == b"host":
+                host = value.decode("latin-1")
+        client = address(scope)
+        try:
+            if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
+                raise _misdirected(host)
+            if scope["method"] not in _READ_METHODS:
+                self._check_origin(origin, host, fetched_from)
+            if self.keys is not None and scope["path"] not in OPEN:
+                key = scope[_KEY] = self._key(scope, authorization)
+                client = f"key {key.name}"
+        except Refusal as refusal:
+            await error_response(scope["path"], refusal)(scope, receive, send)
+            return
+        CLIENT.set(client)
+        await self.app(scope, receive, send)
+
+    def _key(self, scope: Scope, authorization: bytes | None) -> Key:
+        assert self.keys is not None
+        scheme, _, secret = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise Refusal(
+                "unauthorized",
+                "this needs an API key: send the header Authorization: Bearer KEY",
+                {"WWW-Authenticate": 'Bearer realm="fxserve"'},
+            )
+        key = self.keys.find(secret.strip().decode("latin-1"))
+        if key is None:
+            raise Refusal(
+                "unauthorized",
+                "the API key is not known here",
+                {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
+            )
+        if key.scope != "admin" and not _reads(scope["method"], scope["path"]):
+            raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
+        return key
+
+    def _check_origin(self, origin: bytes | None, host: str | None, fetched_from: bytes | None) -> None:
+        """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight.
+
+        They do not send ``Sec-Fetch-Site`` to servers without TLS, but for loopback addresses.
+        """
+        if "*" in self.origins:
+            return
+        if origin is None:
+            allowed = fetched_from not in (b"cross-site", b"same-site")
+        else:
+            page = origin.decode("latin-1")
+            allowed = page in self.origins or (host is not None and is_own_origin(page, host))
+        if not allowed:
+            raise Refusal("forbidden", "web pages of other origins may not do this; FXSERVE_CORS_ORIGINS lists who may")
+
+
+def _misdirected(host: str) -> Refusal:
+    return Refusal(
+        "misdirected",
+        f"this server does not know that it is called {host[:200]!r}; FXSERVE_HOSTS lists the names it answers to",
+    )
+
+
+def forbidden(key: Key, what: str) -> Refusal:
+    """The refusal of what ``key`` may not do."""
+    return Refusal(
+        "forbidden",
+        f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
+        {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
+    )
+
+
+def may_build(request: Request) -> bool:
+    """Whether a request may have extractors made and weights loaded, be it only as a step towards its answer."""
+    key: Key | None = request.scope.get(_KEY)
+    return key is None or key.scope == "admin"
+
+
+async def require_admin(request: Request) -> None:
+    """A dependency of routes that need a key of scope admin though their method only reads.
+
+    Raises:
+        Refusal: 403.
+    """
+    key: Key | None = request.scope.get(_KEY)
+    if key is not None and key.scope != "admin":
+        raise forbidden(key, f"{request.method} {request.url.path}"[:200])
+
+
+def address(scope: Scope) -> str:
+    """The IP address that a request comes from; of IPv6 its /64 network, all of which one client may use."""
+    client = scope.get("client")
+    return "" if client is None else _network(client[0])
+
+
+@lru_cache(1024)
+def _network(host: str) -> str:
+    try:
+        parsed = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if parsed.version == 4 or parsed.ipv4_mapped is not None:
+        return host
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+def _reads(method: str, path: str) -> bool:
+    return method in _READ_METHODS or (method == "POST" and path.endswith(_READ_POSTS))

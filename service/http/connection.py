@@ -1,0 +1,261 @@
+"""A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
+
+uvicorn itself waits without end for the rest of a request's head, and for a client to read its answer, and holds heads
+of any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from fxcore.errors import FxError
+from service.engine.errors import Draining
+from service.http import heads
+from service.http.middleware import LINGER_BYTES, LINGER_SECONDS, request_id
+from service.http.problem_responses import error_response
+from service.http.transport import HeadWithBody
+from service.schemas.problems import Refusal
+
+HEAD_SECONDS = 10.0
+"""From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
+of its body, where the answer came first."""
+
+MAX_PIPELINED = 64
+"""Requests that one connection may send ahead of their answers; one that sends more is closed after so many."""
+
+LAST_SECONDS = 0.1
+"""How long a connection without a request stays open when the server ends, for what its client has sent already."""
+
+UNREAD_SECONDS, UNREAD_BYTES = 10.0, 256 * 1024
+"""A client that has to be waited for must read that many bytes of its answer in that time; pieces of it are that
+large."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leaving = False
+        self._in_head = True
+        self._in_message = True
+        self._head_only = True
+        self._head_bytes = 0
+        self._thrown_away: int | None = None
+        self._unfinished: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
+        self._answering: RequestResponseCycle | None = None
+        self._fault: Refusal | None = None
+        self._bytes_without_body = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        self._read_on()
+        if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
+            _break_off(self._answering)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._thrown_away is not None:
+            self._thrown_away += len(data)
+            if self._thrown_away > LINGER_BYTES:
+                self.transport.abort()
+            return
+        self._head_only = self._in_head or not self._in_message
+        self._bytes_without_body += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._in_head = self._in_head or not self._in_message
+            self._head_bytes += 1
+            self._end(self._fault or heads.not_http())
+            return
+        if self._in_head and not self.transport.is_closing():
+            # Where an earlier request ends in the same piece, it is not known how much of it belongs to this head.
+            self._head_bytes += len(data) if self._head_only else 1
+            if self._head_bytes > heads.MAX_HEAD_BYTES:
+                self._end(heads.too_large())
+            else:
+                self._expect_end()
+        elif self._in_message and self._bytes_without_body > heads.MAX_HEAD_BYTES:  # trailers, extensions of chunks
+            self._end(heads.too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
+
+        After such a head the parser stops and takes what follows for another protocol. So the head is read again
+        without the offer, by a parser that goes on to the body.
+
+        Raises:
+            HttpParserError: it is not HTTP.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                version, method = self.parser.get_http_version(), self.parser.get_method()
+                data = heads.without_upgrade(version, method, self.url, self.headers) + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise RuntimeError("too many requests at once")  # which ends the parsing
+        super().on_message_begin()
+        self._in_head = self._in_message = True
+        self._head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # trailers come after what they would change has been decided
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        try:
+            self.url = heads.check(version, self.parser.get_method(), self.url, self.headers)
+        except Refusal as fault:
+            self._fault = fault
+            raise
+        if version == "1.0":
+            self.expect_100_continue = False
+        if self.parser.should_upgrade():  # see _parse
+            return
+        self._in_head = self._head_only = False
+        self._ended()
+        super().on_headers_complete()
+        # An answer only writes and closes.
+        self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
+        if self._leaving:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_without_body = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._in_message = False
+        self._ended()
+        super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline:  # uvicorn reads on after each answer, and a client that sends faster would never be held up
+            self.flow.pause_reading()
+        if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
+            self._expect_end()
+
+    def shutdown(self) -> None:
+        """Take what has arrived as the last request, and close.
+
+        uvicorn closes a connection whose last request is answered at once. Under load the next one waits in the
+        system's buffer then, and its client is reset: so were five or six of six clients that kept sending 300 KB at a
+        time to a server that ended; zero to two are with this."""
+        self._leaving = True
+        if self._works():
+            super().shutdown()
+        else:
+            self.loop.call_later(LAST_SECONDS, self._leave)
+
+    def _works(self) -> bool:
+        """Whether a request waits for its answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _leave(self) -> None:
+        if not self._works() and not self.transport.is_closing():
+            self._end(Draining())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._read_on()
+        super().resume_writing()
+
+    def _expect_end(self) -> None:
+        if self._unfinished is None:
+            why = Refusal("request-timeout", f"the request's head did not end within {HEAD_SECONDS:g} s")
+            self._unfinished = self.loop.call_later(HEAD_SECONDS, self._end, why)
+
+    def _ended(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
+
+    def _end(self, why: Refusal | FxError) -> None:
+        """Close the connection, and say why where a request has begun that has no answer. Requests before that one
+        are answered first, and nothing is said then, which could be taken for their answer. One whose body cannot be
+        read to its end gets no other answer.
+
+        Once it is said, the connection is closed for our side only, until the client has seen that and closes its own,
+        because unread bytes would make it a reset, which can take the answer with it."""
+        self._ended()
+        unread = self.cycle if self._in_message and not self._in_head else None
+        before = [cycle for cycle in self._unanswered() if cycle is not unread]
+        if unread is not None:
+            _break_off(unread)
+        if before:
+            before[-1].keep_alive = False
+            self._thrown_away = 0
+        elif (self._in_head and self._head_bytes) or (unread is not None and not unread.response_started):
+            self.transport.write(_written(why))
+            self.transport.write_eof()
+            self._thrown_away = 0
+            self._unfinished = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        """Requests that were read and wait for their answers, in their order."""
+        running = [] if self._answering is None or self._answering.response_complete else [self._answering]
+        return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
+
+    def _expect_reading(self) -> None:
+        self._read_on()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
+
+    def _read_on(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _check_reading(self) -> None:
+        if self._unread_bytes - self.transport.get_write_buffer_size() >= UNREAD_BYTES:
+            self._expect_reading()
+        else:  # closing would wait for it to read
+            self.transport.abort()
+
+
+def _break_off(cycle: RequestResponseCycle) -> None:
+    """Tell a request that it can neither be read nor answered further."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def _written(why: Refusal | FxError) -> bytes:
+    """The last answer of a connection, to a request whose path and id are not known."""
+    response = error_response("", why)
+    status = HTTPStatus(response.status_code)
+    fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]
+    head = b"".join(b"%b: %b\r\n" % field for field in fields)
+    return f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() + head + b"\r\n" + bytes(response.body)

@@ -1,0 +1,100 @@
+"""What SIGTERM and SIGINT do: first refuse and finish, then end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.engine import Engine
+from service.engine.errors import Draining
+from service.http.problem_responses import error_response
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Accepted:
+    """Middleware: a request that came before the signal is one that the engine has to finish, whatever it waits for.
+
+    Should the server end it all the same, before it has an answer, it is told to go elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self.app = app
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answered = False
+
+        async def send_answer(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            with self.engine.accepted():
+                await self.app(scope, receive, send_answer)
+        except asyncio.CancelledError:
+            if answered or not self.engine.draining:
+                raise
+            await error_response(scope["path"], Draining())(scope, receive, send)
+
+
+@contextmanager
+def drained_on_signals(engine: Engine) -> Iterator[None]:
+    """Stand before the server's own signal handlers, inside the application's lifespan.
+
+    The first signal makes the engine refuse new work, over connections that are still taken, so that clients are told
+    to go elsewhere instead of being cut off. The server gets the signal, and closes, once what was accepted is
+    answered, or at the end of the grace period, or when the same signal comes again. Where the event loop is not the
+    process's main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    servers: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    draining: asyncio.Task[None] | None = None
+    first = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        handler = servers[number]
+        if callable(handler):
+            handler(number, frame)
+
+    async def drain(number: int, frame: FrameType | None) -> None:
+        await engine.drain()
+        pass_on(number, frame)
+
+    def start(number: int, frame: FrameType | None) -> None:
+        nonlocal draining
+        draining = loop.create_task(drain(number, frame))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if first == number:
+            pass_on(number, frame)
+        elif not first:  # else a supervisor's SIGTERM after the terminal's SIGINT
+            first = number
+            engine.draining = True
+            loop.call_soon_threadsafe(start, number, frame)
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for taken, handler in servers.items():
+            if signal.getsignal(taken) is handle:
+                signal.signal(taken, handler)
+        if draining is not None:
+            draining.cancel()

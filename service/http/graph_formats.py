@@ -1,0 +1,122 @@
+"""A graph in the format a client wants; shared by models and extractors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Query, Request, Response
+from torch import fx
+
+from fxcore.graph.model_graph import ModelGraph, NodeInfo
+from fxcore.rendering.render import render
+from fxcore.tracing.tracer import PATH
+from service.codecs.negotiation import choose
+from service.engine.backends.profiling import Measured
+from service.http.middleware import joined_header
+from service.schemas.graphs import GraphDocument, GraphFormat
+
+# The media type of each format, and the format that Accept means by a media type; the first is the answer to */*.
+MEDIA_TYPES: dict[GraphFormat, str] = {
+    "json": "application/json",
+    "table": "text/plain",
+    "code": "text/plain",
+    "dot": "text/vnd.graphviz",
+    "svg": "image/svg+xml",
+    "mermaid": "text/vnd.mermaid",
+}
+_BY_ACCEPT: dict[str, GraphFormat] = {
+    "application/json": "json",
+    "text/plain": "table",
+    "text/vnd.graphviz": "dot",
+    "image/svg+xml": "svg",
+    "text/vnd.mermaid": "mermaid",
+}
+
+# The 200 of the OpenAPI document.
+RESPONSE: dict[str, Any] = {
+    "model": GraphDocument,
+    "description": "The graph, in the format that `format` or `Accept` asks for.",
+    "content": {
+        "text/plain": {"schema": {"type": "string"}, "example": "opcode  name  target  args  kwargs  shape  dtype\n…"},
+        "text/vnd.graphviz": {"schema": {"type": "string"}, "example": "digraph resnet50 { … }"},
+        "image/svg+xml": {"schema": {"type": "string"}, "example": "<svg …/>"},
+        "text/vnd.mermaid": {"schema": {"type": "string"}, "example": "flowchart TD\n…"},
+    },
+}
+
+
+def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
+    """The format asked for by ``format``, else by the request's Accept.
+
+    Raises:
+        Refusal: 406.
+    """
+    return format or _BY_ACCEPT[choose(joined_header(request.scope, b"accept"), list(_BY_ACCEPT))]
+
+
+def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
+    """The answer in the format ``wanted``, which Accept has chosen unless the query named a ``format``."""
+    return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
+
+
+Depth = Annotated[
+    int | None,
+    Query(
+        ge=1, le=64, description="Drawings show modules of as many parts as one box each: 1 is `layer1`.", examples=[1]
+    ),
+]
+
+
+def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
+    """The parts of a model that did not trace, and why."""
+    return [{"path": part.path, "reason": part.reason} for part in graph.closed]
+
+
+def write(graph: ModelGraph, format: GraphFormat, depth: int | None = None) -> bytes:
+    """The whole eval graph of a model."""
+    if format == "json":
+        return _document(graph, graph.nodes, graph.totals)
+    return render(graph, format, depth).encode()
+
+
+def write_part(
+    graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
+) -> bytes:
+    """The part of ``graph`` that an extractor runs, as JSON with what was measured of it."""
+    if format != "json":
+        return render(part, format, depth).encode()
+    kept = {node.meta.get(PATH) for node in part.nodes}
+    nodes = [node for node in graph.nodes if node.name in kept]
+    totals = {
+        "params": sum(node.params for node in nodes),
+        "flops": sum(node.flops for node in nodes),
+        "nodes": len(nodes),
+    }
+    return _document(graph, nodes, totals, measured)
+
+
+def _document(
+    graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int], measured: Measured | None = None
+) -> bytes:
+    document = {
+        "model": graph.entry.name,
+        "input_shape": graph.input_shape,
+        "nodes": [asdict(node) for node in nodes],
+        "totals": totals,
+        "closed": closed_parts(graph),
+    }
+    if measured is not None:
+        profile = measured.profile
+        document["profile"] = {
+            "backend": "eager",
+            "precision": measured.precision,
+            "serving": {"backend": measured.backend, "milliseconds": measured.milliseconds},
+            "runs": profile.runs,
+            "milliseconds": profile.milliseconds,
+            "peak_bytes": profile.peak_bytes,
+            "nodes": [asdict(node) for node in profile.nodes],
+        }
+    return orjson.dumps(document)

@@ -1,0 +1,74 @@
+"""What RFC 9110 and 9112 ask of a request's head, beyond what the parser sees to."""
+
+from __future__ import annotations
+
+import re
+
+from service.schemas.problem_kinds import KINDS
+from service.schemas.problems import Refusal
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of the request line and all header lines. White space around values does not count."""
+
+Headers = list[tuple[bytes, bytes]]
+
+_HOST = re.compile(rb"(\[[\w.:%~-]+\]|[\w.~%!$&'()*+,;=-]*)(:\d*)?", re.ASCII)
+_ABSOLUTE = re.compile(rb"https?://([^/?#]+)([/?][^#]*)?(#.*)?", re.ASCII | re.IGNORECASE)
+
+
+def not_http(detail: str = KINDS["not-http"].example) -> Refusal:
+    """400."""
+    return Refusal("not-http", detail)
+
+
+def too_large() -> Refusal:
+    """431."""
+    return Refusal("head-too-large", f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes")
+
+
+def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
+    """The target as a path and a query. Where it names a host, that replaces the one in ``headers`` (RFC 9112, 3.2.2).
+
+    Args:
+        version: of HTTP, such as "1.1".
+        method: in capitals.
+        target: as it came.
+        headers: names in lower case.
+
+    Raises:
+        Refusal: 400, 431 or 505.
+    """
+    # "GET / HTTP/1.1" and a line break, lines with ": " and a break each, and an empty line.
+    size = len(method) + len(target) + 12 + sum(len(name) + len(value) + 4 for name, value in headers) + 2
+    if size > MAX_HEAD_BYTES:
+        raise too_large()
+    if version not in ("1.0", "1.1"):
+        raise Refusal("http-version", f"this server speaks HTTP/1.1 and 1.0, and not {version[:10]}")
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        raise not_http(f"a request has one Host line, and this one has {len(hosts)}")
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise not_http("the Host line is not a host and a port")
+    if method == b"CONNECT":
+        raise not_http("CONNECT is for proxies, and this is none")
+    if target.startswith(b"/"):
+        return target
+    if target == b"*":
+        return b"/"
+    absolute = _ABSOLUTE.fullmatch(target)
+    if absolute is None or _HOST.fullmatch(absolute[1]) is None:
+        raise not_http("the request's target is neither a path nor an http URL")
+    headers[:] = [(b"host", absolute[1]), *(header for header in headers if header[0] != b"host")]
+    path = absolute[2] or b"/"
+    return path if path.startswith(b"/") else b"/" + path
+
+
+def without_upgrade(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
+    """The head as it would be sent by a client that does not offer to go on in another protocol."""
+    lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            options = [option.strip() for option in value.split(b",")]
+            value = b", ".join(option for option in options if option.lower() != b"upgrade")
+        lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])

@@ -1,0 +1,74 @@
+"""What GETs have looked up, drawn or exported in a thread: bounded in number and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from service.engine.device.threads import ANSWERING, compute_with, give_way, in_pool
+from service.engine.errors import DeadlineExceeded
+from service.engine.requests.admission import Admission, Ticket
+
+Result = TypeVar("Result")
+
+LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded")
+"""What every route that has something looked up may answer."""
+
+
+class Lookups:
+    """Gives requests a place each while they wait for threads of their own kind. For one event loop.
+
+    The threads are none of those that build extractors or answer features, so that neither waits for a graph.
+
+    Args:
+        seconds: after which a request is given up. What a thread has begun for it goes on, and holds the thread.
+        at_once: threads.
+        most: requests that have a place at a time; clients take turns, and share them as in :class:`Admission`.
+    """
+
+    def __init__(self, seconds: float, at_once: int = 2, most: int = 16) -> None:
+        self._seconds = seconds
+        self._admission = Admission(most, 0, at_once)
+        self._pool = ThreadPoolExecutor(at_once, "fxserve-lookup", _begin)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Place]:
+        """Hold a place.
+
+        Raises:
+            AdmissionFull: all places, or this client's share of them, are taken.
+            DeadlineExceeded: the block took longer than is allowed.
+        """
+        with self._admission.enter() as ticket:
+            try:
+                async with asyncio.timeout(self._seconds) as limit:
+                    yield Place(ticket, self._pool)
+            except TimeoutError:
+                if limit.expired():
+                    raise DeadlineExceeded from None
+                raise
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Place:
+    """One request's place."""
+
+    def __init__(self, ticket: Ticket, pool: ThreadPoolExecutor) -> None:
+        self._ticket = ticket
+        self._pool = pool
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """What ``work()`` returns or raises in a thread, once it is this client's turn. Call it once."""
+        await self._ticket.turn()
+        return await in_pool(self._pool, work)
+
+
+def _begin() -> None:
+    compute_with(1)
+    give_way(ANSWERING)

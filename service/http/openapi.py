@@ -1,0 +1,75 @@
+"""The OpenAPI document: what the routes say of themselves, and what happens before any route is reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from service.http.access import OPEN
+from service.http.routes.v2 import protocol
+from service.schemas import problems
+from service.schemas.v1 import ImagesBody, Problem
+
+_SECURITY_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, where the server has keys. Scope `read` asks; `admin` also makes, loads and deletes.",
+}
+
+
+_OF_NO_ROUTE = ("not-http", "http-version", "head-too-large", "not-found", "method-not-allowed", "internal")
+"""Problems that may be answered before a route is found, or by any of them."""
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` complete its document."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _completed(generate())
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    # Routes refer to these by hand.
+    _, shared = models_json_schema(
+        [(Problem, "serialization"), (ImagesBody, "validation")], ref_template="#/components/schemas/{model}"
+    )
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    schemas.update(shared["$defs"])
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answers, in whose place problems are given
+        schemas.pop(name, None)
+    components["securitySchemes"] = {"key": _SECURITY_SCHEME}
+    components["responses"] = {slug: next(iter(problems.documented(slug).values())) for slug in _OF_NO_ROUTE}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _add_refusals(path, operation)
+    return document
+
+
+def _add_refusals(path: str, operation: dict[str, Any]) -> None:
+    """What the middleware may answer in place of a route."""
+    slugs = ["misdirected"]
+    if path not in OPEN:
+        operation["security"] = [{"key": []}, {}]
+        slugs += ["unauthorized", "forbidden"]
+    if "requestBody" in operation:
+        slugs += ["request-timeout", "body-too-large", "admission-full"]
+    is_v2 = path == "/v2" or path.startswith("/v2/")
+    if is_v2 and operation["responses"].pop("422", None) is not None:  # FastAPI's own; the protocol has no such status
+        slugs.append("invalid-request")
+    # FastAPI adds the schema of a response's model itself; here it is too late for that.
+    schema = {"$ref": "#/components/schemas/ErrorV2" if is_v2 else "#/components/schemas/Problem"}
+    for status, response in (protocol if is_v2 else problems).documented(*slugs).items():
+        response.pop("model", None)
+        there = operation["responses"].setdefault(str(status), response)
+        for kind, content in response["content"].items():
+            known = there["content"].setdefault(kind, {})
+            known.setdefault("schema", schema)
+            known["examples"] = {**known.get("examples", {}), **content["examples"]}

@@ -1,0 +1,101 @@
+"""Errors as answers: problems, and ``{"error": …}`` under ``/v2``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from fxcore.errors import FxError, finite
+from service.schemas.problem_kinds import KINDS
+from service.schemas.problems import MEDIA_TYPE, Refusal, invalid_request, problem
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+log = logging.getLogger("fxserve")
+
+
+def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """``document`` as an answer, in the form that errors have under ``/v2`` or elsewhere."""
+    v2 = path == "/v2" or path.startswith("/v2/")
+    shown: Mapping[str, Any] = {"error": document["detail"]} if v2 else document
+    return Response(
+        json.dumps(finite(shown), default=str).encode(),
+        int(document["status"]),
+        dict(headers or {}),
+        "application/json" if v2 else MEDIA_TYPE,
+    )
+
+
+def error_response(path: str, error: FxError | Refusal) -> Response:
+    """The answer to a request that ended in ``error``."""
+    headers = dict(error.headers) if isinstance(error, Refusal) else {}
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    document = problem(error)
+    if document["status"] >= 500 and document["status"] not in (503, 504):
+        log.error("%s: %s", document["type"], error.detail, exc_info=error)
+    return problem_response(path, document, headers)
+
+
+def internal_response(path: str) -> Response:
+    """The answer to a request that met a defect of ours; only the log says what it was."""
+    return problem_response(path, problem(Refusal("internal", KINDS["internal"].example)))
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` answer every error as a problem."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, FxError | Refusal)
+        return error_response(request.url.path, error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(request.url.path, invalid_request(error.errors()))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(request.url.path, _from_http(request, error))
+
+    app.add_exception_handler(FxError, known)
+    app.add_exception_handler(Refusal, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _from_http(request: Request, error: HTTPException) -> Refusal:
+    """Starlette's own errors: no such route, no such method, a body that cannot be parsed."""
+    path = request.url.path
+    if error.status_code == 404:
+        hint = "no path here ends in /" if len(path) > 1 and path.endswith("/") else "the routes are listed at /docs"
+        return Refusal("not-found", f"there is nothing at {path}; {hint}")
+    if error.status_code == 405:
+        allowed = ", ".join(_allowed(request))
+        detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
+        return Refusal("method-not-allowed", detail, {"Allow": allowed})
+    if error.status_code == 400:  # FastAPI's word for a body that it could not parse and does not say why
+        return Refusal("invalid-request", "the body cannot be parsed: it is not UTF-8, or is nested too deeply")
+    if error.status_code < 500:
+        return Refusal("invalid-request", str(error.detail), error.headers)
+    return Refusal("internal", KINDS["internal"].example, error.headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that a path takes. Starlette's error has those of the first route with this path only, and there may
+    be a route for each method; nor does it have HEAD, which is answered as GET is."""
+    scope = dict(request.scope)
+
+    def routed(method: str) -> bool:
+        scope["method"] = "GET" if method == "HEAD" else method
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in METHODS if routed(method)]

@@ -1,0 +1,61 @@
+"""Query strings: what a route does not know is refused, since ignoring it answers another question than was asked."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from service.schemas.problems import Refusal
+
+
+class Route(APIRoute):
+    """A route that refuses query parameters it does not have, and those given more than once."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = sorted(_names(self.dependant))
+
+        async def answer(request: Request) -> Response:
+            if request.scope["query_string"]:
+                _check(request, known)
+            return await handle(request)
+
+        return answer
+
+
+def _names(dependant: Dependant) -> Iterator[str]:
+    """The query parameters of a route and of what it depends on."""
+    for field in dependant.query_params:
+        kind = field.field_info.annotation
+        if inspect.isclass(kind) and issubclass(kind, BaseModel):
+            yield from (info.alias or name for name, info in kind.model_fields.items())
+        else:
+            yield field.alias
+    for dependency in dependant.dependencies:
+        yield from _names(dependency)
+
+
+def _check(request: Request, known: list[str]) -> None:
+    given = Counter(name for name, _ in request.query_params.multi_items())
+    for name, times in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            there = f"known are {', '.join(known)}" if known else "this route takes none"
+            raise _refusal(name, f"it is not known here: {there}{hint}", known)
+        if times > 1:
+            raise _refusal(name, f"it is given {times} times; give it once", known)
+
+
+def _refusal(name: str, message: str, known: list[str]) -> Refusal:
+    shown = name[:64]
+    errors = [{"in": "query", "field": shown, "message": message}]
+    return Refusal("invalid-request", f"query parameter {shown!r}: {message}", errors=errors, known=known)

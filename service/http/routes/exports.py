@@ -1,0 +1,103 @@
+"""Downloads of extractors that run without this service."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+
+from fxcore.exports import FORMATS, CannotExport, export
+from fxcore.extractor import Extractor
+from service.engine import ExtractorRecord
+from service.engine.backends.checks import calibration_of
+from service.engine.backends.int8_advice import int8_graph
+from service.http.access import require_admin
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.queries import Route
+from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, loaded
+from service.http.state import Shared, State
+from service.schemas.problems import documented
+
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
+
+Format = Literal["fx", "torch_export", "onnx", "openvino", "torchscript"]
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+
+@router.get(
+    "/{extractor}/export",
+    dependencies=[Depends(require_admin)],  # it hands out the weights, and takes long
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The file.",
+            "headers": {
+                "Content-Disposition": {
+                    "description": "A name for the file.",
+                    "schema": {"type": "string"},
+                    "example": 'attachment; filename="resnet50-3f9a1c5be07d-fx.zip"',
+                }
+            },
+            "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
+        },
+        **documented(
+            "unknown-extractor",
+            "cannot-export",
+            "export-unavailable",
+            "invalid-request",
+            *LOOKUP_PROBLEMS,
+            *BUILD_PROBLEMS,
+        ),
+    },
+)
+async def download(
+    state: Shared,
+    extractor: IdOrName,
+    format: Annotated[
+        Format,
+        Query(
+            description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
+            "`openvino`: a zip with the IR; `torchscript`, which torch has deprecated. All run without this service "
+            "and take any number of images. An extractor in int8 is exported in int8, which one format can hold: "
+            "`openvino` where that backend serves it, `torchscript` where eager does.",
+            examples=["onnx"],
+        ),
+    ] = "fx",
+) -> Response:
+    """An extractor as a file: its graph with its transforms and weights, before any backend lowered it."""
+    record = state.engine.find(extractor)
+    async with state.exports.place() as place:
+        with record.in_use():
+            built = await loaded(state, record, DEFAULT_WAIT)
+            cancelled = threading.Event()
+            try:
+                data = await place.run(lambda: _written(state, record, built, format, cancelled))
+            finally:
+                cancelled.set()  # where nobody waits any more
+    chosen = FORMATS[format]
+    name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
+    return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
+
+
+def _written(
+    state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
+) -> bytes:
+    """The bytes of the export: of the int8 graph where eager serves one, else of the extractor itself.
+
+    Raises:
+        CannotExport: ``format`` cannot hold the int8 that serves.
+    """
+    if record.spec.precision != "int8":
+        return export(built, format, cancelled)
+    graph = int8_graph(record)
+    if graph is not None:
+        return export(replace(built, module=graph), format, cancelled)
+    if format != "openvino":
+        raise CannotExport(
+            f"this extractor computes in int8 on openvino, which {format} cannot express; export it as openvino, or "
+            "export an extractor in float32",
+            format=format,
+        )
+    return export(built, format, cancelled, calibration_of(record, state.settings.calibration_dir))

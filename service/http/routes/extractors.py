@@ -1,0 +1,261 @@
+"""Extractors: making, listing, showing and deleting them."""
+
+from __future__ import annotations
+
+import asyncio
+from copy import copy
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from fxcore.extractor import Extractor
+from service.codecs.negotiation import media_type
+from service.engine import ExtractorRecord
+from service.engine.errors import NotReady
+from service.engine.registry.graphs import graph_of
+from service.http import graph_formats
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.queries import Route
+from service.http.state import Shared, State
+from service.schemas.graphs import GraphFormat
+from service.schemas.problems import Refusal, documented, problem
+from service.schemas.v1 import ExtractorDetail, ExtractorList, ExtractorSpec
+
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
+
+DEFAULT_WAIT = 30.0
+MAX_WAIT = 600.0
+CHECK_SECONDS = 1.0
+"""How long the answer about a new extractor waits for its errors to be measured."""
+
+IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
+
+# Problems that a build may end in. Every route that needs a built extractor documents them: an evicted one is built
+# anew.
+BUILD_PROBLEMS = (
+    "unknown-weights",
+    "bad-parameter",
+    "cannot-transform",
+    "cannot-keep",
+    "backend-refused",
+    "draining",
+    "not-ready",
+    "out-of-memory",
+    "weights-unavailable",
+    "extractor-failed",
+)
+
+# Problems that making an extractor may end in, as features of a model in one step make one on the way.
+MAKING_PROBLEMS = (
+    "unknown-model",
+    "unknown-node",
+    "duplicate-key",
+    "not-traceable",
+    "bad-tensor",
+    "unsupported",
+    "unknown-transform",
+    "invalid-request",
+    "name-taken",
+    *BUILD_PROBLEMS,
+)
+
+
+def described(record: ExtractorRecord) -> dict[str, Any]:
+    """A record as :class:`service.schemas.v1.ExtractorDetail` says it."""
+    checks = record.checks
+    if record.transformed is not None and checks is not None and record.state == "ready":
+        checks = record.transformed.checks(checks)
+    return {
+        "id": record.id,
+        "name": record.name,
+        "state": record.state,
+        "model": record.spec.model,
+        "weights": record.weights,
+        "device": record.device,
+        "backend": record.backend,
+        "precision": record.spec.precision,
+        "outputs": [asdict(output) for output in record.outputs],
+        "preprocessing": record.preprocessing.describe(),
+        "fingerprint": record.fingerprint,
+        "checks": checks,
+        "problem": problem(record.problem) if record.problem is not None else None,
+    }
+
+
+async def require_json(request: Request) -> None:
+    """A dependency that refuses bodies without a JSON content type, such as a browser's form.
+
+    Raises:
+        Refusal: 415.
+    """
+    kind, _ = media_type(request.headers.get("content-type"))
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise Refusal(
+            "unsupported-media-type",
+            f"a body of type {kind[:100] or '(none given)'!r} is not taken; send application/json",
+            available=["application/json"],
+        )
+
+
+async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extractor:
+    """What ``record`` runs, once it is built and in memory.
+
+    Raises:
+        NotReady: that takes longer than ``wait`` seconds.
+        FxError: its build failed.
+    """
+    try:
+        async with asyncio.timeout(wait):
+            await state.engine.load(record)
+    except TimeoutError:
+        raise NotReady(f"extractor {record.id} is still being built") from None
+    assert record.extractor is not None
+    return record.extractor
+
+
+@router.post(
+    "",
+    response_model=ExtractorDetail,
+    status_code=201,
+    dependencies=[Depends(require_json)],
+    responses={
+        200: {"model": ExtractorDetail, "description": "The same extractor was made before."},
+        201: {
+            "description": "Made.",
+            "headers": {"Location": {"description": "Where the extractor is.", "schema": {"type": "string"}}},
+        },
+        202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
+        **documented("body-too-large", "unsupported-media-type", *MAKING_PROBLEMS),
+    },
+)
+async def make_extractor(
+    state: Shared,
+    spec: ExtractorSpec,
+    wait: Annotated[
+        float,
+        Query(
+            ge=0,
+            le=MAX_WAIT,
+            allow_inf_nan=False,
+            description="Seconds to wait for it to be ready, once its nodes are found.",
+            examples=[60],
+        ),
+    ] = DEFAULT_WAIT,
+) -> Response:
+    """Make an extractor: a model, cut down to what the chosen nodes need."""
+    record, created = await state.engine.extractor(spec, wait)
+    if record.problem is not None:
+        raise copy(record.problem)
+    if record.check is not None and wait > 0:
+        await asyncio.wait({record.check}, timeout=min(wait, CHECK_SECONDS))
+    status = 202 if record.state == "building" else 201 if created else 200
+    return Response(
+        orjson.dumps(described(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"
+    )
+
+
+@router.get("", response_model=ExtractorList, responses=documented("invalid-request"))
+async def list_extractors(state: Shared) -> Response:
+    """All extractors, in whatever state."""
+    answer = orjson.dumps({"extractors": [described(record) for record in state.engine.list()]})
+    return Response(answer, media_type="application/json")
+
+
+@router.get(
+    "/{extractor}", response_model=ExtractorDetail, responses=documented("unknown-extractor", "invalid-request")
+)
+async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
+    """One extractor."""
+    return Response(orjson.dumps(described(state.engine.find(extractor))), media_type="application/json")
+
+
+@router.delete(
+    "/{extractor}",
+    status_code=204,
+    response_class=Response,
+    responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "invalid-request")},
+)
+async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
+    """Forget an extractor; requests that it is working on are still answered."""
+    await state.engine.delete(extractor)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/{extractor}/graph",
+    responses={
+        200: graph_formats.RESPONSE,
+        **documented("unknown-extractor", "not-acceptable", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
+    },
+)
+async def show_graph(
+    request: Request,
+    state: Shared,
+    extractor: IdOrName,
+    format: Annotated[
+        GraphFormat | None,
+        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
+    ] = None,
+    profile: Annotated[
+        bool,
+        Query(
+            description="With each node's time and memory on a photograph, as medians over runs, between requests; "
+            "JSON only. Nodes are measured in eager, one by one, whatever backend serves; its time is told, too.",
+            examples=[True],
+        ),
+    ] = False,
+    depth: graph_formats.Depth = None,
+) -> Response:
+    """The graph that an extractor runs: the model's, without what its nodes do not need."""
+    wanted = graph_formats.chosen_format(format, request)
+    if profile and wanted != "json":
+        raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
+    record = state.engine.find(extractor)
+    answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
+    return graph_formats.response(answer, wanted, format)
+
+
+@router.get(
+    "/{extractor}/code",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Python.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
+        },
+        **documented("unknown-extractor", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
+    },
+)
+async def show_code(state: Shared, extractor: IdOrName) -> Response:
+    """The Python that torch.fx generated for an extractor's forward."""
+    return Response(await _drawn(state, state.engine.find(extractor), "code"), media_type="text/plain")
+
+
+async def _profiled(state: State, record: ExtractorRecord) -> bytes:
+    key = ("profile", record.id, record.backend)
+    async with state.lookups.place() as place, state.profiling:
+        answer = state.graphs.get(key)
+        if answer is None:
+            with record.in_use():
+                built = await loaded(state, record, DEFAULT_WAIT)
+                found = await state.engine.profile(record, built)
+                graph = built.module.graph
+                answer = await place.run(
+                    lambda: graph_formats.write_part(graph_of(record), graph, "json", measured=found)
+                )
+            state.graphs.put(key, answer)
+    return answer
+
+
+async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
+    key = ("extractor", record.id, format, depth)
+    answer = state.graphs.get(key)
+    if answer is None:
+        async with state.lookups.place() as place:
+            with record.in_use():
+                built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
+                answer = await place.run(lambda: graph_formats.write_part(graph_of(record), built, format, depth))
+        state.graphs.put(key, answer)
+    return answer

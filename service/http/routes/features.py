@@ -1,0 +1,310 @@
+"""Features: images in, tensors out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.requests import ClientDisconnect
+from torch import Tensor
+
+from fxcore.images.files import image_header
+from service.codecs import answers, bodies, heatmap, npy, safetensors
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.errors import DeadlineExceeded
+from service.engine.requests.admission import claim_for_current_request
+from service.http.access import may_build
+from service.http.middleware import header, joined_header
+from service.http.route_cache import RememberingRoute
+from service.http.routes.extractors import BUILD_PROBLEMS, MAKING_PROBLEMS, IdOrName
+from service.http.routes.models import Model
+from service.http.state import State, state_of
+from service.schemas.node_pairs import node_pairs
+from service.schemas.problems import Refusal, documented
+from service.schemas.v1 import ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
+
+router = APIRouter(prefix="/v1", tags=["features"], route_class=RememberingRoute)
+
+Result = TypeVar("Result")
+
+_UNWATCHED_SECONDS = 0.1
+"""How long a request runs before it is watched for its client's leaving."""
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_PROBLEMS = (
+    "unknown-extractor",
+    "not-acceptable",
+    "body-too-large",
+    "image-too-large",
+    "request-too-large",
+    "response-too-large",
+    "unsupported-media-type",
+    "bad-image",
+    "no-heat-map",
+    "admission-full",
+    "compute-failed",
+    "deadline-exceeded",
+)
+
+
+def _documentation(*problems: str) -> dict[str, Any]:
+    return {
+        "response_model": None,
+        "openapi_extra": {
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "image/*": _BINARY,
+                    "multipart/form-data": {
+                        "schema": {
+                            "type": "object",
+                            "additionalProperties": {"type": "string", "format": "binary"},
+                            "minProperties": 1,
+                        }
+                    },
+                    "application/json": {
+                        "schema": {"$ref": "#/components/schemas/ImagesBody"},
+                        "example": {"images": ["/9j/4AAQSkZJRg…"]},
+                    },
+                    npy.MEDIA_TYPE: _BINARY,
+                    safetensors.MEDIA_TYPE: _BINARY,
+                },
+            }
+        },
+        "responses": {
+            200: {
+                "model": FeatureDocument,
+                "description": "The features, in the media type that Accept prefers.",
+                "content": {kind: _BINARY for kind in answers.OFFERED[1:]},
+                "headers": {
+                    "Server-Timing": {
+                        "description": "Milliseconds of each stage.",
+                        "schema": {"type": "string"},
+                        "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
+                    },
+                    "X-Fxserve-Weights": {
+                        "description": "The weights that the values come from, percent-encoded.",
+                        "schema": {"type": "string"},
+                        "example": "IMAGENET1K_V2",
+                    },
+                },
+            },
+            **documented(*problems),
+        },
+    }
+
+
+Timeout = Annotated[
+    float | None,
+    Header(
+        alias="X-Request-Timeout",
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which the answer is of no more use.",
+        examples=[10],
+    ),
+]
+
+
+@router.post(
+    "/extractors/{extractor}/features",
+    **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, "invalid-request", "bad-tensor"),
+)
+async def extract(
+    request: Request, extractor: IdOrName, asked: Annotated[FeatureQuery, Query()], timeout: Timeout = None
+) -> Response:
+    """Features of one or more images from an extractor that was made before."""
+    state = state_of(request)
+
+    async def find() -> ExtractorRecord:
+        return state.engine.find(extractor)
+
+    return await _answer(request, state, find, asked, timeout)
+
+
+@router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *MAKING_PROBLEMS))
+async def extract_in_one_step(
+    request: Request, model: Model, asked: Annotated[OneStepQuery, Query()], timeout: Timeout = None
+) -> Response:
+    """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
+    state = state_of(request)
+    state.model(model)  # a name may be longer here than in a spec
+    spec = ExtractorSpec(
+        model=model,
+        weights=asked.weights,
+        return_nodes=named_nodes(asked.nodes),
+        precision=asked.precision,
+        backend=asked.backend,
+        image_size=asked.image_size,
+    )
+
+    async def find() -> ExtractorRecord:
+        record, _ = await state.engine.extractor(spec, build=may_build(request))
+        return record
+
+    return await _answer(request, state, find, asked, timeout)
+
+
+def named_nodes(text: str) -> list[str] | dict[str, str]:
+    """``"layer3:C4,layer4"`` → the ``return_nodes`` of a spec.
+
+    Raises:
+        Refusal: 422: an empty name, a key that no output can have, a name given twice with different keys, or too many.
+    """
+    try:
+        pairs = node_pairs(text)
+    except ValueError as fault:
+        raise Refusal("invalid-request", f"query parameter 'nodes': {fault}", field="nodes") from fault
+    if all(node == key for node, key in pairs):
+        return [node for node, _ in pairs]
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        twice = next(node for node, _ in pairs if sum(node == other for other, _ in pairs) > 1)
+        raise Refusal(
+            "duplicate-key",
+            f"{twice!r} is named twice; ask for it once, its tensor would be the same",
+            key=named[twice],
+        )
+    return named
+
+
+async def _answer(
+    request: Request,
+    state: State,
+    find: Callable[[], Awaitable[ExtractorRecord]],
+    asked: FeatureQuery,
+    timeout: float | None,
+) -> Response:
+    """Answer a request of either route within its deadline."""
+    seconds = min(timeout or math.inf, state.settings.request_timeout)
+    deadline = time.monotonic() + seconds
+    encoding = joined_header(request.scope, b"content-encoding")
+    kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
+    state.engine.admission.check()
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            record = await find()
+            if record.run is None:
+                await state.engine.load(record)
+            accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
+            images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+            return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlineExceeded from None
+        raise
+
+
+def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
+    floating = ("float32", "float16", "bfloat16")
+    dtypes = (asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs)
+    accepted = answers.negotiate(accept, tuple(dtypes), asked.pool != "none")
+    if accepted == heatmap.MEDIA_TYPE:
+        output = record.outputs[0]
+        heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
+    return accepted
+
+
+async def _extract(
+    request: Request,
+    state: State,
+    record: ExtractorRecord,
+    images: Sequence[bytes] | Mapping[str, Tensor],
+    asked: FeatureQuery,
+    accepted: str,
+    deadline: float,
+) -> Response:
+    drawn = accepted == heatmap.MEDIA_TYPE
+    if drawn and (isinstance(images, Mapping) or len(images) != 1):
+        raise Refusal(
+            "not-acceptable",
+            "a heat-map is drawn over one encoded image: send one",
+            available=list(answers.OFFERED[:-1]),
+        )
+    options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
+    result = await state.engine.features(record, images, options, deadline)
+    started = time.perf_counter()
+    source = _source(record)
+    if drawn:
+        assert not isinstance(images, Mapping)
+        output = record.outputs[0]
+        preprocessing = record.preprocessing if asked.preprocess != "none" else None
+        header = await state.engine.run_in_encoder(image_header, images[0])
+        claim_for_current_request(header.held)
+        parts = await state.engine.run_in_encoder(
+            heatmap.write, images[0], preprocessing, result.outputs[output.key], output.layout
+        )
+    elif accepted in answers.IMMEDIATE:
+        parts = answers.write(accepted, source, result.outputs, result.images, asked.encoding)
+    else:
+        claim_for_current_request(answers.written_bytes(accepted, result.outputs, asked.encoding))
+        parts = await state.engine.run_in_encoder(
+            answers.write, accepted, source, result.outputs, result.images, asked.encoding
+        )
+    timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
+    headers = {**state.answer_headers(request.scope, record, timings), "Vary": "Accept"}
+    return answers.PartsResponse(parts, accepted, headers)
+
+
+def _source(record: ExtractorRecord) -> answers.Source:
+    source = _sources.get(record)
+    if source is None:
+        source = answers.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
+        _sources[record] = source
+    return source
+
+
+_sources: WeakKeyDictionary[ExtractorRecord, answers.Source] = WeakKeyDictionary()
+
+
+@functools.cache  # there are few combinations
+def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str) -> FeatureOptions:
+    return FeatureOptions(pool, dtype, normalize, preprocess)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await ``work``, and cancel it when the client leaves. The request's body must have been read.
+
+    Short work is not watched, since it is not worth a task of its own.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
+    watching: asyncio.Task[None] | None = None
+    left = False
+
+    def leave(gone: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not gone.cancelled():
+            left = True
+            task.cancel()
+
+    def watch() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(_disconnected(request))
+        watching.add_done_callback(leave)
+
+    long = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, watch)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        long.cancel()
+        if watching is not None:
+            watching.remove_done_callback(leave)
+            watching.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,219 @@
+"""Discovery: which models there are, and what is inside them. No weights are loaded for it; those asked for decide
+details of a model's structure, such as which heads it has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.models.catalog import ModelEntry, is_torchvisions
+from service.http import graph_formats
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.queries import Route
+from service.http.state import Shared
+from service.schemas.graphs import GraphFormat
+from service.schemas.problems import Refusal, documented
+from service.schemas.v1 import ModelDetail, ModelList, NodeList, WeightsName
+
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
+
+# No model needs a larger input. Annotating a graph runs it on meta tensors: that takes time, if no memory.
+MAX_SIDE = 4096
+
+Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
+Side = Annotated[
+    int | None, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.", examples=[480])
+]
+Weights = Annotated[
+    WeightsName,
+    Query(
+        description="Describe the model that has these weights: `DEFAULT`, a name from the model's list, `random` or "
+        "`file:NAME`. None are loaded.",
+        examples=["IMAGENET1K_V1"],
+    ),
+]
+
+
+@router.get("", response_model=ModelList, responses=documented("invalid-request"))
+async def list_models(
+    state: Shared,
+    task: Annotated[
+        str | None,
+        Query(
+            max_length=64,
+            description="Only models made for this: classification, quantization, segmentation, detection, video, "
+            "optical_flow.",
+            examples=["classification"],
+        ),
+    ] = None,
+    source: Annotated[
+        Literal["torchvision", "timm", "own"] | None,
+        Query(description="Only models that come from there; `own` are the operator's.", examples=["torchvision"]),
+    ] = None,
+    q: Annotated[
+        str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
+    ] = None,
+) -> Response:
+    """All models that are served, by name."""
+    loaded = {model for model, _ in state.engine.models_loaded()}
+    found = [
+        {
+            "name": entry.name,
+            "task": entry.task,
+            "weights": list(entry.weights),
+            "default_weights": entry.default_weights,
+            "loaded": entry.name in loaded,
+        }
+        for entry in state.models()
+        if (task is None or entry.task == task)
+        and (source is None or source == ("torchvision" if is_torchvisions(entry.name) else "own"))
+        and (q is None or q.lower() in entry.name.lower())
+    ]
+    return _json(orjson.dumps({"models": found}))
+
+
+@router.get(
+    "/{model}",
+    response_model=ModelDetail,
+    responses=documented("unknown-model", "unsupported", "invalid-request", *LOOKUP_PROBLEMS),
+)
+async def show_model(state: Shared, model: Model) -> Response:
+    """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
+    entry = state.model(model)
+    return _json(await state.in_thread(lambda: _detail(entry)))
+
+
+@router.get(
+    "/{model}/nodes",
+    response_model=NodeList,
+    responses=documented(
+        "unknown-model", "unsupported", "unknown-weights", "not-traceable", "invalid-request", *LOOKUP_PROBLEMS
+    ),
+)
+async def list_nodes(
+    state: Shared,
+    model: Model,
+    weights: Weights = "DEFAULT",
+    transforms: Annotated[
+        Literal["attention_maps"] | None,
+        Query(description="List the eval nodes that this transform brings, too.", examples=["attention_maps"]),
+    ] = None,
+) -> Response:
+    """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
+    entry = state.model(model)
+    structure = entry.structure(weights)
+    key = (model, structure, transforms)
+    answer = state.nodes.get(key)
+    if answer is None:
+        answer = await state.in_thread(lambda: _nodes(entry, structure, transforms))
+        state.nodes.put(key, answer)
+    return _json(answer)
+
+
+@router.get(
+    "/{model}/graph",
+    responses={
+        200: graph_formats.RESPONSE,
+        **documented(
+            "unknown-model",
+            "unsupported",
+            "unknown-weights",
+            "not-acceptable",
+            "bad-tensor",
+            "not-traceable",
+            "invalid-request",
+            *LOOKUP_PROBLEMS,
+        ),
+    },
+)
+async def show_graph(
+    request: Request,
+    state: Shared,
+    model: Model,
+    weights: Weights = "DEFAULT",
+    height: Side = None,
+    width: Side = None,
+    format: Annotated[
+        GraphFormat | None,
+        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
+    ] = None,
+    depth: graph_formats.Depth = None,
+) -> Response:
+    """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
+    entry = state.model(model)
+    wanted = graph_formats.chosen_format(format, request)
+    if (height is None) != (width is None):
+        missing = "height" if height is None else "width"
+        raise Refusal(
+            "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
+        )
+    size = None if height is None or width is None else (height, width)
+    structure = entry.structure(weights)
+    key = (model, structure, size, wanted, depth)
+    answer = state.graphs.get(key)
+    if answer is None:
+        answer = await state.in_thread(lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth))
+        state.graphs.put(key, answer)
+    return graph_formats.response(answer, wanted, format)
+
+
+def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:
+    graph = model_graph(entry, structure)
+    return graph if size is None else graph.at(*size)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _levels(graph: ModelGraph) -> dict[str, Any]:
+    return {
+        name: {"node": level.node, "channels": level.channels, "stride": level.stride}
+        for name, level in graph.levels.items()
+    }
+
+
+def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
+    graph = model_graph(entry, structure)
+    if transforms is not None:
+        graph = graph.with_nodes_of(transforms)
+    return orjson.dumps(
+        {
+            "model": entry.name,
+            "train_nodes": graph.train_nodes,
+            "eval_nodes": graph.eval_nodes,
+            "levels": _levels(graph),
+            "leaf_modules": graph.leaf_modules,
+            "fingerprint": graph.fingerprint,
+            "closed": graph_formats.closed_parts(graph),
+        }
+    )
+
+
+def _detail(entry: ModelEntry) -> bytes:
+    graph = model_graph(entry, entry.structure())
+    weights = {}
+    for name in entry.weights:
+        info = entry.weights_info(name)
+        weights[name] = {
+            "num_params": info.num_params,
+            "url": info.url or None,
+            "metrics": info.metrics,
+            "categories": len(info.categories),
+            "cached": info.cached,
+        }
+    return orjson.dumps(
+        {
+            "name": entry.name,
+            "task": entry.task,
+            "default_weights": entry.default_weights,
+            "weights": weights,
+            "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
+            "preprocessing": entry.preprocessing().describe(),
+            "levels": _levels(graph),
+            "closed": graph_formats.closed_parts(graph),
+        }
+    )

@@ -1,0 +1,63 @@
+"""For those who run the service, and a page for people who come by with a browser."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Response
+
+from service.engine.errors import NotReady
+from service.http.routes import page
+from service.http.state import Shared
+from service.observability import metrics
+from service.schemas.problems import documented
+from service.schemas.v1 import Health, Readiness
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """The process is up."""
+    return Health()
+
+
+@router.get("/readyz", responses=documented("not-ready", "draining"))
+async def readyz(state: Shared) -> Readiness:
+    """Preloads are done and the device worker answers."""
+    ready, reason = state.engine.readiness()
+    if not ready:
+        raise NotReady(reason)
+    return Readiness(ready=True, reason=reason)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Prometheus' text format.",
+            "content": {"text/plain": {"schema": {"type": "string"}, "example": "fxserve_requests_total{…} 12.0\n"}},
+        }
+    },
+)
+async def show_metrics(state: Shared) -> Response:
+    """Counters, levels and histograms for Prometheus."""
+    state.engine.sample()
+    return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)
+
+
+@router.get(
+    "/",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "HTML.",
+            "content": {"text/html": {"schema": {"type": "string"}, "example": "<!doctype html>…"}},
+        }
+    },
+)
+async def front_page(state: Shared) -> Response:
+    """A page for people."""
+    models = state.models() if state.settings.api_keys_file is None else None
+    return Response(page.write(models), media_type="text/html; charset=utf-8")

@@ -1,0 +1,21 @@
+"""The transforms that an extractor can be made with."""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import APIRouter, Response
+
+from fxcore.transforms import described, list_transforms
+from service.engine.registry.transforms import parameters
+from service.http.queries import Route
+from service.schemas.problems import documented
+from service.schemas.v1 import TransformList
+
+router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
+
+
+@router.get("", response_model=TransformList, responses=documented("invalid-request"))
+async def show_transforms() -> Response:
+    """Every pass over a graph, with its parameters in an extractor's `transforms` as JSON Schema."""
+    found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]
+    return Response(orjson.dumps({"transforms": found}), media_type="application/json")

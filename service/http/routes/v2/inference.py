@@ -1,0 +1,337 @@
+"""The Open Inference Protocol, version 2, over REST, with binary tensors and the model named."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request, Response
+
+from fxcore.models.catalog import ModelEntry
+from service.codecs import compression, json, v2
+from service.codecs.answers import PartsResponse
+from service.codecs.negotiation import media_type
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.errors import DeadlineExceeded, NotReady
+from service.engine.options import CHOICES
+from service.engine.requests.admission import claim_for_current_request
+from service.http.access import may_build
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.middleware import joined_header
+from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.features import while_connected
+from service.http.routes.v2 import models as named
+from service.http.routes.v2.protocol import TAG, Name, Route, body, documented
+from service.http.state import Shared, State, state_of
+from service.schemas.problems import Refusal
+from service.schemas.v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
+
+router = APIRouter(prefix="/v2", tags=[TAG], route_class=Route)
+
+# The protocol has every route of a model twice, with a version and without.
+_VERSION_PARAMETER = {
+    "name": "version",
+    "in": "path",
+    "required": True,
+    "description": "There is only version 1.",
+    "schema": {"type": "string"},
+    "example": named.VERSION,
+}
+_VERSIONED: dict[str, Any] = {"openapi_extra": {"parameters": [_VERSION_PARAMETER]}}
+
+
+def _found(request: Request, state: State, name: str) -> ExtractorRecord | ModelEntry:
+    target = named.find(state, name)
+    version = request.path_params.get("version", named.VERSION)
+    if version != named.VERSION:
+        detail = f"{name} has no version {version[:64]!r}, only {named.VERSION}"
+        raise Refusal("unknown-model", detail, suggestions=[name])
+    return target
+
+
+async def _find(request: Request, state: Shared, name: Name) -> ExtractorRecord | ModelEntry:
+    return _found(request, state, name)
+
+
+Target = Annotated[ExtractorRecord | ModelEntry, Depends(_find)]
+
+
+# Routes are tried in order, and this one is asked most often.
+_INFER: dict[str, Any] = {
+    "response_model": InferResponse,
+    "openapi_extra": body(
+        InferRequest,
+        {
+            "inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQSkZJRg…"]}],
+            "outputs": [{"name": "C5"}],
+        },
+        "application/octet-stream",
+        "image/*",
+    ),
+    "responses": {
+        200: {
+            "description": "The outputs, in JSON or after it.",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            "headers": {
+                "Inference-Header-Content-Length": {
+                    "description": "Where the JSON ends and raw tensors begin.",
+                    "schema": {"type": "integer"},
+                    "example": 172,
+                }
+            },
+        },
+        **documented(
+            *MAKING_PROBLEMS,
+            "deadline-exceeded",
+            "body-too-large",
+            "image-too-large",
+            "request-too-large",
+            "response-too-large",
+            "unsupported-media-type",
+            "bad-image",
+            "admission-full",
+            "compute-failed",
+        ),
+    },
+}
+
+
+@router.post("/models/{name}/infer", **_INFER)
+@router.post(
+    "/models/{name}/versions/{version}/infer",
+    **_INFER | {"openapi_extra": _INFER["openapi_extra"] | _VERSIONED["openapi_extra"]},
+)
+async def infer(
+    request: Request,
+    name: Name,
+    x_request_timeout: Annotated[
+        float | None,
+        Header(
+            gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use.", examples=[10]
+        ),
+    ] = None,
+) -> Response:
+    """Outputs for encoded images, or for the model's own input."""
+    started = time.monotonic()
+    state = state_of(request)
+    target = _found(request, state, name)
+    _check_query(request)
+    encoding = _encoding(request)
+    state.engine.admission.check()
+    timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            data = await _read(request)
+            kind, _ = media_type(request.headers.get("content-type"))
+            sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
+            tensors = await named.inputs_of(state, target)
+            limit_bytes = state.settings.max_body_bytes
+            if sent.small:
+                asked = v2.read(sent, limit_bytes, tensors)
+            else:
+                asked = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
+            claim_for_current_request(max(0, asked.bytes - len(data)))
+            del data, sent
+            timeout = min(timeout, _own_timeout(asked))
+            limit.reschedule(asyncio.get_running_loop().time() + started + timeout - time.monotonic())
+            packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
+            work = _infer(request, state, target, name, asked, started + timeout, packed)
+            return await while_connected(request, work)
+    except TimeoutError:
+        raise DeadlineExceeded from None
+
+
+@router.get("", response_model=ServerMetadata)
+async def server_metadata() -> ServerMetadata:
+    """What this server is, and which extensions of the protocol it has."""
+    return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
+
+
+_VERSION = version("fxserve")
+
+
+@router.get("/health/live", response_model=Live)
+async def live() -> Live:
+    """The process is up."""
+    return Live(live=True)
+
+
+@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
+async def server_ready(state: Shared) -> Ready:
+    """Preloads are done and the device worker answers."""
+    ready, reason = state.engine.readiness()
+    if not ready:
+        raise NotReady(reason)
+    return Ready(ready=True)
+
+
+@router.get(
+    "/models/{name}",
+    response_model=ModelMetadata,
+    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
+)
+@router.get(
+    "/models/{name}/versions/{version}",
+    **_VERSIONED,
+    response_model=ModelMetadata,
+    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
+)
+async def model_metadata(state: Shared, name: Name, target: Target) -> Response:
+    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    key = name, target.id if isinstance(target, ExtractorRecord) else None
+    answer = state.metadata.get(key)
+    if answer is None:
+        tensors = await state.in_thread(lambda: named.describe(target))
+        described = ModelMetadata(
+            name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
+        )
+        answer = described.model_dump_json().encode()
+        state.metadata.put(key, answer)
+    return Response(answer, media_type="application/json")
+
+
+@router.get(
+    "/models/{name}/ready", response_model=ModelReady, responses=documented("unknown-model", "not-ready", "draining")
+)
+@router.get(
+    "/models/{name}/versions/{version}/ready",
+    **_VERSIONED,
+    response_model=ModelReady,
+    responses=documented("unknown-model", "not-ready", "draining"),
+)
+async def model_ready(state: Shared, name: Name, target: Target) -> ModelReady:
+    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    [entry] = named.entries(state, [target])
+    if entry.state != "READY":
+        raise NotReady(f"{name}: {entry.reason}")
+    return ModelReady(name=name, ready=True)
+
+
+async def _infer(
+    request: Request,
+    state: State,
+    target: ExtractorRecord | ModelEntry,
+    name: str,
+    asked: v2.Request,
+    deadline: float,
+    packed: str | None,
+) -> Response:
+    options = _options(asked)
+    record = await _extractor(request, state, target, asked)
+    await state.engine.load(record)
+    wanted = _wanted(record, name, asked, options)
+    if len(wanted) < len(record.return_nodes):
+        options = replace(options, keys=frozenset(wanted))
+    inputs = asked.images if asked.images is not None else asked.tensors
+    result = await state.engine.features(record, inputs, options, deadline)
+    written = time.perf_counter()
+    document = {"model_name": name, "model_version": named.VERSION}
+    if asked.id is not None:
+        document["id"] = asked.id
+    outputs = {key: result.outputs[key] for key in wanted}
+    if all(wanted.values()):  # raw tensors are sent from where they are
+        parts, length = v2.write(document, outputs, wanted)
+    else:
+        claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
+        parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
+    headers = {"Vary": "Accept-Encoding"}
+    if length is not None:
+        headers["Inference-Header-Content-Length"] = str(length)
+    if packed is not None:
+        parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
+        headers["Content-Encoding"] = packed
+    timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
+    headers |= state.answer_headers(request.scope, record, timings)
+    return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
+
+
+async def _extractor(
+    request: Request, state: State, target: ExtractorRecord | ModelEntry, asked: v2.Request
+) -> ExtractorRecord:
+    weights = asked.parameters.get("weights", "DEFAULT")
+    if isinstance(target, ExtractorRecord):
+        if "weights" in asked.parameters:
+            raise Refusal("invalid-request", "parameter 'weights' goes with a model's name; an extractor has its own")
+        return target
+    if not isinstance(weights, str) or not 0 < len(weights) <= 256:
+        raise Refusal("invalid-request", "parameter 'weights' is the name of weights, such as DEFAULT or random")
+    nodes = [output.name for output in asked.outputs if output.name is not None]
+    spec = await named.own_spec(state, target, weights, nodes)
+    record, _ = await state.engine.extractor(spec, build=may_build(request))
+    return record
+
+
+def _wanted(record: ExtractorRecord, name: str, asked: v2.Request, options: FeatureOptions) -> dict[str, bool]:
+    """Key → whether it is answered as raw bytes, in the order asked."""
+    wanted: dict[str, bool] = {}
+    for output in asked.outputs:
+        for key in record.return_nodes if output.name is None else [output.name]:
+            if key not in record.return_nodes:
+                there = list(record.return_nodes)
+                detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
+                raise Refusal("unknown-node", detail, name=key, suggestions=there)
+            if key in wanted:
+                raise Refusal("duplicate-key", f"the output {key!r} is asked for twice", key=key)
+            wanted[key] = output.binary
+    for info in record.outputs:
+        dtype = options.dtype if options.dtype is not None and "float" in info.dtype else info.dtype
+        if dtype == "bfloat16" and not wanted.get(info.key, True):
+            raise Refusal(
+                "invalid-request",
+                f"output {info.key!r} is BF16, which JSON cannot hold: ask for binary_data, or dtype=float32",
+            )
+    return wanted
+
+
+def _options(asked: v2.Request) -> FeatureOptions:
+    try:
+        return FeatureOptions(**{name: asked.parameters[name] for name in CHOICES if name in asked.parameters})
+    except ValueError as error:
+        raise Refusal("invalid-request", f"parameter {error}") from error
+
+
+def _own_timeout(asked: v2.Request) -> float:
+    """The protocol's own deadline, microseconds in the body; seconds here."""
+    value = asked.parameters.get("timeout", 0)
+    if type(value) is not int or value < 0:
+        raise Refusal("invalid-request", "parameter 'timeout' is a number of microseconds")
+    return value / 1e6 if value else math.inf
+
+
+def _check_query(request: Request) -> None:
+    """The protocol has no query. What a gateway adds to it means nothing here, but our own parameters are meant.
+
+    Raises:
+        Refusal: 400: the query has some of those that belong into the body.
+    """
+    for name in request.query_params if request.scope["query_string"] else ():
+        if name in _PARAMETERS:
+            detail = f'query parameter {name!r} is not read here: send it as one of the "parameters" in the JSON'
+            raise Refusal("invalid-request", detail)
+
+
+_PARAMETERS = frozenset({*CHOICES, "weights", "timeout", "binary_data_output"})
+
+
+def _encoding(request: Request) -> str:
+    encoding = (joined_header(request.scope, b"content-encoding") or "").strip().lower()
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in compression.ENCODINGS:
+        raise Refusal(
+            "unsupported-media-type",
+            f"Content-Encoding {encoding[:40]!r} is not taken; send one of {', '.join(compression.ENCODINGS)}, or none",
+            available=list(compression.ENCODINGS),
+        )
+    return encoding
+
+
+async def _read(request: Request) -> bytearray:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+    return data

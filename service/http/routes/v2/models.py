@@ -1,0 +1,181 @@
+"""What ``/v2`` serves under a name: an extractor, or a model with outputs of its own.
+
+A model's own outputs are its levels, or where it has none its last value; a request that names outputs may name any
+node. Its weights are ``DEFAULT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxcore.errors import BadTensor, UnknownModel
+from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.models.catalog import ModelEntry
+from fxcore.tensors import TensorSpec
+from service.codecs.datatypes import V2_NAMES
+from service.codecs.v2 import BYTES, IMAGE
+from service.engine import ExtractorRecord
+from service.engine.errors import UnknownExtractor
+from service.engine.registry.graphs import graph_of
+from service.http.state import OwnTensors, State
+from service.schemas.problems import Refusal
+from service.schemas.v1 import ExtractorSpec
+from service.schemas.v2 import RepositoryEntry, TensorMetadata
+
+VERSION = "1"
+
+
+def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
+    """The extractor of that id or name, else the model. A failed extractor does not hide a model of its name.
+
+    Raises:
+        Refusal: 404: there is neither.
+    """
+    record = state.engine.known(name)
+    if record is not None and record.state != "failed":
+        return record
+    try:
+        return state.model(name)
+    except UnknownModel as no_model:
+        try:
+            return state.engine.find(name)
+        except UnknownExtractor as no_extractor:
+            near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
+            hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
+            detail = f"there is no extractor or model {name!r}{hint}"
+            raise Refusal("unknown-model", detail, suggestions=near) from None
+
+
+def own_nodes(graph: ModelGraph) -> list[str]:
+    """The nodes that a model answers with where a request names none."""
+    if graph.levels:
+        return list(graph.levels)
+    return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
+
+
+async def own_spec(
+    state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = ()
+) -> ExtractorSpec:
+    """The extractor that answers for a model."""
+    if not nodes:
+        nodes = (await _own(state, entry, entry.structure(weights))).nodes
+    return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
+
+
+async def inputs_of(state: State, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
+    """The ways to give ``target`` an input."""
+    if isinstance(target, ExtractorRecord):
+        return inputs(target.inputs, target.preprocessing)
+    return (await _own(state, target, target.structure())).inputs
+
+
+async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
+    """Looked up once for each structure of a model, where extractors are built: no GET may hold up inference."""
+    key = entry.name, structure
+    own = state.own_tensors.get(key)
+    if own is None:
+
+        def look_up() -> OwnTensors:
+            graph = model_graph(entry, structure)
+            return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
+
+        own = state.own_tensors[key] = await state.engine.run_in_builder(look_up)
+    return own
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What goes in and what comes out under a name."""
+
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
+    """The tensors of an extractor, built or not, or of a model. Needs no weights, but may trace: run it in a thread."""
+    if isinstance(target, ExtractorRecord):
+        graph, nodes, dtype = graph_of(target), target.return_nodes, target.dtype
+        return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
+    graph = model_graph(target, target.structure())
+    own = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), torch.float32)
+    return Tensors(inputs(graph.inputs, graph.preprocessing), own)
+
+
+def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
+    """The ways to give an input: encoded images where a model takes single ones, or the model's own tensors."""
+    size = list(preprocessing.nominal_size()) if preprocessing.fixed_size else [-1, -1]
+    tensors = [
+        TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:-2]), *size])
+        for spec in specs
+    ]
+    if preprocessing.layout != "NCHW" or len(specs) != 1:
+        return tensors
+    return [TensorMetadata(name=IMAGE, datatype=BYTES, shape=[-1]), *tensors]
+
+
+def _outputs(
+    graph: ModelGraph, preprocessing: Preprocessing, nodes: dict[str, str], dtype: torch.dtype
+) -> list[TensorMetadata]:
+    height, width = preprocessing.nominal_size()
+    values = _values(graph, nodes, height, width)
+    if not preprocessing.fixed_size:
+        try:
+            others = _values(graph, nodes, height + 64, width + 128)
+        except BadTensor:
+            others = values
+        values = {
+            key: ([a if a == b else -1 for a, b in zip(shape, others[key][0], strict=True)], made)
+            for key, (shape, made) in values.items()
+        }
+    return [
+        TensorMetadata(name=key, datatype=V2_NAMES[dtype if made.is_floating_point else made], shape=[-1, *shape])
+        for key, (shape, made) in values.items()
+    ]
+
+
+def _values(
+    graph: ModelGraph, nodes: dict[str, str], height: int, width: int
+) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Key → shape of one image's value, and dtype."""
+    rows = [(*(n or 1 for n in spec.shape[1:-2]), height, width) for spec in graph.inputs]
+    found = {}
+    values = graph.values_at(rows, set(nodes.values()))
+    for key, node in nodes.items():
+        shape, dtype = values[node]
+        # Attention windows have several rows an image, and are answered with a dimension of their own.
+        found[key] = (shape[1:] if shape[0] == 1 else shape, dtype)
+    return found
+
+
+def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
+    """The state of each extractor, and of each model that of its default weights."""
+    loaded = state.engine.models_loaded()
+    building = {(record.spec.model, record.weights) for record in state.engine.list() if record.build is not None}
+    for target in targets:
+        if isinstance(target, ExtractorRecord):
+            name, problem = target.name or target.id, target.problem
+            is_ready, is_coming = target.run is not None, target.build is not None
+        else:
+            name, problem = target.name, None
+            weights = (target.name, target.default_weights)
+            is_ready, is_coming = weights in loaded, weights in building
+        if is_ready:
+            yield RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
+        elif is_coming:
+            yield RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
+        else:
+            reason = problem.detail if problem is not None else "it is not loaded"
+            yield RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+
+
+def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
+    """The extractors over a model's default weights that have no name of their own."""
+    return [
+        record
+        for record in state.engine.list()
+        if record.name is None and record.spec.model == entry.name and record.weights == entry.default_weights
+    ]

@@ -1,0 +1,107 @@
+"""The protocol's model repository: what there is, loading and unloading it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Header, Request, Response
+from pydantic import ValidationError
+
+from fxcore.models.catalog import ModelEntry
+from service.engine import ExtractorRecord
+from service.engine.errors import DeadlineExceeded
+from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.v2 import models as named
+from service.http.routes.v2.protocol import TAG, Name, Route, body, documented, small_json
+from service.http.state import Shared, State
+from service.schemas.problems import Refusal, invalid_body
+from service.schemas.v1 import ExtractorSpec
+from service.schemas.v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
+
+router = APIRouter(prefix="/v2/repository", tags=[TAG], route_class=Route)
+
+
+@router.post(
+    "/index",
+    response_model=list[RepositoryEntry],
+    openapi_extra=body(IndexRequest, {"ready": True}, required=False),
+    responses=documented("invalid-request", "body-too-large"),
+)
+async def repository_index(request: Request, state: Shared) -> Response:
+    """Every extractor and every model. A model is ready where its default weights are loaded."""
+    asked = await small_json(request, state, IndexRequest)
+    targets: list[ExtractorRecord | ModelEntry] = [*state.engine.list(), *state.models()]
+    entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
+    return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
+
+
+@router.post(
+    "/models/{name}/load",
+    response_model=ModelReady,
+    openapi_extra=body(LoadRequest, {"parameters": {"config": '{"weights": "random"}'}}, required=False),
+    responses=documented(*MAKING_PROBLEMS, "body-too-large", "deadline-exceeded"),
+)
+async def load(
+    request: Request,
+    state: Shared,
+    name: Name,
+    x_request_timeout: Annotated[
+        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait for it.", examples=[60])
+    ] = None,
+) -> ModelReady:
+    """Load an extractor or a model's own outputs; with ``config`` make the extractor that has this name."""
+    asked = await small_json(request, state, LoadRequest)
+    config = asked.parameters.config
+    timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
+    try:
+        async with asyncio.timeout(timeout):
+            if config is not None:
+                record, _ = await state.engine.extractor(await _configured(state, name, config))
+            else:
+                target = named.find(state, name)
+                if isinstance(target, ModelEntry):
+                    target, _ = await state.engine.extractor(await named.own_spec(state, target))
+                record = target
+            await state.engine.load(record)
+    except TimeoutError:
+        raise DeadlineExceeded(f"{name} is still being loaded after {timeout:.0f} s; it goes on") from None
+    return ModelReady(name=name, ready=True)
+
+
+@router.post(
+    "/models/{name}/unload",
+    response_model=ModelReady,
+    responses=documented("unknown-model"),
+)
+async def unload(state: Shared, name: Name) -> ModelReady:
+    """Free what an extractor, or all extractors without a name over a model's default weights, hold in memory.
+
+    They stay in the index and can be loaded again. Requests on their way through them are still answered.
+    """
+    target = named.find(state, name)
+    for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
+        await state.engine.unload(record.id)
+    return ModelReady(name=name, ready=False)
+
+
+async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
+    """The extractor that a load request describes."""
+    try:
+        fields = await state.engine.run_in_encoder(orjson.loads, config)
+    except orjson.JSONDecodeError as error:
+        raise Refusal("invalid-request", f"parameter 'config' is not JSON: {error.msg}") from error
+    if not isinstance(fields, dict):
+        raise Refusal("invalid-request", "parameter 'config' is not a JSON object with the fields of an extractor")
+    fields = {"model": name, **fields, "name": name}
+    try:
+        if "return_nodes" not in fields and isinstance(fields["model"], str):
+            weights = fields.get("weights", "DEFAULT")
+            entry = state.model(fields["model"])
+            own = await named.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
+            fields["return_nodes"] = own.return_nodes
+        return ExtractorSpec.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_body(error) from error

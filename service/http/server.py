@@ -1,0 +1,92 @@
+"""A server process around the application: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from socket import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from service.http import protocol
+from service.observability import logs
+from service.observability.metrics import SHARED_DIR
+from service.settings import Settings
+
+
+def end_on_signals() -> None:
+    """Make SIGTERM and SIGINT end the process at once, with exit code 0.
+
+    While it serves, uvicorn has its own handlers, which drain first and then hand the signal on to these. Before that
+    they are all there is: the first process of a container ignores a signal that it has no handler for.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+
+
+def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
+    """Serve ``app`` until a signal, then finish what was accepted."""
+    config = uvicorn.Config(app, **_options(settings, log_level))
+    _Server(config, device).run()
+
+
+def run_workers(settings: Settings, device: str, log_level: str) -> None:
+    """Serve with several processes, which read their settings from the environment, until a signal.
+
+    They count together: whichever is asked for ``/metrics`` answers for all.
+    """
+    with tempfile.TemporaryDirectory(prefix="fxserve-metrics-") as folder:
+        os.environ.setdefault(SHARED_DIR, folder)
+        print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
+        # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
+        # has to be imported and each model of one's own to be tried, on a machine that is busy.
+        options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
+        uvicorn.run("service.app:create_app", factory=True, workers=settings.workers, **options)
+
+
+def _options(settings: Settings, log_level: str) -> dict[str, Any]:
+    return {
+        "host": settings.host,
+        "port": settings.port,
+        "log_config": logs.config(settings.log_format, log_level),
+        "log_level": log_level,
+        "access_log": False,  # ours knows the request's id and how long it took
+        "server_header": False,
+        # By name: a server process gets these before it can say that it lives, and the class needs torch.
+        "http": protocol.chosen(),
+        "ws": "none",
+        # What was accepted has had its grace period by then; this is for answers that nobody reads.
+        "timeout_graceful_shutdown": 2,
+    }
+
+
+def _greeting(host: str, port: int, how: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    return f"fxserve on {url} ({how}), docs at {url}/docs, Ctrl-C ends it"
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens in one line, once it does."""
+
+    def __init__(self, config: uvicorn.Config, device: str) -> None:
+        super().__init__(config)
+        self._device = device
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(_greeting(host, port, self._device), flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # Python's own way out collects every object of torch first: seconds, on a busy machine, of a grace period of ten.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,156 @@
+"""What the routes share: the engine, the settings, and answers that are kept because they never change."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, TypeVar
+from urllib.parse import quote
+
+from fastapi import Depends, Request
+from starlette.types import Scope
+
+from fxcore.errors import UnknownModel
+from fxcore.models.catalog import ModelEntry, get_model, list_models
+from service.engine import Engine, ExtractorRecord
+from service.http.lookups import Lookups
+from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
+from service.schemas.v2 import TensorMetadata
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.observability.tracing import Traces
+
+Result = TypeVar("Result")
+
+EXPORT_SECONDS = 600.0
+"""Least time that an export may take, with the wait for others before it."""
+
+
+class KeptAnswers:
+    """Encoded answers by key, the least recently used dropped over ``limit`` bytes. For one event loop."""
+
+    def __init__(self, limit: int = 64 * 1024**2) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._answers: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
+
+    def get(self, key: tuple[object, ...]) -> bytes | None:
+        answer = self._answers.get(key)
+        if answer is not None:
+            self._answers.move_to_end(key)
+        return answer
+
+    def put(self, key: tuple[object, ...], answer: bytes) -> None:
+        self._bytes += len(answer) - len(self._answers.pop(key, b""))
+        self._answers[key] = answer
+        while self._bytes > self._limit and self._answers:
+            self._bytes -= len(self._answers.popitem(last=False)[1])
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """What ``/v2`` takes and answers under a model's name: its inputs, and the nodes where a request names none."""
+
+    inputs: list[TensorMetadata]
+    nodes: list[str]
+
+
+@dataclass
+class State:
+    """One service's shared objects, at ``app.state.fxserve``."""
+
+    settings: Settings
+    engine: Engine
+    metrics: Metrics
+    traces: Traces | None = None
+    nodes: KeptAnswers = field(default_factory=KeptAnswers)
+    graphs: KeptAnswers = field(default_factory=KeptAnswers)
+    metadata: KeptAnswers = field(default_factory=KeptAnswers)
+    # By model and structure, of which there are few.
+    own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
+    # Two profiles at a time would measure each other.
+    profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.lookups = Lookups(self.settings.request_timeout)
+        # An export holds the weights a second time; one at a time.
+        self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), at_once=1, most=4)
+
+    def models(self) -> list[ModelEntry]:
+        """The models that are served here."""
+        allowed = self.settings.models
+        return [entry for entry in list_models() if allowed is None or entry.name in allowed]
+
+    def model(self, name: str) -> ModelEntry:
+        """The model called ``name``.
+
+        Raises:
+            UnknownModel: there is none, or it is not served here.
+        """
+        entry = get_model(name)
+        allowed = self.settings.models
+        if allowed is not None and name not in allowed:
+            raise UnknownModel(
+                f"the model {name!r} is not served here; served are {', '.join(allowed)}",
+                name=name,
+                suggestions=list(allowed),
+            )
+        return entry
+
+    def answer_headers(
+        self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
+    ) -> dict[str, str]:
+        """The headers of every answer with features; metrics and traces are told how long its stages took.
+
+        Weights may have a file's name, in any script, and headers are ASCII: the name is percent-encoded.
+        """
+        scope[STAGES_TAKEN] = milliseconds
+        if self.traces is not None:
+            self.traces.stages(milliseconds)
+        return {
+            "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
+            "X-Fxserve-Weights": _percent_encoded(record.weights),
+        }
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run ``work``, which may trace a graph, off the event loop and in a place of :attr:`lookups`.
+
+        Raises:
+            AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
+        """
+        async with self.lookups.place() as place:
+            result = await place.run(work)
+        self.engine.make_room()
+        return result
+
+    def close(self) -> None:
+        """Begin no more lookups and exports."""
+        self.lookups.close()
+        self.exports.close()
+
+
+@functools.cache  # of what is loaded here
+def _percent_encoded(name: str) -> str:
+    return quote(name, safe=":")
+
+
+def state_of(request: Request) -> State:
+    """What the application that answers ``request`` shares."""
+    state = request.app.state.fxserve
+    assert isinstance(state, State)
+    return state
+
+
+async def get_state(request: Request) -> State:
+    """:func:`state_of` as a dependency: async, since FastAPI would run a plain function in a thread.
+
+    A dependency adds a third to what FastAPI takes for a request, so the hottest routes call :func:`state_of`.
+    """
+    return state_of(request)
+
+
+Shared = Annotated[State, Depends(get_state)]

@@ -1,0 +1,32 @@
+"""Nodes and their keys in one line of text, as a query and a command line have them."""
+
+from __future__ import annotations
+
+from service.schemas.v1 import MAX_NODES, key_fault
+
+_MAX_LENGTH = 256
+
+
+def node_pairs(text: str) -> list[tuple[str, str]]:
+    """``"layer3:C4,layer4"`` → pairs of node and key, in order; without a key of its own a node is its key.
+
+    Raises:
+        ValueError: an empty or overlong name, a key that no output can have, or too many nodes.
+
+    >>> node_pairs("layer3:C4, layer4")
+    [('layer3', 'C4'), ('layer4', 'layer4')]
+    """
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(","):
+        node, colon, key = (piece.strip() for piece in part.partition(":"))
+        if not node or (colon and not key):
+            raise ValueError(f"{part[:100]!r} is not NODE or NODE:KEY")
+        if max(len(node), len(key)) > _MAX_LENGTH:
+            raise ValueError(f"no name or key has over {_MAX_LENGTH} characters")
+        fault = key_fault(key or node)
+        if fault is not None:
+            raise ValueError(fault)
+        pairs.append((node, key or node))
+    if len(pairs) > MAX_NODES:
+        raise ValueError(f"at most {MAX_NODES} nodes are taken")
+    return pairs

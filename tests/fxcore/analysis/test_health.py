@@ -1,0 +1,77 @@
+"""check_health: at which node NaN, infinity or saturation first appears, and where it comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from fxcore.analysis.health import check_health
+from tests.fxcore.capture import traced
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(torch.sqrt(self.linear(x)) + 1)
+
+
+def test_the_operation_that_makes_a_nan() -> None:
+    model = Root()
+    nn.init.constant_(model.linear.weight, -1)
+    found = check_health(traced(model), torch.ones(1, 4))
+    assert found.first_nan == "sqrt"
+    assert found.first_inf is None
+    assert found.cause == "operation"
+    assert not found.healthy
+    assert {n.name: n.nan for n in found.nodes}["linear"] == 0
+
+
+def test_bad_weights() -> None:
+    model = resnet18()
+    model.layer3[0].conv1.weight.data[5, 3, 1, 1] = float("nan")
+    found = check_health(traced(model), torch.randn(1, 3, 32, 32))
+    assert found.first_nan == "layer3.0.conv1"
+    assert found.cause == "weights"
+
+
+def test_bad_input() -> None:
+    found = check_health(traced(Root()), torch.tensor([[1.0, float("inf"), 0, 0]]))
+    assert found.first_inf == "x"
+    assert found.cause == "input"
+
+
+def test_a_sound_model() -> None:
+    found = check_health(traced(resnet18()), torch.randn(1, 3, 64, 64))
+    assert found.healthy
+    assert found.cause is None
+    assert len(found.nodes) > 60
+
+
+@pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Tanh(), nn.ReLU6(), nn.Hardsigmoid()])
+def test_saturation_at_the_bounds(activation: nn.Module) -> None:
+    module = traced(nn.Sequential(nn.Identity(), activation))
+    assert check_health(module, torch.full((8,), 50.0)).first_saturated == "1"
+    assert check_health(module, torch.linspace(0.2, 0.9, 8)).first_saturated is None
+
+
+def test_a_dead_relu() -> None:
+    module = traced(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    module.get_submodule("0").weight.data.fill_(-1)
+    found = check_health(module, torch.ones(1, 4) * 9)
+    assert found.first_saturated == "1"
+    assert found.nodes[-1].saturated == 1
+
+
+def test_what_half_precision_cannot_hold() -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 1e4).square().sqrt()
+
+    module = traced(Large())
+    assert check_health(module, torch.ones(3)).healthy
+    assert check_health(module, torch.ones(3), limit=torch.finfo(torch.float16).max).first_saturated == "square"

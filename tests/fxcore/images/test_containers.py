@@ -1,0 +1,215 @@
+"""What is left of files that were made to cost much, and that nothing is lost which decides pixels."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+import PIL.BmpImagePlugin
+import PIL.Image
+import PIL.ImageOps
+import PIL.PngImagePlugin
+import PIL.TiffImagePlugin
+import pytest
+
+from fxcore import open_image
+from fxcore.errors import BadImage
+from fxcore.images.containers import MAX_PIECES, MAX_SEGMENTS, stripped
+from fxcore.images.files import image_size
+from tests import nasty
+from tests.nasty import photo, png, saved
+
+PIXEL = (b"IDAT", zlib.compress(b"\0\0"))
+
+
+def packed(size: int) -> bytes:
+    return zlib.compress(bytes(size), 9)
+
+
+def turned(value: int) -> bytes:
+    exif = PIL.Image.Exif()
+    exif[0x0112] = value
+    return exif.tobytes()
+
+
+def jpeg(*segments: tuple[int, bytes]) -> bytes:
+    data = saved(photo(), "JPEG")
+    more = (b"\xff" + bytes([kind]) + struct.pack(">H", len(body) + 2) + body for kind, body in segments)
+    return data[:2] + b"".join(more) + data[2:]
+
+
+def directory(tags: int, size: int) -> bytes:
+    """EXIF whose every tag has all of the same ``size`` bytes as its value."""
+    at = 8 + 2 + 12 * tags + 4
+    entries = b"".join(struct.pack("<HHII", 1000 + tag, 7, size, at) for tag in range(tags))
+    return b"II*\0" + struct.pack("<IH", 8, tags) + entries + bytes(4 + size)
+
+
+def gif(before: bytes) -> bytes:
+    data = saved(photo("P", (16, 16)), "GIF")
+    at = 13 + 3 * (2 << (data[10] & 7)) * (data[10] >> 7)
+    return data[:at] + before + data[at:]
+
+
+def tiff(tags: int, size: int) -> bytes:
+    """A deflated TIFF with tags that libtiff does not know, each with the same ``size`` bytes as its value."""
+    data = saved(photo(), "TIFF", compression="tiff_adobe_deflate")
+    (at,) = struct.unpack_from("<I", data, 4)
+    (own,) = struct.unpack_from("<H", data, at)
+    entries = b"".join(struct.pack("<HHII", 40_000 + tag, 7, size, len(data)) for tag in range(tags))
+    entries = data[at + 2 : at + 2 + 12 * own] + entries
+    head = data[:4] + struct.pack("<I", len(data) + size) + data[8:]
+    return head + bytes(size) + struct.pack("<H", own + tags) + entries + bytes(4)
+
+
+def tiff_of(width: int, height: int, tile: int) -> bytes:
+    """A deflated TIFF of one square tile of ``tile`` pixels a side."""
+    pixels = packed(tile * tile)
+    tags = [(256, width), (257, height), (258, 8), (259, 8), (262, 1), (277, 1), (322, tile), (323, tile)]
+    tags += [(324, 8 + 2 + 12 * 10 + 4), (325, len(pixels))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + pixels
+
+
+def bmp(width: int, height: int, compression: int, runs: bytes) -> bytes:
+    bits = 8 if compression == 1 else 4
+    colors = np.random.default_rng(0).integers(0, 256, (2**bits, 4), dtype=np.uint8).tobytes()
+    start = 54 + len(colors)
+    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, compression, len(runs), 0, 0, 2**bits, 0)
+    return b"BM" + struct.pack("<IHHI", start + len(runs), 0, 0, start) + header + colors + runs
+
+
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "png texts": lambda: png(1, 1, *[(b"zTXt", b"a\0\0" + packed(10**6))] * 64, PIXEL),
+    "png unicode texts": lambda: png(1, 1, *[(b"iTXt", b"a\0\1\0\0\0" + packed(10**6))] * 64, PIXEL),
+    "png texts after its pixels": lambda: png(1, 1, PIXEL, *[(b"zTXt", b"a\0\0" + packed(10**6))] * 64),
+    "png profiles": lambda: png(1, 1, *[(b"iCCP", b"a\0\0" + packed(10**6))] * 64, PIXEL),
+    "png exif": lambda: png(1, 1, (b"eXIf", directory(5000, 60_000)), PIXEL),
+    "png exif as text": lambda: png(1, 1, *[(b"zTXt", b"Raw profile type exif\0\0" + packed(10**7))] * 8, PIXEL),
+    "jpeg exif": lambda: jpeg((0xE1, b"Exif\0\0" + directory(2700, 30_000))),
+    "jpeg exif in parts": lambda: jpeg(*[(0xE1, b"Exif\0\0" + directory(5400, 0))] * 20),
+    "jpeg pictures": lambda: jpeg((0xE2, b"MPF\0" + directory(2700, 30_000))),
+    "jpeg photoshop": lambda: jpeg(*[(0xED, b"Photoshop 3.0\0" + b"8BIM\4\4\0\0\0\0\0\0" * 5000)] * 20),
+    "jpeg fill": lambda: saved(photo(), "JPEG")[:2] + b"\xff" * 10**6 + saved(photo(), "JPEG")[2:],
+    "webp exif": lambda: saved(photo(), "WEBP", exif=b"Exif\0\0" + directory(30_000, 10**5)),
+    "gif comments": lambda: gif((b"\x21\xfe" + b"\x01x" * 1000 + b"\0") * 15),
+    "tiff tags": lambda: tiff(4000, 10**5),
+    "bmp lines": lambda: bmp(1000, 1000, 1, b"\1\0\0\0" * 1000),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_decides_no_pixel_costs_next_to_nothing(name: str) -> None:
+    data = COSTLY[name]()
+    began = time.process_time()
+    size, image = image_size(data), open_image(data)
+    assert time.process_time() - began < 0.1
+    assert (image.height, image.width) == size
+    if not name.startswith(("bmp", "webp")):
+        assert len(stripped(data)[0]) < len(data) / 2 or name == "tiff tags"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: png(1, 1, *[(b"teSt", b"")] * MAX_PIECES, PIXEL), "16,384 chunks"),
+        (lambda: png(1, 1, PIXEL, *[(b"IDAT", b"")] * MAX_PIECES), "16,384 chunks"),
+        (lambda: jpeg(*[(0xE5, b"")] * MAX_SEGMENTS), "4,096 segments"),
+        (lambda: jpeg(*[(0xDB, b"")] * MAX_SEGMENTS), "4,096 segments"),
+        (lambda: gif(b"\x21\xfe" + b"\x01x" * MAX_PIECES + b"\0"), "16,384 blocks"),
+        (lambda: gif(b"\x21\xfe\0" * 2 * MAX_PIECES), "16,384 blocks"),
+        (lambda: tiff(4097, 0), "4,096 tags"),
+        (lambda: tiff_of(100, 100, 3000), "tiles of 9,000,000 pixels"),
+    ],
+)
+@pytest.mark.parametrize("read", [image_size, open_image])
+def test_files_of_too_many_pieces_are_refused(
+    make: Callable[[], bytes], message: str, read: Callable[[bytes], object]
+) -> None:
+    with pytest.raises(BadImage, match=message):
+        read(make())
+
+
+def text() -> PIL.PngImagePlugin.PngInfo:
+    info = PIL.PngImagePlugin.PngInfo()
+    info.add_text("Comment", "of a cat", zip=True)
+    info.add_itxt("Title", "cat", zip=True)
+    return info
+
+
+@pytest.mark.parametrize(
+    ("format", "mode", "options"),
+    [
+        ("PNG", "RGB", {"pnginfo": text(), "icc_profile": bytes(5000), "dpi": (72, 72)}),
+        ("PNG", "P", {"pnginfo": text(), "transparency": 3}),
+        ("PNG", "I;16", {"pnginfo": text()}),
+        ("JPEG", "RGB", {"icc_profile": bytes(100_000), "comment": b"of a cat", "dpi": (72, 72)}),
+        ("JPEG", "CMYK", {"icc_profile": bytes(100_000), "progressive": True}),
+        ("JPEG", "L", {"comment": b"of a cat"}),
+        ("WEBP", "RGBA", {"icc_profile": bytes(5000), "lossless": True}),
+        ("GIF", "P", {"comment": b"of a cat" * 100, "transparency": 3, "loop": 3}),
+        ("TIFF", "RGB", {"icc_profile": bytes(5000), "description": "of a cat"}),
+        ("TIFF", "RGB", {"compression": "jpeg", "description": "of a cat"}),
+        ("TIFF", "P", {"compression": "tiff_lzw", "description": "of a cat"}),
+        ("TIFF", "1", {"compression": "group4", "description": "of a cat"}),
+        ("TIFF", "YCbCr", {"description": "of a cat"}),
+        ("TIFF", "RGBA", {"big_tiff": True, "description": "of a cat"}),
+        ("TIFF", "F", {"compression": "tiff_adobe_deflate", "description": "of a cat"}),
+    ],
+)  # fmt: skip
+def test_pixels_are_what_pil_reads_of_the_whole_file(format: str, mode: str, options: dict[str, object]) -> None:
+    image = nasty.grey16() if mode == "I;16" else photo(mode)
+    data = saved(image, format, **options)
+    assert stripped(data)[0] != data or format == "WEBP"
+    whole, rest = PIL.Image.open(io.BytesIO(data)), PIL.Image.open(io.BytesIO(stripped(data)[0]))
+    assert (rest.mode, rest.size) == (whole.mode, whole.size)
+    assert np.array_equal(np.asarray(rest.convert("RGBA")), np.asarray(whole.convert("RGBA")))
+
+
+def test_an_animation_shows_its_first_frame() -> None:
+    for format in ("GIF", "PNG", "WEBP"):
+        data = nasty.animated(format)
+        assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("value", [1, 3, 6, 9])
+@pytest.mark.parametrize("kind", [b"zTXt", b"tEXt"])
+def test_orientations_in_text_are_found_as_pil_finds_them(value: int, kind: bytes) -> None:
+    digits = turned(value).hex().encode()
+    written = b"\nexif\n%8d\n%s\n" % (len(digits) // 2, digits)
+    body = b"Raw profile type exif\0" + (b"\0" + zlib.compress(written) if kind == b"zTXt" else written)
+    packet = b'<x tiff:Orientation="%d"/>' % value
+    unicode = b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(packet)
+    for chunk in ((kind, body), (b"iTXt", unicode)):
+        data = png(3, 2, chunk, (b"IDAT", zlib.compress(b"\0\1\2\3\0\4\5\6")))
+        expected = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
+        assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
+        assert image_size(data) == (expected.height, expected.width)
+
+
+@pytest.mark.parametrize("compression", [1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_of_a_bmp_are_read_as_pil_reads_them(compression: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    width, height = (int(side) for side in rng.integers(1, 30, 2))
+    pieces = [
+        lambda: bytes([rng.integers(1, 12), rng.integers(256)]),
+        lambda: b"\0\0",
+        lambda: b"\0\2" + bytes(rng.integers(0, 3, 2, dtype=np.uint8)),
+        lambda: literal(int(rng.integers(3, 9))),
+    ]
+
+    def literal(count: int) -> bytes:
+        size = count if compression == 1 else (count + 1) // 2
+        return bytes([0, count]) + rng.integers(0, 256, size, dtype=np.uint8).tobytes() + bytes(size % 2)
+
+    runs = b"".join(pieces[rng.integers(4)]() for _ in range(400)) + b"\0\1"
+    data = bmp(width, height, compression, runs)
+    image = open_image(data)
+    monkeypatch.setitem(PIL.Image.DECODERS, "bmp_rle", PIL.BmpImagePlugin.BmpRleDecoder)
+    expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    assert np.array_equal(np.asarray(image), np.asarray(expected))

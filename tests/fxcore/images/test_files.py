@@ -1,0 +1,222 @@
+"""Files to RGB images, against PIL."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import pytest
+import skimage.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxcore import open_image
+from fxcore.errors import BadImage, ImageTooLarge
+from fxcore.images.decoding import decode
+from fxcore.images.files import FORMATS, MAX_SCANS, image_size, plain_jpeg_header
+from tests.nasty import scans
+
+
+@pytest.fixture(scope="module")
+def cat() -> PIL.Image.Image:
+    """300 x 451 pixels, RGB."""
+    return PIL.Image.fromarray(skimage.data.chelsea())
+
+
+def encoded(image: PIL.Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def pixels(image: PIL.Image.Image) -> np.ndarray:
+    return np.asarray(image)
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(format: str, cat: PIL.Image.Image) -> None:
+    data = encoded(cat, format)
+    image = open_image(data)
+    assert image.mode == "RGB"
+    expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    assert np.array_equal(pixels(image), pixels(expected))
+    if format in ("PNG", "BMP", "TIFF"):
+        assert np.array_equal(pixels(image), pixels(cat))
+    assert image_size(data) == (300, 451)
+
+
+@pytest.mark.parametrize("format", ["ICO", "PPM", "TGA", "PCX", "JPEG2000"])
+def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
+    """Each decoder is a way in for whoever sends files; only those that people use stay open."""
+    with pytest.raises(BadImage, match="JPEG, PNG"):
+        open_image(encoded(cat, format))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {}),
+        ("RGB", {"progressive": True, "comment": b"of a cat"}),
+        ("RGB", {"subsampling": 0, "dpi": (300, 300), "icc_profile": b"\0" * 200_000}),
+        ("L", {"restart_marker_blocks": 4}),
+    ],
+)
+def test_the_size_of_plain_jpeg_files_needs_no_decoder(
+    mode: str, options: dict[str, object], cat: PIL.Image.Image
+) -> None:
+    data = encoded(cat.convert(mode), "JPEG", **options)
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        assert (plain_jpeg_header(data) or ())[:2] == (image.height, image.width)
+    with pytest.raises(ImageTooLarge):
+        plain_jpeg_header(data, 300)
+
+
+def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
+    plain = encoded(cat, "JPEG")
+    scan = plain.index(b"\xff\xda")
+    turned = PIL.Image.Exif()
+    turned[PIL.ExifTags.Base.Orientation] = 6
+    late = plain[:scan] + b"\xff\xe1" + (len(turned.tobytes()) + 2).to_bytes(2, "big") + turned.tobytes() + plain[scan:]
+    assert image_size(late) == (cat.width, cat.height)  # PIL heeds the block here too
+    with_exif, cmyk = encoded(cat, "JPEG", exif=turned), encoded(cat.convert("CMYK"), "JPEG")
+    for data in (late, with_exif, cmyk, plain[:scan], plain[:2] * 100, b"\xff\xd8"):
+        assert plain_jpeg_header(data) is None
+    assert plain_jpeg_header(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "format"),
+    [("L", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGBA", "WEBP"),
+     ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "PNG"), ("1", "BMP")],
+)  # fmt: skip
+def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
+    data = encoded(cat.convert(mode), format)
+    image = open_image(data)
+    assert image.mode == "RGB"
+    assert np.array_equal(pixels(image), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+    assert abs(pixels(image).astype(float).mean() - pixels(cat).mean()) < 12
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(256))])
+def test_palettes_with_transparency(transparency: int | bytes, cat: PIL.Image.Image) -> None:
+    """One transparent colour, or an alpha for each: the colours count, the alpha does not."""
+    palette = cat.convert("P")
+    image = open_image(encoded(palette, "PNG", transparency=transparency))
+    assert np.array_equal(pixels(image), pixels(palette.convert("RGB")))
+
+
+def test_alpha_is_dropped(cat: PIL.Image.Image) -> None:
+    transparent = cat.copy()
+    transparent.putalpha(PIL.Image.linear_gradient("L").resize(cat.size))
+    assert np.array_equal(pixels(open_image(encoded(transparent, "PNG"))), pixels(cat))
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_16_bit_grey_keeps_its_upper_bits(format: str) -> None:
+    """PIL's own conversion clips everything above 255 to white."""
+    grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
+    image = open_image(encoded(PIL.Image.fromarray(grey), format))
+    assert np.array_equal(pixels(image), np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=-1))
+
+
+def test_of_an_animation_the_first_frame(cat: PIL.Image.Image) -> None:
+    frames = [cat.convert("P"), cat.transpose(PIL.Image.Transpose.ROTATE_180).convert("P")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert np.array_equal(pixels(open_image(data)), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.6, 0.9])
+def test_truncated_files(format: str, part: float, cat: PIL.Image.Image) -> None:
+    data = encoded(cat, format)
+    with pytest.raises(BadImage) as caught:
+        open_image(data[: int(len(data) * part)])
+    assert caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"II*\0", b"<svg/>", bytes(5000)],
+)
+def test_what_is_no_image(data: bytes) -> None:
+    for read in (open_image, image_size):
+        with pytest.raises(BadImage) as caught:
+            read(data)
+        assert "0 bytes" in caught.value.detail if not data else "not an image" in caught.value.detail
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 5), st.data())
+def test_damage_is_a_bad_image_or_none(which: int, data: st.DataObject) -> None:
+    """Whatever bytes are overwritten: an image, or BadImage, never another error."""
+    file = bytearray(encoded(PIL.Image.fromarray(skimage.data.chelsea()[:40, :60]), FORMATS[which]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        position = data.draw(st.integers(0, min(len(file), 700) - 1))
+        file[position] = data.draw(st.integers(0, 255))
+    for read in (open_image, image_size):
+        with contextlib.suppress(BadImage, ImageTooLarge):
+            read(bytes(file), 10_000_000)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60))
+def test_a_damaged_exif_block_spoils_no_image(block: bytes) -> None:
+    small = PIL.Image.fromarray(skimage.data.chelsea()[:40, :60])
+    for header in (b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
+        data = encoded(small, "JPEG", exif=header + block)
+        image = open_image(data)
+        assert {image.height, image.width} == {40, 60}
+        assert image_size(data) == (image.height, image.width)
+
+
+# -- size limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [image_size, open_image, decode])
+def test_a_jpeg_has_few_scans(read: Callable[[bytes], object]) -> None:
+    """Each is a pass over all pixels."""
+    some = scans(MAX_SCANS - 10)
+    assert some.count(b"\xff\xda") <= MAX_SCANS
+    read(some)
+    many = scans(MAX_SCANS)
+    comment = b"\xff\xfe\x00\x04\xff\xd9"  # looks like the image's end
+    for data in (many, many[:2] + comment + many[2:]):
+        with pytest.raises(BadImage, match="over 100 scans"):
+            read(data)
+
+
+@pytest.mark.parametrize("read", [image_size, open_image, decode])
+def test_only_the_scans_of_a_jpeg_count(read: Callable[[bytes], object], cat: PIL.Image.Image) -> None:
+    """Comments, and what phones put behind the image, may hold any bytes."""
+    marks = b"\xff\xda" * 500
+    data = encoded(cat, "JPEG", comment=marks) + marks
+    assert data.count(b"\xff\xda") > 1000
+    read(data)
+
+
+def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
+    data = encoded(cat, "PNG")
+    assert open_image(data, 300 * 451).size == (451, 300)
+    for read in (open_image, image_size):
+        with pytest.raises(ImageTooLarge) as caught:
+            read(data, 300 * 451 - 1)
+        assert caught.value.extra == {"pixels": 300 * 451, "limit": 300 * 451 - 1}
+        # The header is enough: of these bytes no pixel could be decoded.
+        with pytest.raises(ImageTooLarge):
+            read(data[:60], 1000)
+
+
+def test_a_decompression_bomb_is_never_decoded() -> None:
+    """30,000 x 30,000 pixels in a file of 110 kB."""
+    data = encoded(PIL.Image.new("1", (30_000, 30_000)), "PNG")
+    assert len(data) < 200_000
+    with pytest.raises(ImageTooLarge) as caught:
+        open_image(data, 50_000_000)
+    assert caught.value.extra["pixels"] == 900_000_000

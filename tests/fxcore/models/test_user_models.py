@@ -1,0 +1,255 @@
+"""Users' own models: how they are described, what is told of wrong descriptions, and their values."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
+from fxcore.models.catalog import register
+from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, read_models, user_entry
+
+MODULE = '''
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+import fxcore
+
+class Tiny(nn.Module):
+    """Two stages; a mask that nobody has to give."""
+
+    def __init__(self, width=8, reads_itself=False):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(nn.Conv2d(width, 2 * width, 3, 2, 1), nn.ReLU())
+        self.head = nn.Linear(2 * width, 5)
+        if reads_itself:
+            self.scale = self.head.weight.abs().max().item()
+
+    def forward(self, pixels, mask=None):
+        maps = self.body(self.stem(pixels))
+        if mask is not None:
+            maps = maps * mask
+        return self.head(maps.mean((2, 3)))
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Conv2d(3, 3, 1)
+    def forward(self, x):
+        return self.c(x) if x.sum() > 0 else x
+
+def number():
+    return 7
+
+packaged = fxcore.UserModel(builder=Tiny, arguments={"width": 4})
+careless = fxcore.UserModel(builder=Tiny, weights="tiny.safetensors")
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module as an installed package has it."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages/mine_for_tests.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    yield "mine_for_tests"
+    sys.modules.pop("mine_for_tests", None)
+    register({})
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """What a models.toml of that text describes."""
+
+    def described(text: str) -> dict[str, Any]:
+        (tmp_path / "models.toml").write_text(text)
+        return dict(read_models(tmp_path))
+
+    return described
+
+
+def hooked(model: nn.Module, path: str, batch: torch.Tensor) -> torch.Tensor:
+    """What a forward hook on a module sees."""
+    seen: list[torch.Tensor] = []
+    with model.get_submodule(path).register_forward_hook(lambda m, i, output: seen.append(output.clone())):
+        model(batch)
+    return seen[0]
+
+
+def assert_like_hooks(entry: UserEntry, model: nn.Module, nodes: list[str]) -> None:
+    batch = torch.rand(2, 3, *entry.preprocessing().nominal_size())
+    graph = model_graph(entry, str(entry.default_weights))
+    extractor = build_extractor(graph, load_model(entry, str(entry.default_weights)), graph.resolve(nodes))
+    with torch.inference_mode():
+        for node, value in extractor.module(batch).items():
+            torch.testing.assert_close(value, hooked(model.eval(), node, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_a_module_written_by_hand(module: str, read: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    __import__(module)
+    torch.manual_seed(5)
+    model = sys.modules[module].Tiny(width=6)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "tiny.safetensors")
+    entry = read(f"""
+        [models.tiny]
+        builder = "{module}:Tiny"
+        arguments = {{ width = 6 }}
+        weights = "tiny.safetensors"
+        preprocessing = {{ resize_size = 40, crop_size = 32, mean = [0.5, 0.5, 0.5], interpolation = "bicubic" }}
+        """)["tiny"]
+    assert_like_hooks(entry, model, ["body", "stem.1", "head"])
+    assert entry.preprocessing().describe() == {
+        "resize_size": [40],
+        "crop_size": [32],
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.229, 0.224, 0.225],
+        "interpolation": "bicubic",
+        "antialias": True,
+    }
+    assert (entry.default_weights, entry.weights) == ("tiny.safetensors", ("tiny.safetensors",))
+    assert entry.weights_info("DEFAULT").num_params == sum(p.numel() for p in model.parameters())
+    assert model_graph(entry, "tiny.safetensors").eval_nodes[0] == "pixels"
+    assert [spec.name for spec in model_graph(entry).inputs] == ["pixels"]
+    assert {name: level.stride for name, level in model_graph(entry).levels.items()} == {"C1": 2, "C2": 4}
+
+
+def test_a_timm_model_as_its_builder_makes_it(read: Callable[[str], dict[str, Any]]) -> None:
+    entry = read("""
+        [models.small]
+        builder = "timm:create_model"
+        arguments = { model_name = "mobilenetv3_small_050", num_classes = 7 }
+        preprocessing = { crop_size = 64, resize_size = 64 }
+        """)["small"]
+    torch.manual_seed(0)
+    model = timm.create_model("mobilenetv3_small_050", num_classes=7)
+    assert entry.default_weights == "builder"
+    assert_like_hooks(entry, model, ["blocks.1", "blocks.5", "classifier"])
+
+
+def test_a_builder_that_reads_its_parameters(module: str, read: Callable[[str], dict[str, Any]]) -> None:
+    entry = read(f'[models.tiny]\nbuilder = "{module}:Tiny"\narguments = {{ reads_itself = true }}')["tiny"]
+    assert model_graph(entry).levels["C2"].channels == 16
+
+
+def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
+    info = tmp_path / "packages/mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[fxcore.models]\npackaged-tiny = {module}:packaged\nodd = {module}:number\n"
+        f"careless = {module}:careless\ngone = {module}:nothing\n"
+    )
+    found = dict(read_models(None))
+    assert found["packaged-tiny"].weights_info("builder").num_params == 461
+    assert "is no fxcore.UserModel but function" in found["odd"].detail
+    assert found["careless"].detail.startswith("model 'careless': AttributeError: 'str' object has no")
+    assert "cannot be loaded: AttributeError" in found["gone"].detail
+
+
+WRONG = {
+    "one": ("weights = 'x'", "it has no builder"),
+    "two": ("builder = 'timm'", "builder is written MODULE:CALLABLE, unlike 'timm'"),
+    "three": (
+        "builder = 'no_such_package:x'",
+        "cannot be imported: ModuleNotFoundError: No module named 'no_such_pack",
+    ),
+    "four": ("builder = 'MODULE:nobody'", "cannot be imported: AttributeError"),
+    "five": ("builder = 'MODULE:number'", "its builder gave int, not an nn.Module"),
+    "six": ("builder = 'MODULE:Tiny'\narguments = { depth = 3 }", "its builder failed: TypeError"),
+    "seven": ("builder = 'MODULE:Tiny'\nweights = 'gone.pth'", "there is no weights file"),
+    "eight": ("builder = 'MODULE:Tiny'\ninput = 'sound'", "input is image or video, not 'sound'"),
+    "nine": (
+        "builder = 'MODULE:Tiny'\npreprocessing = { crop = 3 }",
+        "preprocessing has no 'crop'; it has resize_size",
+    ),
+    "ten": ("builder = 'MODULE:Tiny'\npreprocessing = { mean = [1] }", "mean is a list of three numbers, not [1]"),
+    "eleven": ("builder = 'MODULE:Tiny'\nbuild = 1", "'build' is none of builder, arguments"),
+    "twelve": ("builder = 'MODULE:Tiny'\ntask = 'video'", "task is classification or segmentation for input 'image'"),
+    "resnet50": ("builder = 'MODULE:Tiny'", "torchvision has a model of this name"),
+    "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
+    "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
+}
+
+
+def test_each_wrong_description_is_told_and_costs_no_other(module: str, read: Callable[[str], dict[str, Any]]) -> None:
+    text = "\n".join(f"[models.{name}]\n{lines}" for name, (lines, _) in WRONG.items())
+    found = read(f"{text}\n[models.good]\nbuilder = 'MODULE:Tiny'".replace("MODULE", module))
+    assert len(found) == len(WRONG) + 1
+    for name, (_, said) in WRONG.items():
+        error = found[name.strip("'")]
+        assert isinstance(error, BadUserModel)
+        assert error.detail.startswith(f"model '{name.strip(chr(39))}': "), error.detail
+        assert said in error.detail
+    register(found)
+    assert get_model("good").task == "classification"
+    assert "good" in {entry.name for entry in list_models()}
+    with pytest.raises(FxError, match="'six' was described wrongly"):
+        get_model("six")
+
+
+@pytest.mark.parametrize(("text", "said"), [("[models", "models.toml: "), ("[net]\nbuilder = 'a:b'", "[models.NAME]")])
+def test_a_file_that_is_wrong_as_a_whole(text: str, said: str, read: Callable[[str], dict[str, Any]]) -> None:
+    with pytest.raises(FxError) as caught:
+        read(text)
+    assert said in caught.value.detail
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout())
+        self.register_buffer("mean", torch.rand(4))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
+        made: Tensor = (self.body(pixels) - self.mean.view(4, 1, 1)) * self.scale.view(4, 1, 1)
+        return made if mask is None else made * mask
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["builders", "file"])
+def test_a_module_in_hand_is_neither_moved_nor_changed(file: bool, tmp_path: Path) -> None:
+    """In train mode, with its gradients: the server takes a copy that shares the weights."""
+    model = Own().train()
+    kind, attributes = type(model), dict(vars(model))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: (id(tensor), tensor.data_ptr(), tensor.clone()) for name, tensor in tensors.items()}
+    weights = tmp_path / "own.safetensors" if file else None
+    if weights is not None:
+        save_file({name: tensor.detach() + 1 for name, tensor in tensors.items() if tensor.ndim}, weights)
+    entry = user_entry("own", UserModel(lambda: model, weights=weights, preprocessing={"crop_size": 32}))
+    graph = model_graph(entry)
+    loaded = load_model(entry, entry.canonical_weights("DEFAULT"))
+    extractor = build_extractor(graph, loaded, graph.resolve(["body", "mul"]), torch.float64)
+    loaded.double()
+    with torch.no_grad():
+        extractor.module.double()(torch.rand(2, 3, 32, 32, dtype=torch.float64))
+    assert type(model) is kind
+    assert vars(model).keys() == attributes.keys()
+    assert all(part.training for part in model.modules())
+    assert model.body[2].inplace
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert (id(tensor), tensor.data_ptr()) == values[name][:2], name
+        assert torch.equal(tensor, values[name][2]), name
+        assert tensor.requires_grad == isinstance(tensor, nn.Parameter)
+    assert not file or torch.equal(loaded.scale, (model.scale + 1).double())
+    if not file:
+        again = load_model(entry, entry.canonical_weights("DEFAULT"))
+        assert again.scale.data_ptr() == model.scale.data_ptr()
+
+
+def test_a_module_in_hand_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1))
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(BadUserModel, match="give a builder that makes a new one"):
+        user_entry("own", UserModel(lambda: model))

@@ -1,0 +1,322 @@
+"""Capture: leaf modules and functions, concrete arguments, and failures that explain themselves."""
+
+from __future__ import annotations
+
+import math
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision.models import resnet18
+from torchvision.models.feature_extraction import get_graph_node_names
+
+from fxcore import trace
+from fxcore.errors import NotTraceable
+from fxcore.tracing.leaves import NotAFunction
+from fxcore.tracing.tracer import UnknownArgument, closed_modules, names
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+class While(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        while x.sum() > 0:
+            x = x - 1
+        return x
+
+
+class Truth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * bool(x.sum())
+
+
+class Length(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x)
+
+
+class Number(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * int(x.shape[0])
+
+
+class Count(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(x.shape[0]):
+            x = x + 1
+        return x
+
+
+class Rows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for row in x:
+            x = x + row
+        return x
+
+
+class Zeros(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(x.shape[0], 4)
+
+
+class Write(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[0] = 1
+        return x
+
+
+class Options(nn.Module):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return F.relu(x, **kwargs)
+
+
+class Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * np.sqrt(x)
+
+
+def clipped(x: Tensor) -> Tensor:
+    return x if x.max() < 1 else x / x.max()
+
+
+_alias = clipped
+
+
+def helper(x: Tensor) -> Tensor:
+    return _alias(x) + 1
+
+
+class Clip(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return clipped(x) + helper(x)
+
+
+FAILURES = [
+    (Gate, "control_flow", "if x.sum() > 0:", "concrete_args"),
+    (While, "loop", "while x.sum() > 0:", "rounds"),
+    (Truth, "bool", "return x * bool(x.sum())", "torch.where"),
+    (Length, "len", "return x * len(x)", ".shape[0]"),
+    (Number, "number", "return x * int(x.shape[0])", "conversion"),
+    (Count, "range", "for _ in range(x.shape[0]):", "concrete_args"),
+    (Rows, "iteration", "for row in x:", "unbind"),
+    (Zeros, "constructor", "return x + torch.zeros(x.shape[0], 4)", "zeros_like"),
+    (Write, "assignment", "x[0] = 1", "masked_fill"),
+    (Options, "kwargs", "return F.relu(x, **kwargs)", "signature"),
+    (Numpy, "function", "return x * np.sqrt(x)", "leaf_functions=(np.sqrt,)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "expected", "line", "advice"), FAILURES, ids=[f[1] for f in FAILURES])
+def test_failures_say_where_and_what_to_do(kind: type[nn.Module], expected: str, line: str, advice: str) -> None:
+    if kind is Options:
+        model: nn.Module = Options()
+        path = "Options"
+    else:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind()))
+        path = "1.0"
+    with pytest.raises(NotTraceable) as caught:
+        trace(model)
+    extra = caught.value.extra
+    assert extra["kind"] == expected
+    assert extra["module"] == path
+    file, number, code = extra["source"].split(":", 2)
+    assert file == "test_capture.py"
+    assert code.strip() == line
+    assert Path(__file__).read_text().splitlines()[int(number) - 1].strip() == line
+    assert advice in extra["advice"]
+    assert line in caught.value.detail
+    assert kind is Options or f'leaf_modules=("{path}",)' in caught.value.detail
+
+
+@pytest.mark.parametrize("kind", [f[0] for f in FAILURES if f[0] is not Options])
+def test_auto_closes_the_innermost_module(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.ReLU()))
+    graph = trace(model, leaf_modules="auto").graph
+    assert list(closed_modules(graph)) == ["1.0"]
+    assert closed_modules(graph)["1.0"]
+    assert [n for n in names(graph) if n != "input"][-2:] == ["1.0", "1.1"]
+
+
+class Loops(nn.Module):
+    """Iterates over what its child returns, so that closing the child is not enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * 2 for row in self.gate(x)])
+
+
+def test_auto_goes_outwards_as_far_as_needed() -> None:
+    graph = trace(nn.Sequential(Loops(), nn.ReLU()), leaf_modules="auto").graph
+    assert list(closed_modules(graph)) == ["0"]
+
+
+def test_auto_cannot_close_the_whole_model() -> None:
+    with pytest.raises(NotTraceable):
+        trace(Gate(), leaf_modules="auto")
+
+
+def test_auto_gives_what_the_model_gives() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.ReLU(), Rows())).eval()
+    traced = trace(model, leaf_modules="auto")
+    for x in (torch.randn(2, 4), -torch.ones(2, 4)):
+        assert torch.equal(traced(x), model(x))
+
+
+def test_leaf_modules_by_path_pattern_and_class() -> None:
+    model = resnet18().eval()
+    assert "layer4.1" in names(trace(model, leaf_modules=("layer4.1",)).graph)
+    by_pattern = names(trace(model, leaf_modules=("layer[34].*",)).graph)
+    assert "layer3.0" in by_pattern
+    assert "layer2.0.conv1" in by_pattern
+    kind = type(model.layer1[0])
+    by_class = names(trace(model, leaf_modules=(kind,)).graph)
+    assert [n for n in by_class if n.startswith("layer1")] == ["layer1.0", "layer1.1"]
+    with pytest.raises(UnknownArgument) as caught:
+        trace(model, leaf_modules=("layer4.7",))
+    assert "layer4.0" in caught.value.extra["suggestions"]
+
+
+def test_names_stay_torchvisions() -> None:
+    model = resnet18()
+    assert names(trace(model).graph) == get_graph_node_names(resnet18())[1]
+
+
+def test_leaf_functions_wherever_they_are_called_from() -> None:
+    model = Clip().eval()
+    with pytest.raises(NotTraceable):
+        trace(model)
+    graph = trace(model, leaf_functions=(clipped,)).graph
+    calls = [n for n in graph.nodes if n.target is clipped]
+    assert len(calls) == 2
+    assert _alias is clipped
+    assert isinstance(clipped, types.FunctionType)
+    x = torch.randn(3, 4)
+    assert torch.equal(fx.GraphModule(model, graph)(x), model(x))
+
+
+def test_pythons_own_functions() -> None:
+    model = Length().eval()
+    graph = trace(model, leaf_functions=(len,)).graph
+    assert any(n.target is len for n in graph.nodes)
+    assert "len" not in globals()
+    assert float(fx.GraphModule(model, graph)(torch.ones(3))[0]) == 3
+
+
+def test_classes_are_no_leaf_functions() -> None:
+    with pytest.raises(NotAFunction):
+        trace(Number(), leaf_functions=(int,))
+
+
+def test_leaf_functions_are_restored_after_a_failure() -> None:
+    before = clipped
+    with pytest.raises(NotTraceable):
+        trace(nn.Sequential(Clip(), Gate()), leaf_functions=(clipped,))
+    assert globals()["clipped"] is before
+    assert globals()["_alias"] is before
+
+
+def test_other_threads_call_the_function_itself() -> None:
+    """A thread that runs the model while it is traced gets values, not nodes."""
+    inside, finished = threading.Event(), threading.Event()
+    seen: list[Tensor] = []
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert finished.wait(120)
+            return clipped(x)
+
+    def infer() -> None:
+        assert inside.wait(120)
+        seen.append(clipped(torch.full((2,), 4.0)))
+        seen.append(nn.Sequential(nn.ReLU())(torch.ones(1)))
+        finished.set()
+
+    thread = threading.Thread(target=infer)
+    thread.start()
+    graph = trace(Waits(), leaf_functions=(clipped,)).graph
+    thread.join()
+    assert torch.equal(seen[0], torch.ones(2))
+    assert torch.equal(seen[1], torch.ones(1))
+    assert sum(n.target is clipped for n in graph.nodes) == 1
+
+
+class Choice(nn.Module):
+    def forward(self, x: Tensor, negative: bool = False, times: int = 1) -> Tensor:
+        if negative:
+            x = -x
+        for _ in range(times):
+            x = x + 1
+        return x
+
+
+def test_concrete_arguments_specialise() -> None:
+    model = Choice().eval()
+    with pytest.raises(NotTraceable):
+        trace(model)
+    traced = trace(model, concrete_args={"negative": True, "times": 3})
+    assert float(traced(torch.tensor(5.0))) == -2
+    assert names(traced.graph) == ["x", "neg", "add", "add_1", "add_2"]
+    with pytest.raises(UnknownArgument) as caught:
+        trace(model, concrete_args={"negativ": True})
+    assert caught.value.extra["suggestions"] == ["x", "negative", "times"]
+
+
+class Either(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        positive = x.sum() > 0
+        return math.sqrt(2) * x if positive else x
+
+
+def test_a_conditional_expression_is_control_flow_whatever_it_begins_with() -> None:
+    with pytest.raises(NotTraceable) as caught:
+        trace(Either())
+    assert caught.value.extra["kind"] == "control_flow"
+    assert "leaf_functions" not in caught.value.extra["advice"]
+
+
+def test_leaf_functions_that_no_module_has_a_name_for() -> None:
+    """In variables around the model's source, at any depth; in attributes; and in globals of code that was executed."""
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    def outer(x: Tensor) -> Tensor:
+        return doubled(x) + 1
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.run = doubled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.run(doubled(x)) + outer(x)
+
+    before, model = doubled, Inside().eval()
+    graph = trace(model, leaf_functions=(doubled,)).graph
+    assert sum(n.target is before for n in graph.nodes) == 3
+    assert doubled is before is model.run
+    assert torch.equal(fx.GraphModule(model, graph)(torch.ones(2)), torch.full((2,), 7.0))
+    space: dict[str, Any] = {"nn": nn, "__name__": "executed"}
+    exec(
+        "def halved(x):\n    return x / 2\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        return halved(x)\n",
+        space,
+    )
+    assert names(trace(space["Net"](), leaf_functions=(space["halved"],)).graph) == ["x", "halved"]
+    with pytest.raises(NotAFunction, match="by a name that can be found"):
+        trace(model, leaf_functions=(lambda x: x,))

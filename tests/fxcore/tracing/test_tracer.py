@@ -1,0 +1,328 @@
+"""Tracing: torchvision's names, explained failures, and no other thread disturbed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torchvision import ops
+from torchvision.models.feature_extraction import get_graph_node_names
+
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.errors import NotTraceable
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.tracing.tracer import names
+from tests.fxcore.conftest import OwnEntry
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 3, 1)
+        self.norm = nn.BatchNorm2d(3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.conv1(x)))
+        y = torch.relu(self.norm(self.conv1(y)))
+        return (x + y).flatten(1).reshape(x.shape) * self.scale
+
+
+class Odd(nn.Module):
+    """Repeated calls, names that end in numbers, functions and methods of one name, a call of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_1 = Block()
+        self.a = Block()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a_1(self.a(self.a_1(x)))
+        for block in self.blocks:
+            x = block(x) + 1
+        if self.training:
+            x = x.relu()
+        return self.drop(x).add(1).add(2)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_names_are_torchvisions(training: bool) -> None:
+    model = Odd()
+    found = names(trace(model, training=training).graph)
+    train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
+    assert found == (train if training else evaluation)
+    assert train != evaluation
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+def test_what_cannot_be_traced_says_where(own_entry: OwnEntry) -> None:
+    """HAZARDS 12: the module and the line, no path of this machine."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(Branches()))
+    with pytest.raises(NotTraceable) as caught:
+        trace(model)
+    assert caught.value.extra["module"] == "1.0"
+    assert "if x.sum() > 0:" in caught.value.extra["source"]
+    assert "test_tracing.py" in caught.value.extra["source"]
+    assert "if x.sum() > 0:" in caught.value.detail
+    with pytest.raises(NotTraceable):
+        model_graph(own_entry(lambda: model))
+
+
+def test_a_failed_trace_leaves_torch_as_it_was() -> None:
+    call, attribute = nn.Module.__call__, nn.Module.__getattr__
+    with pytest.raises(NotTraceable):
+        trace(Branches())
+    assert nn.Module.__call__ is call
+    assert nn.Module.__getattr__ is attribute
+    assert names(trace(Block()).graph)
+
+
+class Named(nn.Module):
+    """Convolutions under the names of ``paths``."""
+
+    def __init__(self, *paths: str) -> None:
+        super().__init__()
+        self.paths = paths
+        for path in paths:
+            first, _, key = path.partition(".")
+            self._modules[first] = nn.ModuleDict({key: nn.Conv2d(3, 3, 1)}) if key else nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for path in self.paths:
+            first, _, key = path.partition(".")
+            x = self._modules[first][key](x) if key else self._modules[first](x)  # type: ignore[index, misc, operator]
+        return x
+
+
+@pytest.mark.parametrize("path", ["meta", "code", "recompile", "graph.stem", "heads.class"])
+def test_a_name_that_no_graph_module_can_have_is_named(path: str, own_entry: OwnEntry) -> None:
+    with pytest.raises(NotTraceable, match=f"nothing in it can be called '{path}', since ") as caught:
+        trace(Named("stem", path))
+    assert caught.value.extra["module"] == path
+    with pytest.raises(NotTraceable):
+        model_graph(own_entry(lambda: Named("stem", path)))
+
+
+def test_names_that_look_like_taken_ones_can_be_had() -> None:
+    model = Named("heads.meta", "stem.code", "classes", "match").eval()
+    x = torch.randn(1, 3, 4, 4)
+    assert torch.equal(trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "raft_small"])
+def test_the_models_that_cannot_be_traced_say_why(name: str) -> None:
+    """HAZARDS 12: detectors loop over images, and RAFT branches on shapes."""
+    model = get_model(name).build_weightless()
+    with pytest.raises(NotTraceable) as caught:
+        trace(model)
+    assert caught.value.extra["source"].startswith("torchvision/")
+    assert "/" not in caught.value.detail.split("torchvision/")[0]
+    closed = {part.path: part.reason for part in model_graph(name).closed}
+    assert closed
+    assert all(len(reason) > 20 for reason in closed.values())
+
+
+SMALL = [
+    "alexnet", "squeezenet1_0", "squeezenet1_1", "vgg11", "vgg13", "vgg16", "vgg11_bn", "resnet18", "resnet34",
+    "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet0_5", "mnasnet1_0", "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0", "regnet_x_400mf", "regnet_y_400mf", "convnext_tiny", "vit_b_32",
+]  # fmt: skip
+
+
+def test_tracing_beside_inference() -> None:
+    """HAZARDS 6: while 20 models are traced, another thread infers. Its answers stay the same, bit for bit, and the
+    traces record nothing of it."""
+    models = [get_model(name).build_weightless() for name in SMALL]
+    expected = [get_graph_node_names(model, suppress_diff_warning=True)[1] for model in models]
+    model, x = load_model(get_model("resnet18"), "random"), torch.randn(2, 3, 64, 64)
+    graph = model_graph("resnet18")
+    extractor = build_extractor(graph, model, graph.resolve(["C3", "fc"])).module
+    with torch.no_grad():
+        quiet = model(x)
+        c3 = extractor(x)["C3"]
+    stop, wrong, answers = threading.Event(), [], 0
+
+    def infer() -> None:
+        nonlocal answers
+        with torch.no_grad():
+            while not stop.is_set():
+                try:
+                    values = extractor(x)
+                    same = torch.equal(model(x), quiet) and torch.equal(values["C3"], c3)
+                    if not same or not torch.equal(values["fc"], quiet):
+                        wrong.append("another value")
+                except Exception as error:
+                    wrong.append(repr(error))
+                answers += 1
+
+    thread = threading.Thread(target=infer)
+    thread.start()
+    try:
+        found = [names(trace(model).graph) for model in models]
+        until = time.monotonic() + 60
+        while answers < 10 and time.monotonic() < until:  # on a slow machine the traces would be over first
+            assert [names(trace(model).graph) for model in models[:4]] == expected[:4]
+    finally:
+        stop.set()
+        thread.join()
+    assert answers >= 10
+    assert wrong == []
+    assert found == expected
+
+
+class Waiting(nn.Module):
+    """Stops in the midst of its trace until something else has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.set()
+        self.go_on.wait(60)
+        return self.norm(x) + 1
+
+
+def test_other_threads_in_the_midst_of_a_trace() -> None:
+    """HAZARDS 6: what torch.fx replaces while it traces, it replaces for the whole process."""
+    model, x = load_model(get_model("convnext_tiny"), "random"), torch.randn(1, 3, 64, 64)
+    compiled = torch.compile(lambda t: t.relu() + 1, backend="eager")
+    with torch.no_grad():
+        expected = model(x)
+        compiled(x)
+    waiting = Waiting().eval()
+    graphs: list[fx.Graph] = []
+    thread = threading.Thread(target=lambda: graphs.append(trace(waiting).graph))
+    thread.start()
+    try:
+        assert waiting.inside.wait(60)
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+            assert torch.equal(compiled(x), x.relu() + 1)
+            # Even of the model that is being traced; int8 models are, while they serve.
+            assert isinstance(waiting.norm.weight, nn.Parameter)
+            assert torch.equal(waiting.norm(x), F.batch_norm(x, torch.zeros(3), torch.ones(3)))
+        assert isinstance(model.features[1][0].block[1], ops.Permute)  # a class, as ever
+        assert isinstance(ops.Permute([0, 1]), ops.Permute)
+        assert ops.box_area(torch.tensor([[0.0, 0.0, 2.0, 3.0]])).item() == 6
+        assert next(nn.Linear(2, 2).parameters()).shape == (2, 2)
+        entry = get_model("quantized_mobilenet_v2")
+        assert len(list(entry.build_weightless().modules())) == len(list(entry.build().modules()))
+    finally:
+        waiting.go_on.set()
+        thread.join()
+    assert names(graphs[0]) == ["x", "norm", "add"]
+
+
+def test_other_threads_in_the_midst_of_the_trace_of_a_function() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def function(x: Tensor) -> Tensor:
+        inside.set()
+        go_on.wait(60)
+        return x + 1
+
+    graphs: list[fx.Graph] = []
+    thread = threading.Thread(target=lambda: graphs.append(trace(function).graph))
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    expected = model(x)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        assert torch.equal(model(x), expected)
+    finally:
+        go_on.set()
+        thread.join()
+    assert [n.name for n in graphs[0].nodes] == ["x", "add", "output"]
+
+
+def test_one_trace_at_a_time() -> None:
+    """Two at once would put each other's replacements back (pytorch#187589)."""
+    call, attribute = nn.Module.__call__, nn.Module.__getattr__
+    waiting, block = Waiting().eval(), Block().eval()
+    expected = names(trace(block).graph)
+    graphs: dict[str, fx.Graph] = {}
+    first = threading.Thread(target=lambda: graphs.update(waiting=trace(waiting).graph))
+    second = threading.Thread(target=lambda: graphs.update(block=trace(block).graph))
+    first.start()
+    try:
+        assert waiting.inside.wait(60)
+        second.start()
+        second.join(0.5)
+        assert graphs == {}
+    finally:
+        waiting.go_on.set()
+        first.join()
+    second.join()
+    assert names(graphs["waiting"]) == ["x", "norm", "add"]
+    assert names(graphs["block"]) == expected
+    assert nn.Module.__call__ is call
+    assert nn.Module.__getattr__ is attribute
+
+
+def test_traces_in_several_threads_at_once() -> None:
+    """torch.fx itself cannot (pytorch#187589)."""
+    expected = {name: model_graph(name).eval_nodes for name in ("resnet18", "squeezenet1_1", "mnasnet0_5", "alexnet")}
+    found: dict[str, list[str]] = {}
+
+    def build(name: str) -> None:
+        found[name] = ModelGraph(get_model(name)).eval_nodes
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_a_graph_is_traced_once_for_all_who_ask(own_entry: OwnEntry) -> None:
+    built = []
+
+    def build() -> nn.Module:
+        built.append(1)
+        return Block()
+
+    entry = own_entry(build)
+    graphs: list[ModelGraph] = []
+    threads = [threading.Thread(target=lambda: graphs.append(model_graph(entry))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(graphs) == 8
+    assert len({id(graph) for graph in graphs}) == 1
+    assert len(built) == 1
+
+
+def test_the_fingerprint_is_of_what_names_mean(own_entry: OwnEntry) -> None:
+    def graph_of(kind: type[nn.Module]) -> ModelGraph:
+        return ModelGraph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 3, 1), kind())))
+
+    first = graph_of(nn.ReLU)
+    assert first.fingerprint == graph_of(nn.ReLU).fingerprint
+    wider = ModelGraph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())))
+    assert wider.fingerprint != first.fingerprint
+    assert model_graph("vgg11").fingerprint != model_graph("vgg13").fingerprint
+
+
+def test_graphs_are_not_shared_with_the_tracer() -> None:
+    """A graph from the cache is the same after extractors have been made of it."""
+    graph = model_graph("resnet18")
+    before = str(graph.graph)
+    build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve(["layer1.0.bn1", "C5"]))
+    assert str(graph.graph) == before
+    assert isinstance(graph.graph, fx.Graph)

@@ -1,0 +1,355 @@
+"""The client's own decisions, which need no server: its imports, its requests, its retries, its errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import httpx
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+import skimage.data
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.client import exceptions, flows
+from service.client.flows import Answer, Held, Patience, Send, Wait, Work
+from service.client.images import Encoded, parts
+from service.client.tensors import Assembly
+from service.schemas.problem_kinds import KINDS
+
+MB = 1024**2
+
+
+@pytest.mark.parametrize("module", ["service.client", "service"])
+def test_importing_it_imports_neither_torch_nor_a_server(module):
+    heavy = ["torch", "torchvision", "fxcore", "fastapi", "pydantic", "PIL"]
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "chelsea.png"
+    PIL.Image.fromarray(skimage.data.chelsea()).save(path)
+    return path
+
+
+def only(images):
+    [part] = parts(images, 16, 16 * MB)
+    return part
+
+
+def test_files_are_sent_as_they_are(photo):
+    for image in (photo, str(photo), photo.read_bytes(), bytearray(photo.read_bytes()), [photo]):
+        assert only(image).body() == (photo.read_bytes(), "image/*")
+
+
+def test_several_files_are_one_form(photo):
+    body, kind = only([photo, photo.read_bytes()]).body()
+    request = httpx.Request("POST", "http://x", headers={"content-type": kind}, content=body)
+    assert kind.startswith("multipart/form-data; boundary=")
+    assert request.read().count(photo.read_bytes()) == 2
+
+
+def test_pixels_have_their_channels_last():
+    pixels = skimage.data.chelsea()
+    first = pixels.transpose(2, 0, 1)
+    given = [pixels, PIL.Image.fromarray(pixels), torch.from_numpy(pixels), torch.from_numpy(first.copy()), first]
+    for image in [*given, pixels[None], [pixels]]:
+        body, kind = only(image).body()
+        assert kind == "application/x-npy"
+        assert np.array_equal(np.load(io.BytesIO(body)), pixels[None])
+
+
+def test_a_pil_image_is_turned_as_its_file_would_be(tmp_path):
+    path = tmp_path / "turned.jpg"
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    PIL.Image.fromarray(skimage.data.chelsea()).save(path, exif=exif)
+    body, _ = only(PIL.Image.open(path)).body()
+    assert np.load(io.BytesIO(body)).shape == (1, 451, 300, 3)
+
+
+def test_other_modes_are_left_to_the_server():
+    for mode in ("L", "LA", "RGBA", "P", "1", "I;16"):
+        image = PIL.Image.new(mode, (20, 10))
+        [item] = only(image).content
+        assert isinstance(item, Encoded)
+        assert PIL.Image.open(io.BytesIO(item.read())).size == (20, 10)
+    assert np.load(io.BytesIO(only(PIL.Image.new("CMYK", (20, 10))).body()[0])).shape == (1, 10, 20, 3)
+
+
+@pytest.mark.parametrize("given_as", ["numpy", "float64", "torch", "bfloat16", "list"])
+def test_preprocessed_values_are_float32(given_as):
+    values = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)
+    images = {
+        "numpy": values,
+        "float64": values.astype(np.float64),
+        "torch": torch.from_numpy(values),
+        "bfloat16": torch.from_numpy(values).bfloat16(),
+        "list": list(values),
+    }[given_as]
+    array = np.load(io.BytesIO(only(images).body()[0]))
+    assert array.dtype == np.float32
+    assert np.array_equal(array, values)
+
+
+def test_tensors_by_name():
+    flow = {"image1": np.zeros((5, 3, 8, 8), np.float32), "image2": torch.ones(5, 3, 8, 8)}
+    made = parts(flow, 2, 16 * MB)
+    assert [(part.start, part.rows) for part in made] == [(0, 2), (2, 2), (4, 1)]
+    body, kind = made[-1].body()
+    assert kind == "application/x-safetensors"
+    loaded = safetensors.numpy.load(body)
+    assert {name: value.shape for name, value in loaded.items()} == {"image1": (1, 3, 8, 8), "image2": (1, 3, 8, 8)}
+    assert (loaded["image2"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("images", "error"),
+    [
+        ([], ValueError),
+        (3, TypeError),
+        ([object()], TypeError),
+        (np.zeros((4, 4), np.uint8), ValueError),
+        ("/nowhere/at/all.jpg", FileNotFoundError),
+        ({"a": np.zeros((1, 3, 2, 2)), "b": np.zeros((2, 3, 2, 2))}, ValueError),
+        (np.zeros((0, 3, 4, 4), np.float32), ValueError),
+    ],
+)
+def test_what_is_no_image(images, error):
+    with pytest.raises(error):
+        parts(images, 16, MB)
+
+
+@given(
+    st.lists(st.one_of(st.integers(1, 50).map(bytes), st.integers(2, 4).map(lambda s: np.zeros((s, s, 3), np.uint8)))),
+    st.integers(1, 5),
+    st.integers(1, 100),
+    st.integers(1, 3),
+)
+def test_parts_hold_every_image_once_and_in_order(images, max_rows, max_bytes, smaller):
+    if not images:
+        return
+    made = parts(images, max_rows, max_bytes)
+    for some in (made, [piece for part in made for piece in part.split(smaller)]):
+        position = 0
+        for part in some:
+            assert part.start == position
+            assert part.rows == len(part.content) <= max_rows
+            assert part.rows == 1 or sum(item.nbytes for item in part.content) <= max_bytes
+            for item, image in zip(part.content, images[position:], strict=False):
+                assert item.data == image if isinstance(item, Encoded) else item.shape == (1, *image.shape)
+            position += part.rows
+        assert position == len(images)
+
+
+def content(**arrays):
+    return np.frombuffer(bytearray(safetensors.numpy.save(arrays)), np.uint8)
+
+
+def test_one_answer_is_not_copied():
+    received = content(a=np.arange(6, dtype=np.float32).reshape(2, 3))
+    assembly = Assembly(2)
+    assembly.put(0, received)
+    array, tensor = assembly.arrays()["a"], assembly.tensors()["a"]
+    assert np.array_equal(array, [[0, 1, 2], [3, 4, 5]])
+    assert np.shares_memory(array, received)
+    array[0, 0] = 7
+    assert tensor[0, 0] == 7
+
+
+def test_several_answers_come_in_any_order():
+    assembly = Assembly(3)
+    assembly.put(2, content(a=np.array([[2.0]], np.float16)))
+    assembly.put(0, content(a=np.array([[0.0], [1.0]], np.float16)))
+    assert assembly.arrays()["a"].tolist() == [[0], [1], [2]]
+
+
+def test_maps_of_different_sizes_become_a_list():
+    assembly = Assembly(4)
+    assembly.put(1, content(a=np.array([[1.0, 2.0]])))
+    assembly.put(2, content(a=np.array([[3.0], [4.0]])))
+    assembly.put(0, content(a=np.array([[0.0, 0.0]])))
+    arrays, tensors = assembly.arrays()["a"], assembly.tensors()["a"]
+    assert [row.tolist() for row in arrays] == [[0, 0], [1, 2], [3], [4]]
+    assert [row.tolist() for row in tensors] == [[0, 0], [1, 2], [3], [4]]
+
+
+def test_images_of_unknown_sizes_go_one_by_one_where_that_matters():
+    images = [b"a", b"b", np.zeros((2, 4, 4, 3), np.uint8)]
+    assert [part.rows for part in parts(images, 16, 10**6, True)] == [1, 1, 2]
+    assert [part.rows for part in parts(images, 16, 10**6)] == [2, 2]
+
+
+def test_bfloat16_is_widened_for_numpy():
+    value = torch.tensor([1.5, -2.25]).bfloat16()
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode().ljust(72)
+    bits = value.view(torch.int16).numpy().tobytes()
+    assembly = Assembly(2)
+    assembly.put(0, np.frombuffer(bytearray(len(header).to_bytes(8, "little") + header + bits), np.uint8))
+    assert assembly.arrays()["a"].tolist() == [1.5, -2.25]
+    assert torch.equal(assembly.tensors()["a"], value)
+
+
+def refusal(status, slug="", retry_after=None, **extra):
+    document = {"type": f"/problems/{slug}", "status": status, "detail": "because", **extra}
+    headers = httpx.Headers({"retry-after": retry_after} if retry_after is not None else {})
+    return Answer(status, headers, np.frombuffer(json.dumps(document).encode(), np.uint8))
+
+
+OK = Answer(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
+
+
+HELD = Held("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
+
+
+def steps(flow, answers):
+    """The steps that a flow takes, given these answers to what it sends, and its result or error."""
+    taken, answers, result = [], list(answers), None
+    try:
+        while True:
+            step = flow.send(result)
+            taken.append(step)
+            result = answers.pop(0) if isinstance(step, Send) else None
+            if isinstance(step, Work):
+                result = step.function()
+    except StopIteration as end:
+        return taken, end.value
+    except exceptions.FxserveError as error:
+        return taken, error
+
+
+def test_it_comes_back_when_it_is_told_to():
+    answers = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
+    taken, result = steps(flows.exchange(Send("GET", "/"), Patience(60, 5)), answers)
+    assert result is OK
+    assert [type(step) for step in taken] == [Send, Wait, Send, Wait, Send]
+    assert 2 <= taken[1].seconds <= 2.5
+    assert 3 <= taken[3].seconds <= 3.75
+
+
+@pytest.mark.parametrize(
+    ("answer", "patience", "sent"),
+    [
+        (refusal(429, "admission-full", "0"), Patience(60, 2), 3),  # as often as allowed
+        (refusal(429, "admission-full", "30"), Patience(10, 5), 1),  # it would be too late
+        (refusal(503, "weights-unavailable"), Patience(60, 5), 1),  # no word of later
+        (refusal(422, "bad-tensor", "1"), Patience(60, 5), 1),
+        (refusal(500, "compute-failed", "1"), Patience(60, 5), 1),
+    ],
+)
+def test_it_gives_up(answer, patience, sent):
+    taken, error = steps(flows.exchange(Send("GET", "/"), patience), [answer] * 9)
+    assert isinstance(error, exceptions.Problem)
+    assert sum(isinstance(step, Send) for step in taken) == sent
+
+
+def test_the_server_hears_of_the_timeout():
+    taken, _ = steps(flows.exchange(Send("GET", "/"), Patience(7, 0)), [OK])
+    assert 6.9 < float(taken[0].headers["X-Request-Timeout"]) <= 7
+    assert taken[0].timeout > 7
+
+
+@pytest.mark.parametrize("value", ["Wed, 21 Oct 2015 07:28:00 GMT", "soon", "-1", ""])
+def test_odd_retry_after(value):
+    taken, _ = steps(flows.exchange(Send("GET", "/"), Patience(9, 1)), [refusal(429, retry_after=value), OK])
+    assert [step.seconds for step in taken if isinstance(step, Wait)] == ([0.0] if "2015" in value else [])
+
+
+def test_every_problem_is_of_the_class_of_its_status():
+    groups = {401: exceptions.Unauthorized, 403: exceptions.Unauthorized}
+    groups |= {
+        404: exceptions.NotFound,
+        413: exceptions.TooLarge,
+        429: exceptions.Busy,
+        503: exceptions.Busy,
+        504: exceptions.TimedOut,
+    }
+    for slug, kind in KINDS.items():
+        error = exceptions.problem_of(kind.status, {"type": f"/problems/{slug}", "detail": "x", **kind.extra})
+        assert isinstance(
+            error, groups.get(kind.status, exceptions.ServerError if kind.status in (500, 505) else exceptions.Invalid)
+        )
+        assert (str(error), error.status) == ("x", kind.status)
+
+
+def test_every_class_of_one_problem_is_a_problem_of_the_server():
+    groups = {"Problem", "NotFound", "Invalid", "Unauthorized", "TooLarge", "Busy", "ServerError", "OfImage"}
+    classes = [c for c in vars(exceptions).values() if isinstance(c, type) and issubclass(c, exceptions.Problem)]
+    for kind in classes:
+        slug = re.sub("(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
+        assert kind.__name__ in groups or type(exceptions.problem_of(KINDS[slug].status, {"type": slug})) is kind
+
+
+def test_answers_that_are_no_problem_documents():
+    page = Answer(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
+    _, error = steps(flows.exchange(Send("GET", "/"), Patience(9, 1)), [page])
+    assert isinstance(error, exceptions.ServerError)
+    assert "Bad Gateway" in str(error)
+
+
+def test_what_is_too_large_is_sent_in_smaller_requests():
+    [part] = parts([bytes([n]) for n in range(8)], 16, MB)
+    too_large = refusal(413, "response-too-large", bytes=800, limit=250)
+    assembly = Assembly(8)
+    answers = [too_large] + [
+        Answer(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
+        for first in range(0, 8, 2)
+    ]
+    taken, _ = steps(flows.extract(HELD, part, {}, assembly, Patience(60, 0)), answers)
+    assert sum(isinstance(step, Send) for step in taken) == 5
+    assert assembly.arrays()["a"].tolist() == list(range(8))
+
+
+def described(id="x", fingerprint="f"):
+    document = {"id": id, "fingerprint": fingerprint, "state": "ready"}
+    return Answer(201, httpx.Headers(), np.frombuffer(json.dumps(document).encode(), np.uint8))
+
+
+UNKNOWN = refusal(404, "unknown-extractor")
+
+
+def asked(held, answers):
+    """Path and body of what is sent for one image, and what comes of it in the end."""
+    [part] = parts([b"image"], 1, MB)
+    assembly = Assembly(1)
+    taken, error = steps(flows.extract(held, part, {}, assembly, Patience(60, 5)), answers)
+    return [(step.path, step.body) for step in taken if isinstance(step, Send)], error or assembly.arrays()
+
+
+def test_what_the_server_does_not_know_is_made_again():
+    features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(HELD.spec).encode())
+    value = Answer(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
+    sent, result = asked(HELD, [UNKNOWN, described(), UNKNOWN, described(), value])
+    assert sent == [features, making, features, making, features]
+    assert result["a"].tolist() == [1]
+    sent, error = asked(HELD, [UNKNOWN, described()] * 20)
+    assert isinstance(error, exceptions.UnknownExtractor)
+    assert len(sent) == 33
+    sent, error = asked(Held("x", "f", None), [UNKNOWN])
+    assert isinstance(error, exceptions.UnknownExtractor)
+    assert sent == [features]
+
+
+@pytest.mark.parametrize("other", [{"id": "y"}, {"fingerprint": "g"}])
+def test_what_is_made_again_is_the_same_or_an_error(other):
+    _, error = asked(HELD, [UNKNOWN, described(**other)])
+    assert isinstance(error, exceptions.ExtractorChanged)
+
+
+def test_the_index_of_a_bad_image_is_that_of_the_call():
+    [_, part] = parts([b"a", b"b", b"c"], 2, MB)
+    flow = flows.extract(HELD, part, {}, Assembly(3), Patience(60, 0))
+    flow.send(flow.send(None).function())
+    problem = refusal(422, "bad-image", index=0, detail="image 0: these 1 bytes are not an image")
+    with pytest.raises(exceptions.BadImage, match=r"^image 2: these") as caught:
+        flow.send(problem)
+    assert caught.value.index == 2

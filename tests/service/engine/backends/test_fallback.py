@@ -1,0 +1,51 @@
+"""A backend that took over, and eager behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from service.engine.backends.fallback import Swapped
+from tests.service.engine.running import OUT_OF_MEMORY
+
+
+class Doubling:
+    """Stands where a backend stands; fails as long as it has an error to fail of."""
+
+    error: Exception | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return {"y": 2 * inputs[0]}
+
+    def storages(self) -> dict[int, int]:
+        return {1: 8}
+
+
+class Negating(Doubling):
+    def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": -inputs[0]}
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()])
+def test_too_little_memory_retires_no_backend(error: Exception) -> None:
+    """It passes, and who asked goes on with half of the batch."""
+    backend, told = Doubling(), list[BaseException]()
+    swapped = Swapped(backend, Negating(), None, told.append)
+    backend.error = error
+    with pytest.raises(type(error)):
+        swapped(torch.ones(2))
+    backend.error = None
+    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([2.0]))
+    assert told == []
+
+
+def test_any_other_error_does() -> None:
+    backend, told = Doubling(), list[BaseException]()
+    swapped = Swapped(backend, Negating(), None, told.append)
+    backend.error = error = RuntimeError("lost its mind")
+    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([-1.0]))
+    backend.error = None
+    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([-1.0]))
+    assert told == [error]

@@ -1,0 +1,126 @@
+"""A second start takes over what the first one found, unless something speaks against it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxcore.backends import BACKENDS, Options
+from fxcore.backends.eager import EagerModule
+from service.engine import ExtractorRecord
+from service.engine.backends.checks import Reference
+from service.engine.backends.verdicts import KEPT, Verdicts
+from service.settings import Settings
+from tests.service.engine.running import PATIENCE, MakeEngine, built
+
+pytestmark = pytest.mark.anyio
+
+
+class Twin:
+    """A backend that gives what eager does, or as far from it as ``error`` says, and is half as fast again."""
+
+    name = "openvino"
+
+    def __init__(self, error: float = 0.0) -> None:
+        self._error = error
+
+    def unavailable(self, device: torch.device, precision: str) -> str | None:
+        return None
+
+    def lower(self, module: torch.fx.GraphModule, example: tuple[torch.Tensor, ...], options: Options) -> Any:
+        eager, error = BACKENDS["eager"].lower(module, example, options), self._error
+
+        class Lowered:
+            def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+                return {key: value * (1 + error) for key, value in eager(*inputs).items()}
+
+            def storages(self) -> dict[int, int]:
+                return {}
+
+        return Lowered()
+
+
+@pytest.fixture
+def start(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Any]:
+    """``record, compared = await start(error=…)``: an engine that finds out whether to take the twin, and how often it
+    compared anything on the way."""
+
+    async def run(error: float = 0.0, **settings: Any) -> tuple[ExtractorRecord, int]:
+        compared: list[int] = []
+        compare = Reference.compare
+
+        def counted(self: Reference, *args: Any) -> Any:
+            compared.append(1)
+            return compare(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setitem(BACKENDS, "openvino", Twin(error))
+            patch.setattr(Reference, "compare", counted)
+            patch.setattr(Reference, "timed", lambda self, run, rows: 1.0 if isinstance(run, EagerModule) else 0.5)
+            async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
+                record = await built(running, backend="auto")
+                await running.features(record, jpegs)
+                assert record.tier is not None
+                await asyncio.wait_for(asyncio.shield(record.tier), PATIENCE)
+                return record, len(compared)
+
+    return run
+
+
+async def test_a_second_start_confirms_what_the_first_found(start: Callable[..., Any]) -> None:
+    first, compared = await start()
+    second, confirmed = await start()
+    assert compared > 2 * confirmed
+    assert confirmed == 2  # eager itself, and the twin on a photograph
+    assert first.backend == second.backend == "openvino"
+    assert second.checks == first.checks
+
+
+async def test_a_backend_that_no_longer_agrees_is_not_taken(start: Callable[..., Any]) -> None:
+    await start()
+    record, compared = await start(error=0.01)
+    assert record.backend == "eager"
+    assert compared > 2  # and is told in full how far it is
+    assert [c["state"] for c in record.checks["candidates"]] == ["serving", "differs"]
+    assert record.checks["candidates"][1]["max_rel_error"] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "[{}, {}]", '[{"backend": "eager", "rows": 3}, {"backend": "x"}]'])
+async def test_a_damaged_verdict_is_none(start: Callable[..., Any], tmp_path: Path, damage: str) -> None:
+    _, compared = await start()
+    (file,) = (tmp_path / ".verdicts").iterdir()
+    file.write_text(damage)
+    record, again = await start()
+    assert (record.backend, again) == ("openvino", compared)
+
+
+async def test_a_verdict_is_of_what_it_was_measured_with(start: Callable[..., Any]) -> None:
+    _, compared = await start()
+    for settings in ({"compute_threads": 3}, {"max_batch": 1}, {"cache_dir": None}):
+        _, again = await start(**settings)
+        assert again == compared, settings
+
+
+async def test_what_is_worse_is_not_kept(start: Callable[..., Any], tmp_path: Path) -> None:
+    await start(error=0.01)
+    assert not (tmp_path / ".verdicts").exists()
+
+
+async def test_old_verdicts_go(start: Callable[..., Any], tmp_path: Path) -> None:
+    record, _ = await start()
+    (mine,) = (tmp_path / ".verdicts").iterdir()
+    for number in range(KEPT):
+        (tmp_path / ".verdicts" / f"{number}.json").write_text("[]")
+    verdicts = Verdicts(Settings(device="cpu", max_batch=2, cache_dir=tmp_path))
+    known = verdicts.read(record, "openvino")
+    assert known is not None
+    verdicts.write(record, *known)
+    assert len(list((tmp_path / ".verdicts").iterdir())) == KEPT
+    assert mine.exists()

@@ -1,0 +1,262 @@
+"""Answers are put together from batches: each row once, in memory of their own, whoever shares a batch."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from fxcore.images.files import open_image
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.device.job import Item, Job
+from service.engine.device.queue import Queue, Undecoded
+from service.engine.errors import NotReady, OutOfMemory
+from service.engine.requests.sizes import row_size
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting
+
+pytestmark = pytest.mark.anyio
+
+
+def job(record: ExtractorRecord, rows: int) -> Job:
+    return Job(record, FeatureOptions(), rows, time.monotonic() + PATIENCE)
+
+
+async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have of the batch is not computed, and so not counted, again: it would pass for rows to come."""
+
+    def none_left(*args: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    async with engine(max_batch=2) as running:
+        record = await built(running)
+        expected = (await running.features(record, tensors(1))).outputs
+        watched = Watched(record)
+        whole, lost = job(record, 2), job(record, 2)
+        monkeypatch.setattr(lost, "deliver", none_left)
+        rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
+        running._queue.put([Item(of, range(i, i + 1), (tensors(mark)["x"],), 1) for of, i, mark in rows])
+        answer = await whole.answer()
+        with pytest.raises(OutOfMemory):
+            await lost.answer()
+    assert watched.sizes == [2, 1]
+    for key, values in expected.items():
+        torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
+
+
+async def test_an_answer_comes_while_the_next_batch_is_computed(engine: MakeEngine) -> None:
+    """It is announced once the next batch has begun; one that takes long, or hangs, holds no other's answer up."""
+    async with engine(max_batch=1) as running:
+        record = await built(running)
+        watched = Watched(record)
+        second_entered = threading.Event()
+
+        def hold_the_second(batch: torch.Tensor) -> None:
+            if len(watched.batches) == 2:
+                second_entered.set()
+                assert second_open.wait(PATIENCE)
+
+        second_open = threading.Event()
+        watched.fault = hold_the_second
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(1)))
+        await watched.begun()
+        second = asyncio.create_task(running.features(record, tensors(2)))
+        await waiting(running, 1)
+        watched.open.set()
+        assert await asyncio.to_thread(second_entered.wait, PATIENCE)
+        await asyncio.wait_for(asyncio.shield(first), PATIENCE)
+        assert not second.done()
+        second_open.set()
+        await second
+
+
+async def test_an_answer_does_not_wait_for_work_that_nobody_wants(engine: MakeEngine) -> None:
+    """What waits behind a batch may be dropped when the next is made of it, and then no batch begins."""
+    async with engine(max_batch=1) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        kept, dropped = job(record, 1), job(record, 1)
+        running._queue.put([Item(of, range(1), (tensors(1)["x"],), 1) for of in (kept, dropped)])
+        await watched.begun()
+        leaving = asyncio.create_task(dropped.answer())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert not dropped.wanted()
+        watched.open.set()
+        await asyncio.wait_for(kept.answer(), PATIENCE)
+        assert watched.sizes == [1]
+
+
+async def test_a_batch_wakes_the_event_loop_once(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    called: list[object] = []
+    call_soon = loop.call_soon_threadsafe
+
+    def counted(callback: Callable[..., object], *args: object, **rest: Any) -> asyncio.Handle:
+        if threading.current_thread().name == "fxserve-cpu":
+            called.append(callback)
+        return call_soon(callback, *args, **rest)
+
+    async with engine(max_batch=4) as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        held = asyncio.create_task(running.features(record, tensors(0)))
+        await watched.begun()
+        four = [asyncio.create_task(running.features(record, tensors(n))) for n in range(4)]
+        await waiting(running, 4)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        watched.open.set()
+        await asyncio.gather(held, *four)
+        assert watched.sizes == [1, 4]
+        assert len(called) == 2
+
+
+async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        delivered, failed = job(record, 1), job(record, 1)
+        value = torch.ones(1, 2)
+        delivered.deliver(range(1), {"y": value})
+        delivered.fail(NotReady("late"))  # which also announces what nobody did
+        failed.fail(NotReady("early"))
+        failed.deliver(range(1), {"y": value})
+        assert torch.equal((await asyncio.wait_for(delivered.answer(), PATIENCE))["y"], value)
+        with pytest.raises(NotReady, match="early"):
+            await asyncio.wait_for(failed.answer(), PATIENCE)
+        assert not delivered.wanted()
+
+
+@pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()])
+async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine, error: Exception) -> None:
+    """Whoever fails a job of it, as a decoder does."""
+    async with engine() as running:
+        lost = job(await built(running), 1)
+        lost.fail(error)
+        with pytest.raises(OutOfMemory):
+            await asyncio.wait_for(lost.answer(), PATIENCE)
+
+
+def undecoded() -> Undecoded:
+    """A part that nobody comes to decode."""
+    return Undecoded(Job(None, FeatureOptions(), 1, time.monotonic() + PATIENCE), lambda hand_on: None)  # type: ignore[arg-type]
+
+
+async def idle(queue: Queue) -> Future[object]:
+    """A worker that waits; what it takes."""
+    taken: Future[object] = Future()
+    asyncio.get_running_loop().run_in_executor(None, lambda: taken.set_result(queue.take(lambda: None)))
+    while not queue._idle:
+        await asyncio.sleep(0.01)
+    return taken
+
+
+async def test_nothing_is_offered_to_a_worker_that_ends() -> None:
+    """It would be dropped, and its request would wait for nothing."""
+    queue = Queue(1, 1)
+    taken = await idle(queue)
+    with queue._changed:  # the worker has not noticed yet
+        queue.close(NotReady("over"))
+        assert queue._idle
+        assert not queue.offer(undecoded())
+    assert await asyncio.wrap_future(taken) is None
+
+
+async def test_what_was_offered_to_a_worker_that_ends_fails() -> None:
+    queue = Queue(1, 1)
+    taken = await idle(queue)
+    part = undecoded()
+    with queue._changed:  # it ends before the worker comes for it
+        assert queue.offer(part)
+        queue.close(NotReady("over"))
+    assert await asyncio.wrap_future(taken) is None
+    with pytest.raises(NotReady, match="over"):
+        await asyncio.wait_for(part.job.answer(), PATIENCE)
+
+
+async def test_a_worker_with_nothing_left_takes_one_part() -> None:
+    """From when it is done with its last batch on, though it has yet to come for more."""
+    queue = Queue(4, 1000)
+    assert not queue.offer(undecoded())  # it has not come for anything yet
+    waiting = Item(undecoded().job, range(1), (torch.zeros(1),), 1)
+    queue.put([waiting])
+    assert not queue.drained()
+    assert not queue.offer(undecoded())
+    assert queue.take(lambda: None) == [waiting]
+    assert not queue.offer(undecoded())  # it computes
+    assert queue.drained()
+    part = undecoded()
+    assert queue.offer(part)
+    assert queue.drained()  # of a second half, where a batch is computed in halves
+    assert not queue.offer(undecoded())
+    assert not queue.offer(undecoded())  # one is as much as it can decode
+    assert queue.take(lambda: None) is part
+    assert not queue.offer(undecoded())  # it decodes
+    assert queue.drained()
+    queue.put([waiting])
+    assert queue.take(lambda: None) == [waiting]
+    assert not queue.offer(undecoded())  # it computes what came while it was idle
+
+
+async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
+    """They take nothing, and batches are measured out by what a row takes."""
+    async with engine() as running:
+        record = await built(running, nodes=["x"])
+        taken = row_size(record, ((3, 0, 0),)).bytes
+        assert taken > 0
+        both = job(record, 2)
+        running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
+        assert (await asyncio.wait_for(both.answer(), PATIENCE))["x"].shape == (2, 3, 0, 0)
+
+
+@pytest.mark.parametrize(("broken", "error"), [("row_bytes", ZeroDivisionError), ("split", OutOfMemory)])
+async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: str, error: type[Exception]) -> None:
+    """Left in the queue, it would end each device thread that comes for it, and nobody else would be answered."""
+
+    def none_left(rows: int) -> tuple[Item, Item]:
+        raise MemoryError
+
+    async with engine(max_batch=2) as running:
+        record, other = await built(running), await built(running, nodes=["features.3"])
+        first, second, third = job(record, 1), job(record, 3), job(other, 1)
+        one, three = (Item(of, range(of.rows), (tensors(*range(of.rows))["x"],), 1) for of in (first, second))
+        setattr(three, broken, {"row_bytes": 0, "split": none_left}[broken])
+        thread = running._worker._thread
+        running._queue.put([one, three, Item(third, range(1), (tensors(1)["x"],), 1)])
+        for lost in (first, second):  # the first was in the batch already
+            with pytest.raises(error):
+                await asyncio.wait_for(lost.answer(), PATIENCE)
+        assert (await asyncio.wait_for(third.answer(), PATIENCE)).keys() == {"features.3"}
+        assert running._worker._thread is thread
+        assert len(running._queue) == 0
+        assert (await running.features(record, tensors(1))).images == 1
+
+
+async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    """A batch is put together in memory that the next one is put together in."""
+    async with engine() as running:
+        record = await built(running, nodes=["x"])
+        watched = Watched(record)
+        watched._module = lambda batch: {"x": batch.permute(0, 2, 3, 1)}  # a view, as models without convolutions may
+        answers = []
+        for pair in (jpegs[:2], jpegs[1:3]):
+            watched.entered.clear()
+            watched.open.clear()
+            held = asyncio.create_task(running.features(record, tensors(0)))
+            await watched.begun()
+            both = asyncio.create_task(running.features(record, pair))
+            await waiting(running, 2)
+            watched.open.set()
+            await held
+            answers.append((await both).outputs["x"])
+        rows = torch.stack([record.preprocessing.image(open_image(data)) for data in jpegs]).permute(0, 2, 3, 1)
+    assert torch.equal(answers[0], rows[:2])
+    assert torch.equal(answers[1], rows[1:3])

@@ -1,0 +1,147 @@
+"""Batches are what ``torch.cat`` makes of their parts, in memory that is taken once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxcore import get_model
+from fxcore.images.decoding import Decoder
+from service.engine.device.staging import Staging, copied, copy_rows
+from service.engine.device.threads import compute_with
+
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+DECODER = Decoder(get_model("resnet18").preprocessing())
+
+
+def parts(rows: list[int], shape: tuple[int, ...], channels_last: bool) -> list[Tensor]:
+    made = [torch.randn(n, *shape) for n in rows]
+    return [x.contiguous(memory_format=torch.channels_last) for x in made] if channels_last else made
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("rows", [[1, 1], [2, 1, 3]])
+def test_a_batch_is_its_parts_one_after_another(rows: list[int], channels_last: bool) -> None:
+    given = parts(rows, (3, 5, 4), channels_last)
+    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
+    expected = torch.cat(given)
+    assert torch.equal(batch, expected)
+    assert batch.stride() == expected.stride()
+    assert batch.data_ptr() not in {part.data_ptr() for part in given}
+
+
+def test_a_part_of_another_memory_format_gives_the_same_values() -> None:
+    given = [*parts([1], (3, 5, 4), True), *parts([2], (3, 5, 4), False)]
+    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
+    assert torch.equal(batch, torch.cat(given))
+
+
+def test_models_of_several_inputs() -> None:
+    left, right = parts([1, 2], (3, 2, 2), False), parts([1, 2], (7,), False)
+    batches = Staging(CPU).inputs(list(zip(left, right, strict=True)), DECODER, FLOAT)
+    assert [torch.equal(b, torch.cat(g)) for b, g in zip(batches, (left, right), strict=True)] == [True, True]
+
+
+def test_memory_is_taken_once() -> None:
+    staging = Staging(CPU)
+    places = set()
+    for rows in ([2, 2], [1, 1], [1, 3]):
+        (batch,) = staging.inputs([(part,) for part in parts(rows, (3, 8, 8), True)], DECODER, FLOAT)
+        places.add(batch.data_ptr())
+    assert len(places) == 1
+
+
+def test_batches_of_all_kinds_in_turn() -> None:
+    """One staging's memory: larger ones and smaller, in both formats, several dtypes, and images that become floats."""
+    staging = Staging(CPU)
+    kinds = [((3, 8, 8), True), ((3, 8, 8), False), ((8, 8, 3), False), ((3, 16, 16), True), ((3, 4, 4), True)]
+    for _ in range(2):
+        for shape, channels_last in kinds:
+            for rows in ([1, 1], [2, 3], [1, 1]):
+                given = parts(rows, shape, channels_last)
+                (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+                assert torch.equal(batch, torch.cat(given)), (shape, channels_last, rows)
+                assert batch.stride() == torch.cat(given).stride()
+            images = [torch.randint(256, (1, *shape[1:], 3), dtype=torch.uint8) for _ in range(3)]
+            (batch,) = staging.inputs([(image,) for image in images], DECODER, FLOAT)
+            assert torch.equal(batch, DECODER.batch(torch.cat(images)))
+
+
+def test_a_single_part_is_handed_on() -> None:
+    (part,) = parts([3], (3, 2, 2), False)
+    assert Staging(CPU).inputs([(part,)], DECODER, FLOAT)[0] is part
+
+
+def test_parts_from_the_cpu_and_from_the_device_become_a_batch_there() -> None:
+    """Their device and shape; values need a real one."""
+    device = torch.device("meta")
+    for places in (["cpu", "meta"], ["meta", "cpu", "meta"], ["meta"], ["meta", "meta"]):
+        given = [torch.zeros(2, 224, 224, 3, dtype=torch.uint8, device=place) for place in places]
+        (batch,) = Staging(device).inputs([(part,) for part in given], DECODER, torch.bfloat16)
+        assert batch.shape == (2 * len(places), 3, 224, 224)
+        assert batch.device == device
+        assert batch.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_parts_made_on_a_stream_of_their_own() -> None:
+    staging = Staging(torch.device("cuda"))
+    stream = torch.cuda.Stream()
+    for _ in range(20):  # memory is used again
+        given = [torch.randint(256, (2, 224, 224, 3), dtype=torch.uint8) for _ in range(3)]
+        with torch.cuda.stream(stream):
+            parts = [given[0].cuda(), given[1], given[2].cuda()]
+            stream.synchronize()
+        (batch,) = staging.inputs([(part,) for part in parts], DECODER, FLOAT)
+        (expected,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
+        assert (batch.cpu() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_copy_has_memory_of_its_own(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).reshape(4, 3, 2).to(dtype)
+    copy = copied(whole[1:3])
+    assert copy.dtype == dtype
+    expected = whole[1:3].clone()
+    whole.zero_()
+    assert torch.equal(copy, expected)
+    assert copied(whole[:0]).shape == (0, 3, 2)
+
+
+def test_rows_are_copied_where_they_belong() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = torch.zeros(5, 3, 400, 300, dtype=dtype)  # over what is copied without giving the lock away
+        values = torch.randn(2, 3, 400, 300).to(dtype)
+        copy_rows(whole, 2, values)
+        copy_rows(whole, 4, values[:1].to(memory_format=torch.channels_last))
+        assert torch.equal(whole, torch.cat([torch.zeros_like(values), values, values[:1]]))
+
+
+@pytest.mark.parametrize("rows", [[1], [3], [2, 1, 3]])
+def test_pixels_become_the_model_s_input(rows: list[int]) -> None:
+    staging = Staging(CPU)
+    places = set()
+    for _ in range(2):
+        given = [torch.randint(0, 256, (n, 224, 224, 3), dtype=torch.uint8) for n in rows]
+        (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+        mean, std = (torch.tensor(value)[:, None, None] for value in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+        expected = (torch.cat(given).permute(0, 3, 1, 2) / 255 - mean) / std
+        assert (batch - expected).abs().max() < 1e-5
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        places.add(batch.data_ptr())
+    assert len(places) == 1
+    (half,) = Staging(CPU).inputs([(part,) for part in given], DECODER, torch.bfloat16)
+    assert torch.equal(half, batch.to(torch.bfloat16))
+
+
+def test_threads_stay_as_they_were() -> None:
+    def after() -> int:
+        Staging(CPU).inputs([(torch.zeros(1, 224, 224, 3, dtype=torch.uint8),)], DECODER, FLOAT)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1, initializer=compute_with, initargs=(3,)) as pool:
+        assert pool.submit(after).result() == 3

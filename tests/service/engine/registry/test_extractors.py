@@ -1,0 +1,263 @@
+"""Extractors' life: made once, named, failed, built again, deleted."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
+from fxcore.models.catalog import get_model
+from fxcore.transforms import UnknownTransform
+from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.registry.names import MOST_NAMES
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, spec, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
+    async with engine() as running:
+        nodes = ["features.8", "features.12"]
+        answers = await asyncio.gather(*(running.extractor(spec(nodes=nodes), PATIENCE) for _ in range(10)))
+        assert len({id(record) for record, _ in answers}) == 1
+        assert [created for _, created in answers].count(True) == 1
+        record = answers[0][0]
+        as_map, created = await running.extractor(spec(nodes={node: node for node in nodes}), PATIENCE)
+        assert (as_map, created) == (record, False)
+        others = [
+            spec(nodes=nodes[::-1]),
+            spec(nodes={node: node + "!" for node in nodes}),
+            spec(nodes=nodes, precision="bfloat16"),
+            spec(nodes=nodes, image_size=160),
+            spec("mobilenet_v3_large", nodes),
+        ]
+        made = [(await running.extractor(other, PATIENCE))[0] for other in others]
+        assert len({record.id, *(other.id for other in made)}) == 6
+        assert all(other.state == "ready" for other in made)
+        assert running.list() == [record, *made]
+        assert running.models_loaded() == {("mobilenet_v3_small", "random"), ("mobilenet_v3_large", "random")}
+
+
+async def test_extractors_share_weights(engine: MakeEngine) -> None:
+    async with engine() as running:
+        records = [await built(running, nodes=[f"features.{i}"]) for i in (4, 8, 12)]
+        first = [next(iter(record.extractor.module.parameters())).data_ptr() for record in records if record.extractor]
+        assert len(first) == 3
+        assert len(set(first)) == 1
+
+
+async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running, image_size=96)
+        assert (await running.features(record, jpegs[:1])).outputs["features.12"].shape == (1, 576, 3, 3)
+        described = {output.key: output for output in record.outputs}["features.12"]
+        assert described.shape == [None, 576, 3, 3]
+        assert described.bytes_per_image == 576 * 3 * 3 * 4
+        with pytest.raises(BadTensor, match="image_size: vit_b_16 cannot take an input of 96 x 96; its usual"):
+            await running.extractor(spec("vit_b_16", ["encoder"], image_size=96))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"model": "resnet5"}, UnknownModel),
+        ({"weights": "V9"}, UnknownWeights),
+        ({"nodes": ["features.99"]}, UnknownNode),
+        ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
+        ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
+        ({"backend": "inductor", "precision": "int8"}, Unsupported),
+        ({"transforms": ["fuse"]}, UnknownTransform),
+        ({"model": "vgg11"}, UnknownModel),
+    ],
+)
+async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, object], error: type[Exception]) -> None:
+    async with engine(models=("mobilenet_v3_small",)) as running:
+        with pytest.raises(error):
+            await running.extractor(spec(**wrong), PATIENCE)  # type: ignore[arg-type]
+        assert running.list() == []
+
+
+async def test_what_is_available_is_said(engine: MakeEngine) -> None:
+    async with engine() as running:
+        with pytest.raises(Unsupported, match=r"float precisions, not int8\); available: float32,") as caught:
+            await running.extractor(spec(backend="inductor", precision="int8"))
+    available = ["float32", "bfloat16", "float16"]
+    assert caught.value.extra == {"field": "precision", "value": "int8", "available": available}
+
+
+async def test_names(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, name="small")
+        other = await built(running, nodes=["features.3"])
+        assert running.find("small") is running.find(record.id) is record
+        with pytest.raises(NameTaken) as caught:
+            await running.extractor(spec(nodes=["features.5"], name="small"), PATIENCE)
+        assert caught.value.extra["extractor"] == record.id
+        with pytest.raises(NameTaken):
+            await running.extractor(spec(nodes=["features.3"], name="small"), PATIENCE)
+        with pytest.raises(NameTaken):
+            await running.extractor(spec(nodes=["features.3"], name=record.id), PATIENCE)
+        assert running.list() == [record, other]
+        again, created = await running.extractor(spec(name="another"), PATIENCE)
+        assert (again, created) == (record, False)
+        assert running.find("another") is running.find("small") is record
+        with pytest.raises(UnknownExtractor) as unknown:
+            running.find("smal")
+        assert unknown.value.extra["suggestions"] == ["small"]
+        await running.delete("small")
+        for gone in ("small", "another", record.id):
+            with pytest.raises(UnknownExtractor) as unknown:
+                running.find(gone)
+            assert gone not in unknown.value.extra["suggestions"]
+        assert (await built(running, nodes=["features.5"], name="small")).name == "small"
+
+
+async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
+    """Clients go on with the name that each gave; what names one again and again takes no more for it."""
+    async with engine() as running:
+        other = await built(running, nodes=["features.3"], name="other")
+        record = await built(running)
+        names = [f"name-{number}" for number in range(MOST_NAMES + 3)]
+        for name in [*names, names[3]]:
+            assert (await running.extractor(spec(name=name)))[0] is record
+            assert record.name == name
+        assert [running.known(name) for name in names] == [None] * 3 + [record] * MOST_NAMES
+        assert running.known("other") is other
+        await running.extractor(spec(name="another"))
+        assert [running.known(names[3]), running.known(names[4])] == [record, None]
+        with pytest.raises(UnknownExtractor):
+            running.find(names[0])
+        assert (await running.extractor(spec(nodes=["features.3"], name=names[0])))[0] is other
+
+
+async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
+    async with engine() as running:
+        failed, _ = await running.extractor(spec(weights="file:none.pth", name="first"), PATIENCE)
+        await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
+        assert (failed.state, failed.name) == ("failed", "mine")
+        record = await built(running, name="mine")
+        assert running.find("mine") is record
+        assert (failed.name, running.find("first")) == ("first", failed)
+        with pytest.raises(NameTaken):
+            await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
+        with pytest.raises(NameTaken):  # an id is no name that could be given up
+            await running.extractor(spec(name=failed.id), PATIENCE)
+        await running.delete("mine")
+        await built(running, name="first")
+        assert (failed.name, running.find(failed.id)) == (None, failed)
+
+
+async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running)
+        watched = Watched(record)
+        watched.open.clear()
+        task = asyncio.create_task(running.features(record, jpegs))
+        await watched.begun()
+        await running.delete(record.id)
+        assert running.models_loaded() == set()
+        watched.open.set()
+        assert (await task).images == 3
+
+
+async def test_a_failed_build_is_told_and_tried_again(engine: MakeEngine, tmp_path: Path, jpegs: list[bytes]) -> None:
+    async with engine(weights_dir=tmp_path) as running:
+        wanted = spec(weights="file:mine.pth")
+        record, created = await running.extractor(wanted, PATIENCE)
+        assert (record.state, created) == ("failed", True)
+        assert isinstance(record.problem, UnknownWeights)
+        with pytest.raises(UnknownWeights):
+            await running.features(record, jpegs)
+        torch.manual_seed(3)
+        torch.save(get_model("mobilenet_v3_small").builder(weights=None).state_dict(), tmp_path / "mine.pth")
+        record, created = await running.extractor(wanted, PATIENCE)
+        assert (record.state, created, record.problem) == ("ready", False, None)
+        assert (await running.features(record, jpegs)).images == 3
+
+
+async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record, _ = await running.extractor(spec("resnet18", ["layer4"]), 0)
+        assert record.state == "building"
+        assert (await running.features(record, jpegs)).images == 3
+        assert record.state == "ready"
+
+
+async def test_preload(engine: MakeEngine) -> None:
+    async with engine(
+        preload="mobilenet_v3_small@random:C4,features.12=top;squeezenet1_1@random:features.3"
+    ) as running:
+        ready, reason = running.readiness()
+        assert not ready
+        assert reason == "the service is starting"
+        await until(lambda: running.readiness()[0])
+        assert [record.pinned for record in running.list()] == [True, True]
+        assert list(running.list()[0].return_nodes) == ["C4", "top"]
+        _, created = await running.extractor(spec(nodes={"C4": "C4", "features.12": "top"}))
+        assert not created
+
+
+async def test_a_model_that_is_to_be_served_and_is_not_there_is_told_of(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine(models="resnet18,resnet5"):
+        pass
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "fxserve.models"]
+    assert told.startswith("FXSERVE_MODELS: there is no model 'resnet5'; did you mean resnet50")
+
+
+@pytest.mark.parametrize("preload", ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9"])
+async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
+    async with engine(preload=preload) as running:
+        await until(lambda: "failed" in running.readiness()[1])
+        ready, reason = running.readiness()
+        assert not ready
+        assert preload in reason
+
+
+async def test_a_preload_that_meets_a_defect_is_told_of(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*asked: object) -> None:
+        raise LookupError("nobody thought of this")
+
+    monkeypatch.setattr("service.engine.backends.upgrade.Tiers.improve", defect)
+    async with engine(preload="squeezenet1_1@random:features.3") as running:
+        await until(lambda: "failed" in running.readiness()[1])
+        assert running.readiness() == (
+            False,
+            "preloading squeezenet1_1@random:features.3 failed: LookupError: nobody thought of this",
+        )
+
+
+async def test_the_loop_goes_on_while_extractors_are_built(engine: MakeEngine) -> None:
+    """Tracing and loading hold the interpreter now and then, never the event loop: it turns all the time."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.005)
+            turns += 1
+
+    async with engine() as running:
+        counter = asyncio.create_task(count())
+        started = time.process_time()  # what a busy machine gives to others does not count
+        await built(running, "efficientnet_b2", ["features.7"])
+        spent = time.process_time() - started
+        counter.cancel()
+    assert turns > spent / 0.005 / 10
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+async def test_too_little_memory_is_no_fault_of_the_transforms(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def none_left(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("service.engine.registry.transforms.verify", none_left)
+    async with engine() as running:
+        record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), PATIENCE)
+    assert isinstance(record.problem, ExtractorFailed)
+    assert str(error) in record.problem.detail

@@ -1,0 +1,32 @@
+"""Names of extractors, without extractors."""
+
+import pytest
+
+from service.engine.registry.names import MOST_NAMES, Names
+from service.schemas.v1 import ExtractorSpec
+
+
+def test_what_is_meant_is_looked_for_among_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.engine.registry.names.COMPARED", 3)
+    names = Names()
+    for name in ("layer-1", "layer-2", "layer-3", "layer-1"):  # which makes that one the last
+        names.give(name, "a")
+    assert set(names.near("layer-x", ["layer-y"])) == {"layer-1", "layer-2", "layer-3"}
+    names.give("other", "b")
+    assert set(names.near("layer-x", ["layer-y"])) == {"layer-1", "layer-3"}
+    names.forget("a")
+    assert names.near("layer-x", ["layer-y", "layer-z", "layer-v"]) == ["layer-z", "layer-y"]
+
+
+def test_a_name_goes_from_one_to_another() -> None:
+    names = Names()
+    names.give("mine", "a")
+    names.give("mine", "b")
+    names.forget("a")
+    assert names.id("mine") == "b"
+    names.forget("b")
+    assert names.id("mine") is None
+
+
+def test_how_many_are_kept_is_documented() -> None:
+    assert f"keeps the last {MOST_NAMES} names" in str(ExtractorSpec.model_fields["name"].description)

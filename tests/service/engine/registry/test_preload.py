@@ -1,0 +1,26 @@
+"""What FXSERVE_PRELOAD says."""
+
+import pytest
+
+from service.engine.registry.preload import preload_spec
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "weights", "nodes"),
+    [
+        ("resnet50:C4,C5", "resnet50", "DEFAULT", {"C4": "C4", "C5": "C5"}),
+        ("a@random:features.8=C4", "a", "random", {"features.8": "C4"}),
+        (" a @ random : x = y , z ", "a", "random", {"x": "y", "z": "z"}),
+        ("a@file:mine.safetensors:layer3=C4,C5", "a", "file:mine.safetensors", {"layer3": "C4", "C5": "C5"}),
+        ("a@:C4", "a", "DEFAULT", {"C4": "C4"}),
+    ],
+)
+def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: dict[str, str]) -> None:
+    spec = preload_spec(text)
+    assert (spec.model, spec.weights, spec.return_nodes) == (model, weights, nodes)
+
+
+@pytest.mark.parametrize("text", ["resnet50", "resnet50:", ":C4", "@random:C4", "resnet50@file:mine.pth", "a@file:b:"])
+def test_what_names_no_nodes_of_a_model(text: str) -> None:
+    with pytest.raises(ValueError, match="write MODEL:NODE,NODE as in resnet50:C4,C5"):
+        preload_spec(text)

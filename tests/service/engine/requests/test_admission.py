@@ -1,0 +1,192 @@
+import asyncio
+import contextvars
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from service.engine.errors import AdmissionFull, RequestTooLarge
+from service.engine.requests.admission import CLIENT, Admission, Ticket, claim_for_current_request
+
+
+@pytest.fixture(autouse=True)
+def _nobody() -> Iterator[None]:
+    token = CLIENT.set("")
+    yield
+    CLIENT.reset(token)
+
+
+def test_places_and_bytes_are_given_back() -> None:
+    admission = Admission(2, 100)
+    with admission.enter() as first:
+        CLIENT.set("somebody else")
+        second = admission.enter()
+        first.claim(60)
+        with pytest.raises(AdmissionFull):
+            admission.enter()
+        with pytest.raises(AdmissionFull):
+            admission.check()
+        with pytest.raises(AdmissionFull):
+            second.claim(41)
+        second.claim(30, answer=10)
+        assert (admission.requests, admission.bytes) == (2, 100)
+        second.__exit__(None, None, None)
+        assert (admission.requests, admission.bytes) == (1, 60)
+    assert (admission.requests, admission.bytes) == (0, 0)
+
+
+def test_what_never_fits_is_not_told_to_come_back() -> None:
+    admission = Admission(2, 100)
+    with admission.enter() as ticket, pytest.raises(RequestTooLarge) as caught:
+        ticket.claim(101)
+    assert caught.value.retry_after is None
+    assert admission.bytes == 0
+
+
+def test_places_are_given_back_after_errors() -> None:
+    admission = Admission(1, 100)
+    for _ in range(3):
+        ticket = admission.enter()
+        ticket.claim(100)
+        with pytest.raises(RequestTooLarge), ticket:
+            ticket.claim(101)
+    assert (admission.requests, admission.bytes) == (0, 0)
+
+
+def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    admission = Admission(100, 1000)
+    assert admission.retry_after() == 1  # nothing is known yet
+    for _ in range(10):  # one request every two seconds
+        with admission.enter() as ticket:
+            ticket.claim(1)
+            clock += 2
+    tickets = [admission.enter() for _ in range(6)]
+    for ticket in tickets:
+        ticket.__enter__()
+    assert 10 <= admission.retry_after() <= 14
+    clock += 100
+    assert admission.retry_after() == 10  # nothing left in ten seconds: in the next ten it may be so again
+    for ticket in tickets:
+        ticket.claim(1)
+        ticket.__exit__(None, None, None)
+    clock += 1000  # when nobody asks, nothing leaves, which does not mean that it is slow
+    with admission.enter():
+        assert admission.retry_after() == 2  # six left in the last ten seconds
+    refused = Admission(1, 1)
+    for _ in range(10):
+        with pytest.raises(RequestTooLarge), refused.enter() as ticket:
+            ticket.claim(2)
+    assert not refused._departures  # refusals are no progress
+
+
+def entered(admission: Admission, client: str) -> int:
+    """How many places a client gets that takes all it can."""
+    CLIENT.set(client)
+    taken = 0
+    while True:
+        try:
+            admission.enter()
+        except AdmissionFull:
+            return taken
+        taken += 1
+
+
+def test_places_are_left_for_others() -> None:
+    admission = Admission(256, 1000)
+    assert entered(admission, "a") == 228  # of 256 eight ninths, the last one taken while 29 were free
+    assert entered(admission, "b") > 20
+    assert entered(admission, "c") > 1
+    assert entered(Admission(1, 1000), "a") == 1  # small servers are not made smaller
+    assert entered(Admission(8, 1000), "a") == 8
+
+
+def test_bytes_are_left_for_others() -> None:
+    admission = Admission(100, 900)
+    CLIENT.set("a")
+    first, second = admission.enter(), admission.enter()
+    first.claim(400)
+    second.claim(400)
+    with pytest.raises(AdmissionFull, match="for others"):
+        second.claim(1)
+    CLIENT.set("b")
+    admission.enter().claim(100)
+
+
+def test_one_request_may_take_everything() -> None:
+    """Otherwise it would be told to come back for ever."""
+    admission = Admission(100, 900)
+    with admission.visit() as visit:
+        visit.claim(100)
+        with admission.enter() as ticket:
+            ticket.claim(700, answer=100)
+            assert admission.bytes == 900
+            with pytest.raises(RequestTooLarge):
+                ticket.claim(1)
+
+
+def test_a_body_and_an_answer_count_until_the_request_ends() -> None:
+    admission = Admission(10, 100)
+    with admission.visit():
+        claim_for_current_request(20)
+        with admission.enter() as ticket:
+            ticket.claim(30, answer=5)
+            assert admission.bytes == 55
+        assert admission.bytes == 25
+        ticket = admission.enter()
+        ticket.claim(20, answer=20)
+        ticket.__exit__(AdmissionFull, AdmissionFull("of something else", 1), None)
+        assert admission.bytes == 25
+    assert admission.bytes == 0
+    claim_for_current_request(1000)  # nobody's
+
+
+def test_turns_go_round_the_clients() -> None:
+    """One with a single request waits for one round, not for all that another sent before."""
+    order: list[str] = []
+
+    async def work(admission: Admission, client: str) -> None:
+        CLIENT.set(client)
+        with admission.enter() as ticket:
+            await ticket.turn()
+            order.append(client)
+            await asyncio.sleep(0)
+
+    async def main() -> Admission:
+        admission = Admission(1000, 1000, max_turns=2)
+        senders = "a" * 50 + "b" + "c" * 3
+        await asyncio.gather(*(work(admission, client) for client in senders))
+        return admission
+
+    admission = asyncio.run(main())
+    assert len(order) == 54
+    assert order.index("b") <= 5
+    assert [place for place, client in enumerate(order) if client == "c"][-1] <= 12
+    assert (admission.requests, admission._turns, len(admission._waiting)) == (0, 0, 0)
+
+
+def test_turns_of_those_who_left_go_to_the_next() -> None:
+    async def main() -> None:
+        admission = Admission(100, 1000, max_turns=1)
+        context = contextvars.copy_context()
+
+        def ask(client: str) -> tuple[Ticket, asyncio.Task[float]]:
+            context.run(CLIENT.set, client)
+            ticket = context.run(admission.enter)
+            return ticket, asyncio.create_task(ticket.turn())
+
+        asked = [ask(client) for client in "aabbc"]
+        await asyncio.sleep(0)
+        assert [task.done() for _, task in asked] == [True, False, False, False, False]
+        asked[1][1].cancel()  # waits
+        asked[2][1].cancel()  # cancelled, and passed over before it knows
+        asked[0][0].__exit__(None, None, None)
+        asked[3][1].cancel()  # was given the turn in the same moment
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert asked[4][1].done()
+        asked[4][0].__exit__(None, None, None)
+        assert (admission._turns, len(admission._waiting)) == (0, 0)
+
+    asyncio.run(main())

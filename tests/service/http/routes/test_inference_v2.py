@@ -1,0 +1,361 @@
+"""The Open Inference Protocol's routes: what they take and answer, and that no fault of a client gets a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import io
+import json
+import time
+import tracemalloc
+import zlib
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+INFER = "/v2/models/tiny/infer"
+
+
+@pytest.fixture(scope="module")
+def tiny(client):
+    """The service with an extractor ``tiny``."""
+    config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "features.3": "b"}}
+    answer = client.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}})
+    assert answer.status_code == 200, answer.text
+    return client
+
+
+def png(side=8):
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (side, side), (200, 10, 10)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def binary(document, *tensors, **headers):
+    """A request's body with raw tensors, and its headers."""
+    head = json.dumps(document).encode()
+    return {
+        "content": head + b"".join(tensors),
+        "headers": {"Inference-Header-Content-Length": str(len(head)), **headers},
+    }
+
+
+def x_input(**changes):
+    shape = [1, 3, 16, 16]
+    size = {"binary_data_size": 4 * 3 * 16 * 16}
+    return {"name": "x", "datatype": "FP32", "shape": shape, "parameters": size} | changes
+
+
+RAW = np.zeros((1, 3, 16, 16), np.float32).tobytes()
+
+
+def test_servers_own_routes(client):
+    assert client.get("/v2").json()["extensions"] == ["binary_tensor_data", "model_repository"]
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    assert set(client.get("/v2/nothing").json()) == {"error"}
+
+
+def test_percent_encoded_names(tiny):
+    assert tiny.get("/v2/models/t%69n%79").json()["name"] == "tiny"
+    assert tiny.get("/v2/models/a%2Fb%20c").status_code == 404
+
+
+def test_a_models_name_is_compared_with_no_extractors(tiny, monkeypatch):
+    """Which would take as long as there are extractors, for every request that asks for a model by its name."""
+    compared = []
+    monkeypatch.setattr(
+        "service.engine.registry.names.get_close_matches", lambda *args, **options: compared.append(args) or []
+    )
+    assert tiny.get("/v2/models/resnet18").json()["name"] == "resnet18"
+    assert not compared
+    assert tiny.get("/v2/models/tinny").status_code == 404
+    assert len(compared) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs"),
+    [
+        (
+            "fcn_resnet50",
+            [("image", "BYTES", [-1]), ("x", "FP32", [-1, 3, -1, -1])],
+            {"C1": [-1, 64, -1, -1], "C2": [-1, 256, -1, -1], "C3": [-1, 2048, -1, -1]},
+        ),
+        ("raft_small", [("image", "BYTES", [-1]), ("image1", "FP32", [-1, 3, -1, -1])], None),
+        ("r3d_18", [("x", "FP32", [-1, 3, 16, 112, 112])], None),
+        ("vit_b_16", [("image", "BYTES", [-1]), ("x", "FP32", [-1, 3, 224, 224])], {"heads.head": [-1, 1000]}),
+    ],
+)
+def test_metadata_of_models(client, model, inputs, outputs):
+    answer = client.get(f"/v2/models/{model}").json()
+    found = [(i["name"], i["datatype"], i["shape"]) for i in answer["inputs"]]
+    assert found == inputs
+    if outputs is not None:
+        assert {o["name"]: o["shape"] for o in answer["outputs"]} == outputs
+
+
+def test_metadata_is_what_inference_gives(tiny):
+    declared = {o["name"]: (o["datatype"], o["shape"][1:]) for o in tiny.get("/v2/models/tiny").json()["outputs"]}
+    given = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3, 224, 224], "data": [0.5] * (2 * 3 * 224**2)}]}
+    outputs = tiny.post(INFER, json=given).json()["outputs"]
+    assert {o["name"]: (o["datatype"], o["shape"][1:]) for o in outputs} == declared
+    assert {o["shape"][0] for o in outputs} == {2}
+
+
+def test_json_and_raw_bytes_give_the_same(tiny):
+    values = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)).numpy()
+    wanted = [{"name": "b", "parameters": {"binary_data": True}}]
+    in_json = x_input(parameters={}, data=values.tolist())
+    answers = [
+        tiny.post(INFER, json={"inputs": [in_json], "outputs": wanted}),
+        tiny.post(INFER, **binary({"inputs": [x_input()], "outputs": wanted}, values.tobytes())),
+        tiny.post(INFER, json={"inputs": [in_json], "outputs": [{"name": "b"}]}),
+    ]
+    [first, second] = [a.content[int(a.headers["inference-header-content-length"]) :] for a in answers[:2]]
+    assert answers[0].headers["content-type"] == "application/octet-stream"
+    assert first == second != b""
+    [output] = answers[2].json()["outputs"]
+    assert np.array_equal(np.array(output["data"], np.float32), np.frombuffer(first, "<f4"))
+
+
+def test_an_output_that_is_not_asked_for_counts_not_against_the_answers_limit(make_client):
+    small = make_client(max_response_bytes=100_000)
+    config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "flatten": "b"}}
+    assert small.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}}).is_success
+    image = {"name": "x", "datatype": "FP32", "shape": [1, 3, 224, 224], "data": [0.5] * (3 * 224**2)}
+    assert small.post(INFER, json={"inputs": [image]}).status_code == 413
+    [output] = small.post(INFER, json={"inputs": [image], "outputs": [{"name": "b"}]}).json()["outputs"]
+    assert (output["name"], output["shape"]) == ("b", [1, 1000])
+
+
+def test_a_raw_tensor_and_a_raw_image(tiny):
+    nothing = {"Inference-Header-Content-Length": "0"}
+    by_tensor = tiny.post(INFER, content=np.ones((2, 3, 224, 224), np.float32).tobytes(), headers=nothing)
+    length = int(by_tensor.headers["inference-header-content-length"])
+    head = json.loads(by_tensor.content[:length])
+    assert [o["shape"][0] for o in head["outputs"]] == [2, 2]
+    assert len(by_tensor.content) == length + sum(o["parameters"]["binary_data_size"] for o in head["outputs"])
+    for headers in (nothing, {"content-type": "image/png"}):
+        assert tiny.post(INFER, content=png(), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("length", [{}, {"Inference-Header-Content-Length": "0"}], ids=["no header", "header 0"])
+def test_what_says_it_is_an_image_is_one_whatever_its_size(tiny, length):
+    file = png()
+    file += bytes(-len(file) % (4 * 3 * 224**2))  # a row of the model's input; what follows its end is not of a PNG
+    answers = [
+        tiny.post(INFER, content=data, headers={"content-type": "image/png", **length}) for data in (png(), file)
+    ]
+    assert answers[0].status_code == 200
+    assert answers[0].content == answers[1].content
+
+
+@pytest.mark.parametrize("sent", ["gzip", "deflate", "raw deflate", ""])
+@pytest.mark.parametrize("asked", ["gzip", "deflate", "gzip, deflate, br", "gzip;q=0"])
+def test_compression(tiny, sent, asked):
+    request = binary({"inputs": [x_input()]}, RAW)
+    raw = zlib.compressobj(wbits=-15)
+    pack = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+        "raw deflate": lambda data: raw.compress(data) + raw.flush(),
+        "": bytes,
+    }
+    request["content"] = pack[sent](request["content"])
+    request["headers"] |= {"Accept-Encoding": asked}
+    if sent:
+        request["headers"]["Content-Encoding"] = sent.split()[-1]
+    answer = tiny.post(INFER, **request)
+    assert answer.status_code == 200
+    assert answer.headers.get("content-encoding") == (asked if asked in ("gzip", "deflate") else None)
+    assert [o["name"] for o in answer.json()["outputs"]] == ["a", "b"]
+
+
+def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
+    request = binary({"inputs": [x_input()]}, RAW)
+    lines = [("accept-encoding", "gzip"), ("accept-encoding", "deflate")]
+    answer = tiny.post(INFER, content=request["content"], headers=[*request["headers"].items(), *lines])
+    assert answer.status_code == 200
+    assert "content-encoding" not in answer.headers
+    lines = [("content-encoding", "gzip"), ("content-encoding", "gzip")]
+    packed = gzip.compress(gzip.compress(request["content"]))
+    assert tiny.post(INFER, content=packed, headers=[*request["headers"].items(), *lines]).status_code == 415
+
+
+BAD = {
+    "no JSON": {"content": b"hello"},
+    "nothing": {"content": b""},
+    "no object": {"content": b"[]"},
+    "no inputs": {"json": {}},
+    "an empty list": {"json": {"inputs": []}},
+    "nested": {"content": b'{"inputs":' + b"[" * 60_000},
+    "many values": {"content": b'{"inputs":[' + b"{}," * 200_000 + b"{}]}"},
+    "many brackets": {"content": b'{"id":"' + b"[x" * 200_000 + b'"}'},
+    "long header": binary({}, **{"Inference-Header-Content-Length": "100000"}),
+    "negative header": binary({}, **{"Inference-Header-Content-Length": "-1"}),
+    "odd header": binary({}, **{"Inference-Header-Content-Length": "1_0"}),
+    "huge header": binary({}, **{"Inference-Header-Content-Length": "9" * 5000}),
+    "short header": binary({"inputs": [x_input()]}, RAW, **{"Inference-Header-Content-Length": "9"}),
+    "no bytes": binary({"inputs": [x_input()]}),
+    "few bytes": binary({"inputs": [x_input()]}, RAW[:-1]),
+    "more bytes": binary({"inputs": [x_input()]}, RAW + b"!"),
+    "wrong size": binary({"inputs": [x_input(shape=[1, 3, 16, 15])]}, RAW),
+    "negative size": binary({"inputs": [x_input(parameters={"binary_data_size": -4})]}, RAW),
+    "size of true": binary({"inputs": [x_input(parameters={"binary_data_size": True})]}, RAW),
+    "huge shape": {"json": {"inputs": [x_input(shape=[2**39] * 8, parameters={}, data=[1.0])]}},
+    "huge shape, long data": {"json": {"inputs": [x_input(shape=[2**30], parameters={}, data=[1.0] * 5000)]}},
+    "nothing of a huge shape": {"json": {"inputs": [x_input(shape=[2**39, 2**39, 0], parameters={}, data=[])]}},
+    "no bytes of a huge shape": binary(
+        {"inputs": [x_input(shape=[0, 2**39, 2**39], parameters={"binary_data_size": 0})]}
+    ),
+    "nine dimensions": {"json": {"inputs": [x_input(shape=[1] * 9, parameters={}, data=[1.0])]}},
+    "negative shape": {"json": {"inputs": [x_input(shape=[-1, 3, 16, 16], parameters={}, data=[1.0])]}},
+    "fractional shape": {"json": {"inputs": [x_input(shape=[1.5], parameters={}, data=[1.0])]}},
+    "empty batch": binary({"inputs": [x_input(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0})]}),
+    "no pixels": {
+        "json": {"inputs": [x_input(datatype="UINT8", shape=[1, 0, 100, 3], parameters={}, data=[])]},
+    },
+    "both": binary({"inputs": [x_input(data=[1.0])]}, RAW),
+    "neither": {"json": {"inputs": [x_input(parameters={})]}},
+    "twice": binary({"inputs": [x_input(), x_input()]}, RAW, RAW),
+    "words": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=["one"])]}},
+    "nulls": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=[None])]}},
+    "a mark": {"json": {"inputs": [x_input(shape=[1], parameters={}, data={"\0numbers": 0})]}},
+    "unknown datatype": {"json": {"inputs": [x_input(datatype="FP8", parameters={}, data=[1.0])]}},
+    "BF16 in JSON": {"json": {"inputs": [x_input(datatype="BF16", shape=[1], parameters={}, data=[1.0])]}},
+    "too large for UINT8": {"json": {"inputs": [x_input(datatype="UINT8", shape=[1], parameters={}, data=[256])]}},
+    "no base64": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["é!"]}]}},
+    "numbers as BYTES": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [1]}]}},
+    "other BYTES": {"json": {"inputs": [{"name": "y", "datatype": "BYTES", "shape": [1], "data": ["aaaa"]}]}},
+    "long element": binary(
+        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 8}}]},
+        b"\xff\xff\xff\xff1234",
+    ),
+    "torn length": binary(
+        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 2}}]},
+        b"\0\0",
+    ),
+    "no gzip": {"content": b"hello", "headers": {"Content-Encoding": "gzip"}},
+    "cut gzip": {"content": gzip.compress(b"{}")[:-4], "headers": {"Content-Encoding": "gzip"}},
+    "gzip and more": {"content": gzip.compress(b"{}") + b"!", "headers": {"Content-Encoding": "gzip"}},
+    "empty gzip": {"content": b"", "headers": {"Content-Encoding": "gzip"}},
+    "parameters": binary({"inputs": [x_input()], "parameters": {"pool": ["avg"]}}, RAW),
+    "timeout": binary({"inputs": [x_input()], "parameters": {"timeout": "soon"}}, RAW),
+    "binary_data": binary({"inputs": [x_input()], "parameters": {"binary_data_output": "yes"}}, RAW),
+    "an output twice": binary({"inputs": [x_input()], "outputs": [{"name": "a"}, {"name": "a"}]}, RAW),
+    "no such output": binary({"inputs": [x_input()], "outputs": [{"name": "c"}]}, RAW),
+    "weights of an extractor": binary({"inputs": [x_input()], "parameters": {"weights": "random"}}, RAW),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_faults_of_clients(tiny, what):
+    began = time.process_time()
+    answer = tiny.post(INFER, **BAD[what])
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"error"}
+    assert answer.json()["error"]
+    assert time.process_time() - began < 5
+
+
+def test_other_statuses(tiny):
+    assert tiny.post(INFER, content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
+    assert tiny.post("/v2/models/tinny/infer", content=b"x").status_code == 404
+    assert tiny.post("/v2/models/tiny/versions/2/infer", content=b"x").status_code == 404
+    late = tiny.post(INFER, **binary({"inputs": [x_input()]}, RAW, **{"X-Request-Timeout": "0.000001"}))
+    assert late.status_code == 504
+    for config in ("nonsense", "[]", "{}", '{"model": 3}', '{"model": "resnet18", "what": 1}', '{"model": "resnet18"}'):
+        body = {"parameters": {"config": config}}
+        assert tiny.post("/v2/repository/models/no name!/load", json=body).status_code in (400, 404)
+    body = {"parameters": {"config": json.dumps({"model": "resnet18", "weights": f"file:{'x' * 300}"})}}
+    long = tiny.post("/v2/repository/models/x/load", json=body)
+    assert long.status_code == 400
+    assert "weights" in long.json()["error"]
+    assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
+
+
+def test_an_extractor_that_failed_stands_in_no_models_way(make_client, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "squeezenet1_1-b8a52dc0.pth").write_bytes(b"cut short")
+    client = make_client()
+    model = client.get("/v2/models/squeezenet1_1").json()
+
+    def load(name, **config):
+        sent = {"parameters": {"config": json.dumps(config)}}
+        return client.post(f"/v2/repository/models/{name}/load", json=sent)
+
+    assert load("squeezenet1_1", return_nodes=["features.3"]).status_code == 503
+    assert client.get("/v2/models/squeezenet1_1").json() == model
+    asked = {"inputs": [x_input(parameters={}, data=[0.5] * (3 * 16 * 16))], "parameters": {"weights": "random"}}
+    inferred = client.post("/v2/models/squeezenet1_1/infer", json=asked | {"outputs": [{"name": "features.5"}]})
+    assert [output["name"] for output in inferred.json()["outputs"]] == ["features.5"]
+
+    assert load("squeezenet1_1", return_nodes=["features.3"], weights="random").status_code == 200
+    assert [output["name"] for output in client.get("/v2/models/squeezenet1_1").json()["outputs"]] == ["features.3"]
+
+    assert load("mine", model="squeezenet1_1", return_nodes=["features.4"]).status_code == 503
+    assert [output["name"] for output in client.get("/v2/models/mine").json()["outputs"]] == ["features.4"]
+
+
+def test_what_unpacks_to_too_much_is_given_up_early(make_client):
+    small = make_client(max_body_bytes=1_000_000)
+    bomb = gzip.compress(b"x" * 500_000_000, 9)
+    assert len(bomb) < 1_000_000
+    tracemalloc.start()
+    try:
+        answer = small.post("/v2/models/resnet18/infer", content=bomb, headers={"Content-Encoding": "gzip"})
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 413
+    assert most < 20_000_000
+
+
+def test_inference_waits_for_no_thread_that_traces(tiny):
+    """What an extractor takes is known. Describing it anew took ninety times as long as computing its features."""
+    element = len(png()).to_bytes(4, "little") + png()
+    size = {"binary_data_size": len(element)}
+    document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": size}]}
+    by_model = document | {"parameters": {"weights": "random"}}
+    model = "/v2/models/squeezenet1_1"
+    assert tiny.post(f"{model}/infer", **binary(by_model, element)).status_code == 200  # this one may trace
+    metadata = [tiny.get(path).json() for path in ("/v2/models/tiny", model)]
+    tracing = tiny.app.state.fxserve.tracing
+
+    async def take():
+        for place in range(int(tracing.total_tokens)):
+            await tracing.acquire_on_behalf_of(place)
+
+    async def give_back():
+        for place in range(int(tracing.total_tokens)):
+            tracing.release_on_behalf_of(place)
+
+    soon = {"X-Request-Timeout": "20"}
+    tiny.run(take())
+    try:
+        answers = [
+            tiny.post(INFER, **binary(document, element, **soon)),
+            tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
+            tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        paths = ("/v2/models/tiny", model)
+        assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
+    finally:
+        tiny.run(give_back())
+
+
+def test_null_is_what_is_not_set(tiny):
+    """As Jackson and others write an object's empty fields."""
+    image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": None}
+    image["data"] = [base64.b64encode(png()).decode()]
+    document = {"id": None, "parameters": None, "inputs": [image], "outputs": [{"name": "a", "parameters": None}]}
+    answer = tiny.post(INFER, json=document)
+    assert answer.status_code == 200, answer.text
+    assert [output["name"] for output in answer.json()["outputs"]] == ["a"]
+    assert tiny.post("/v2/repository/models/tiny/load", json={"parameters": None}).status_code == 200

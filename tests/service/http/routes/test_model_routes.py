@@ -1,0 +1,228 @@
+import pytest
+import torchvision
+from torchvision.models.feature_extraction import get_graph_node_names
+
+from service.http.state import KeptAnswers
+from service.schemas.v1 import ExtractorSpec
+
+
+def test_all_models_of_torchvision(client):
+    models = client.get("/v1/models").json()["models"]
+    assert [model["name"] for model in models] == torchvision.models.list_models()
+    by_name = {model["name"]: model for model in models}
+    assert by_name["resnet50"]["weights"] == ["IMAGENET1K_V1", "IMAGENET1K_V2"]
+    assert by_name["resnet50"]["default_weights"] == "IMAGENET1K_V2"
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("task=optical_flow", {"raft_large", "raft_small"}),
+        ("q=RESNET1", {n for n in torchvision.models.list_models() if "resnet1" in n}),
+        ("task=segmentation&q=resnet50", {"deeplabv3_resnet50", "fcn_resnet50"}),
+        ("q=nothing-like-it", set()),
+        ("source=torchvision&q=resnet18", {"resnet18", "quantized_resnet18"}),
+        ("source=own", set()),
+    ],
+)
+def test_models_by_task_and_name(client, query, expected):
+    assert {model["name"] for model in client.get(f"/v1/models?{query}").json()["models"]} == expected
+
+
+def test_loaded_models_say_so(make_client):
+    client = make_client(models=["resnet18", "squeezenet1_1"])
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"]}
+    assert client.post("/v1/extractors", json=spec).status_code == 201
+    loaded = {model["name"]: model["loaded"] for model in client.get("/v1/models").json()["models"]}
+    assert loaded == {"resnet18": False, "squeezenet1_1": True}
+
+
+def test_one_model_agrees_with_torchvisions_own_words(client):
+    detail = client.get("/v1/models/resnet50").json()
+    for weights in torchvision.models.ResNet50_Weights:
+        said = detail["weights"][weights.name]
+        assert said["num_params"] == weights.meta["num_params"]
+        assert said["url"] == weights.url
+        assert said["metrics"] == weights.meta["_metrics"]
+        assert said["categories"] == 1000
+    preset = torchvision.models.ResNet50_Weights.DEFAULT.transforms()
+    assert detail["preprocessing"]["resize_size"] == preset.resize_size == [232]
+    assert detail["preprocessing"]["crop_size"] == preset.crop_size
+    assert detail["preprocessing"]["mean"] == preset.mean
+    assert detail["preprocessing"]["std"] == preset.std
+    assert detail["preprocessing"]["interpolation"] == preset.interpolation.value
+    assert detail["inputs"] == [{"name": "x", "layout": "NCHW", "shape": [None, 3, 224, 224]}]
+    assert set(detail["levels"]) == {"C1", "C2", "C3", "C4", "C5"}
+
+
+def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    assert client.get("/v1/models/resnet18").json()["weights"]["IMAGENET1K_V1"]["cached"] is False
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").touch()
+    assert client.get("/v1/models/resnet18").json()["weights"]["IMAGENET1K_V1"]["cached"] is True
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vit_b_16", "googlenet"])
+def test_nodes_are_torchvisions(client, model):
+    train, evaluated = get_graph_node_names(torchvision.models.get_model(model, weights=None))
+    answer = client.get(f"/v1/models/{model}/nodes?weights=random").json()
+    assert answer["train_nodes"] == train
+    assert answer["eval_nodes"] == evaluated
+    assert answer["model"] == model
+    assert answer["fingerprint"]
+
+
+def test_the_default_weights_decide_what_is_listed(client):
+    """With them googlenet has no auxiliary heads; torchvision is told so, as it tells itself on loading."""
+    model = torchvision.models.googlenet(transform_input=True, aux_logits=False, init_weights=False)
+    nodes = client.get("/v1/models/googlenet/nodes").json()
+    assert nodes == client.get("/v1/models/googlenet/nodes?weights=DEFAULT").json()
+    assert nodes == client.get("/v1/models/googlenet/nodes?weights=IMAGENET1K_V1").json()
+    assert nodes["eval_nodes"] == get_graph_node_names(model)[1]
+    assert "cat" in nodes["eval_nodes"]
+    graph = client.get("/v1/models/googlenet/graph").json()
+    assert [node["name"] for node in graph["nodes"]] == nodes["eval_nodes"]
+    bare = client.get("/v1/models/googlenet/graph?weights=random").json()
+    assert [node["name"] for node in bare["nodes"]] == client.get("/v1/models/googlenet/nodes?weights=random").json()[
+        "eval_nodes"
+    ]
+    assert "cat" not in {node["name"] for node in bare["nodes"]}
+    assert client.get("/v1/models/googlenet/graph?weights=file:mine.pth").json() == bare
+
+
+@pytest.mark.parametrize("model", ["googlenet", "deeplabv3_mobilenet_v3_large"])
+def test_what_is_listed_is_what_an_extractor_has(client, model):
+    """The same graph by its fingerprint, and levels are the nodes that an extractor takes for them."""
+    nodes = client.get(f"/v1/models/{model}/nodes").json()
+    detail = client.get(f"/v1/models/{model}").json()
+    assert detail["levels"] == nodes["levels"]
+    levels = list(nodes["levels"]) or nodes["eval_nodes"][-1:]
+    spec = {"model": model, "return_nodes": levels}
+    found = client.run(client.app.state.fxserve.engine.extractor(ExtractorSpec(**spec)))[0]
+    assert found.fingerprint == nodes["fingerprint"]
+    assert found.return_nodes == {level: nodes["levels"].get(level, {"node": level})["node"] for level in levels}
+    client.delete(f"/v1/extractors/{found.id}")
+
+
+def test_weights_that_there_are_not(client):
+    for path in ("nodes", "graph"):
+        answer = client.get(f"/v1/models/resnet18/{path}?weights=V9")
+        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/unknown-weights")
+        assert answer.json()["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
+
+
+def test_nodes_are_written_once(client):
+    answer = client.get("/v1/models/resnet50/nodes").content
+    key = ("resnet50", "IMAGENET1K_V2", None)
+    assert client.app.state.fxserve.nodes.get(key) == answer
+    client.app.state.fxserve.nodes.put(key, b"kept")
+    assert client.get("/v1/models/resnet50/nodes").content == b"kept"
+    client.app.state.fxserve.nodes.put(key, answer)
+
+
+def test_what_was_used_least_recently_is_forgotten():
+    kept = KeptAnswers(limit=10)
+    kept.put(("a",), b"1234")
+    kept.put(("b",), b"1234")
+    kept.put(("b",), b"123456")
+    assert kept.get(("a",)) == b"1234"
+    kept.put(("c",), b"12")
+    assert kept.get(("b",)) is None
+    assert (kept.get(("a",)), kept.get(("c",))) == (b"1234", b"12")
+    kept.put(("too large",), b"x" * 11)
+    assert kept.get(("too large",)) is None
+
+
+def test_parts_that_stay_closed_are_named(client):
+    nodes = client.get("/v1/models/fasterrcnn_mobilenet_v3_large_fpn/nodes").json()
+    graph = client.get("/v1/models/fasterrcnn_mobilenet_v3_large_fpn/graph").json()
+    assert nodes["closed"] == graph["closed"]
+    assert "roi_heads" in {part["path"] for part in nodes["closed"]}
+    assert all(part["reason"] for part in nodes["closed"])
+    assert any(name.startswith("backbone.body") for name in nodes["eval_nodes"])
+    assert client.get("/v1/models/resnet18/nodes").json()["closed"] == []
+
+
+def test_graph_as_json(client):
+    graph = client.get("/v1/models/resnet18/graph").json()
+    assert graph["model"] == "resnet18"
+    assert graph["input_shape"] == [None, 3, 224, 224]
+    assert graph["totals"]["params"] == torchvision.models.ResNet18_Weights.DEFAULT.meta["num_params"]
+    nodes = {node["name"]: node for node in graph["nodes"]}
+    assert list(nodes) == client.get("/v1/models/resnet18/nodes").json()["eval_nodes"]
+    conv = nodes["layer2.0.downsample.0"]
+    assert conv["shape"] == [None, 128, 28, 28]
+    assert (conv["channels"], conv["stride"], conv["layout"], conv["params"]) == (128, 8, "NCHW", 64 * 128)
+    assert conv["users"] == ["layer2.0.downsample.1"]
+
+
+def test_graph_for_another_size(client):
+    graph = client.get("/v1/models/resnet18/graph?height=64&width=96").json()
+    assert graph["input_shape"] == [None, 3, 64, 96]
+    assert {node["name"]: node["shape"] for node in graph["nodes"]}["layer4.1.relu_1"] == [None, 512, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("format", "accept", "media_type", "begins"),
+    [
+        ("json", "application/json", "application/json", "{"),
+        ("table", "text/plain", "text/plain", "opcode"),
+        ("dot", "text/vnd.graphviz", "text/vnd.graphviz", "digraph"),
+        ("svg", "image/svg+xml", "image/svg+xml", "<"),
+        ("mermaid", "text/vnd.mermaid", "text/vnd.mermaid", ""),
+    ],
+)
+def test_graph_formats(client, format, accept, media_type, begins):
+    by_query = client.get(f"/v1/models/resnet18/graph?format={format}", headers={"accept": "text/html, */*;q=0.1"})
+    by_accept = client.get("/v1/models/resnet18/graph", headers={"accept": accept})
+    for answer in (by_query, by_accept):
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].partition(";")[0] == media_type
+        assert answer.text.startswith(begins)
+    assert by_query.content == by_accept.content
+
+
+def test_graph_as_code(client):
+    answer = client.get("/v1/models/resnet18/graph?format=code")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert "def forward(self, x" in answer.text
+    compile(answer.text, "code", "exec")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "kind"),
+    [
+        ("/v1/models/resnet5O", {}, 404, "unknown-model"),
+        ("/v1/models/resnet5O/nodes", {}, 404, "unknown-model"),
+        ("/v1/models/resnet5O/graph", {}, 404, "unknown-model"),
+        ("/v1/models/resnet18/graph?height=64", {}, 422, "invalid-request"),
+        ("/v1/models/resnet18/graph?height=0&width=9", {}, 422, "invalid-request"),
+        ("/v1/models/resnet18/graph?height=9&width=99999999", {}, 422, "invalid-request"),
+        ("/v1/models/resnet18/graph?format=pdf", {}, 422, "invalid-request"),
+        ("/v1/models/resnet18/graph", {"accept": "application/pdf"}, 406, "not-acceptable"),
+        ("/v1/models/vit_b_16/graph?height=100&width=100", {}, 422, "bad-tensor"),
+        ("/v1/models/resnet18/edges", {}, 404, "not-found"),
+    ],
+)
+def test_what_cannot_be_answered(client, path, headers, status, kind):
+    answer = client.get(path, headers=headers)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["type"] == f"/problems/{kind}"
+    assert answer.json()["status"] == status
+    if kind == "unknown-model":
+        assert "resnet50" in answer.json()["suggestions"]
+    if status == 406:
+        assert "image/svg+xml" in answer.json()["available"]
+
+
+def test_only_the_allowed_models(make_client):
+    client = make_client(models=["resnet18"])
+    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]
+    assert client.get("/v1/models/resnet18/nodes").status_code == 200
+    for path in ("", "/nodes", "/graph"):
+        assert client.get(f"/v1/models/resnet50{path}").status_code == 404
+    assert client.post("/v1/models/resnet50/features?nodes=C4&weights=random", content=b"").status_code in (404, 415)
+    spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C4"]}
+    assert client.post("/v1/extractors", json=spec).json()["type"] == "/problems/unknown-model"

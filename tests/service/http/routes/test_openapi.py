@@ -1,0 +1,172 @@
+"""The OpenAPI document says everything that the service answers."""
+
+import re
+
+import pytest
+
+from service.app import create_app
+from service.schemas.problem_kinds import KINDS
+
+
+@pytest.fixture(scope="module")
+def document():
+    return create_app().openapi()
+
+
+def test_every_parameter_has_an_example(document):
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for parameter in operation.get("parameters", ()):
+                shown = parameter.keys() | parameter["schema"].keys()
+                assert {"example", "examples"} & shown, f"{method} {path}: {parameter['name']}"
+
+
+def operations(document):
+    """All but the V2 protocol's, which says errors its own way."""
+    for path, methods in document["paths"].items():
+        if path == "/v2" or path.startswith("/v2/"):
+            continue
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def test_every_route(document):
+    assert {name for name, _ in operations(document)} == {
+        "GET /",
+        "GET /healthz",
+        "GET /readyz",
+        "GET /metrics",
+        "GET /v1/transforms",
+        "GET /v1/extractors/{extractor}/export",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "GET /v1/models/{model}/nodes",
+        "GET /v1/models/{model}/graph",
+        "POST /v1/models/{model}/features",
+        "GET /v1/extractors",
+        "POST /v1/extractors",
+        "GET /v1/extractors/{extractor}",
+        "DELETE /v1/extractors/{extractor}",
+        "GET /v1/extractors/{extractor}/graph",
+        "GET /v1/extractors/{extractor}/code",
+        "POST /v1/extractors/{extractor}/features",
+    }
+
+
+def test_every_route_is_described(document):
+    for name, operation in operations(document):
+        assert operation.get("description"), name
+
+
+def test_every_problem_is_an_example_somewhere(document):
+    shown = set()
+    # Not of any one route: no such route, no such method, our own defects, and what is no request yet.
+    for slug, response in document["components"]["responses"].items():
+        examples = response["content"]["application/problem+json"]["examples"]
+        assert set(examples) == {slug}
+        shown.add(slug)
+    assert {"not-found", "method-not-allowed", "internal"} < shown
+    for name, operation in operations(document):
+        for status, response in operation["responses"].items():
+            for media_type, content in response.get("content", {}).items():
+                assert media_type == "application/problem+json" or int(status) < 400, name
+                for slug, example in content.get("examples", {}).items():
+                    assert example["value"]["type"] == f"/problems/{slug}"
+                    assert str(example["value"]["status"]) == status
+                    shown.add(slug)
+    assert set(KINDS) == shown
+
+
+BUILDING = [
+    ("get", "/v1/extractors/{extractor}/graph"),
+    ("get", "/v1/extractors/{extractor}/code"),
+    ("get", "/v1/extractors/{extractor}/export"),
+    ("post", "/v1/extractors/{extractor}/features"),
+    ("post", "/v1/models/{model}/features"),
+    ("post", "/v1/extractors"),
+    ("post", "/v2/models/{name}/infer"),
+    ("post", "/v2/models/{name}/versions/{version}/infer"),
+    ("post", "/v2/repository/models/{name}/load"),
+]
+"""What has to wait for an extractor that may have to be built."""
+
+FAILING = {
+    "weights-unavailable": {"weights": "DEFAULT"},
+    "unknown-weights": {"weights": "file:none.pth"},
+    "cannot-transform": {"transforms": [{"name": "insert_after", "params": {"node": "layer9", "function": "relu"}}]},
+    "cannot-keep": {"transforms": [{"name": "replace_module", "params": {"old": "maxpool", "new": "identity"}}]},
+}
+"""What the build of an extractor over resnet18 may end in, whatever the machine."""
+
+OTHERS = {"bad-parameter", "backend-refused", "out-of-memory", "extractor-failed", "not-ready", "draining"}
+
+
+def shown(operation, *statuses):
+    """The kinds of problem that a route is documented to answer with these statuses."""
+    contents = [operation["responses"].get(str(status), {}).get("content", {}) for status in statuses]
+    return {kind for content in contents for one in content.values() for kind in one.get("examples", ())}
+
+
+@pytest.mark.parametrize(("method", "path"), BUILDING)
+def test_what_a_build_ends_in_is_documented_wherever_there_is_one(document, method, path):
+    operation = document["paths"][path][method]
+    assert shown(operation, *operation["responses"]) >= {*FAILING, *OTHERS}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_the_answers_of_an_extractor_that_failed_are_documented(client, document, photos, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").write_bytes(b"cut short")
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1"], "name": "failed"} | FAILING[kind]
+    assert client.post("/v1/extractors", json=spec).json()["type"] == f"/problems/{kind}"
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3, 32, 32], "data": [0.5] * (3 * 32**2)}
+    sent = {
+        "/v1/extractors/{extractor}/features": {
+            "content": photos["rocket"],
+            "headers": {"content-type": "image/jpeg"},
+        },
+        "/v2/models/{name}/infer": {"json": {"inputs": [tensor]}},
+    }
+    for method, path in BUILDING:
+        if method == "get" or path in sent:
+            url = path.format(extractor="failed", name="failed")
+            answer = client.run(client.http.request(method, url, **sent.get(path, {})))
+            assert kind in shown(document["paths"][path][method], answer.status_code), (path, answer.text)
+            if not path.startswith("/v2"):
+                assert answer.json()["type"] == f"/problems/{kind}"
+    client.delete("/v1/extractors/failed")
+
+
+def test_features_declare_their_media_types(document):
+    for path in ("/v1/models/{model}/features", "/v1/extractors/{extractor}/features"):
+        operation = document["paths"][path]["post"]
+        assert set(operation["requestBody"]["content"]) == {
+            "image/*",
+            "multipart/form-data",
+            "application/json",
+            "application/x-npy",
+            "application/x-safetensors",
+        }
+        assert set(operation["responses"]["200"]["content"]) == {
+            "application/json",
+            "application/x-safetensors",
+            "application/x-npz",
+            "application/x-npy",
+            "image/png",
+        }
+        assert {"406", "413", "415", "422", "429", "503", "504"} <= operation["responses"].keys()
+        assert {"pool", "dtype", "normalize", "preprocess", "encoding"} <= {p["name"] for p in operation["parameters"]}
+
+
+def test_every_reference_leads_somewhere_and_every_schema_is_referred_to(document):
+    names = re.findall(r"#/components/schemas/([^\"']+)['\"]", str(document))
+    assert set(names) == document["components"]["schemas"].keys()
+
+
+def test_every_field_has_an_example(document):
+    bare = {"Problem", "Health"}
+    for name, schema in document["components"]["schemas"].items():
+        for field, content in schema.get("properties", {}).items():
+            refers = "$ref" in str(content)
+            assert name in bare or refers or {"examples", "description", "default"} & content.keys(), f"{name}.{field}"

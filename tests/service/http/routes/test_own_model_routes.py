@@ -1,0 +1,261 @@
+"""Models of the operator's own are served like any other."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import timm
+import torch
+from torchvision.transforms import functional as F
+
+from fxcore.images.presets import VideoClassification
+from fxcore.models.catalog import register
+from tests.service.conftest import Client
+
+TOML = """
+[models.mine]
+builder = "timm:create_model"
+arguments = { model_name = "mobilenetv3_small_050", num_classes = 7 }
+weights = "mine.pth"
+preprocessing = { resize_size = 72, crop_size = 64 }
+
+[models.broken]
+builder = "timm:create_model"
+arguments = { model_name = "no_such_model" }
+
+[models.unfit]
+builder = "timm:create_model"
+arguments = { model_name = "mobilenetv3_small_050", num_classes = 8 }
+weights = "mine.pth"
+"""
+
+
+MODULE = """
+from torch import nn
+
+class Clip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv3d(3, 6, 3, (1, 2, 2), 1), nn.BatchNorm3d(6), nn.ReLU(inplace=True))
+        self.body = nn.Sequential(nn.Conv3d(6, 8, 3, 2, 1), nn.ReLU())
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, clip):
+        maps = self.body(self.stem(clip))
+        bright = maps > 0.1
+        return self.head((maps * bright).mean((2, 3, 4)))
+"""
+
+
+@pytest.fixture
+def clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+    """A module written by hand, which takes clips, and its description."""
+    (tmp_path / "clips_for_tests.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(4)
+    model = importlib.import_module("clips_for_tests").Clip().eval()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "clip.safetensors")
+    (tmp_path / "models.toml").write_text(
+        """
+        [models.clip]
+        builder = "clips_for_tests:Clip"
+        weights = "clip.safetensors"
+        input = "video"
+        preprocessing = { resize_size = [36, 54], crop_size = [32, 48] }
+        """
+    )
+    yield model
+    sys.modules.pop("clips_for_tests")
+    register({})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    torch.manual_seed(3)
+    torch.save(timm.create_model("mobilenetv3_small_050", num_classes=7).state_dict(), tmp_path / "mine.pth")
+    (tmp_path / "models.toml").write_text(TOML)
+    yield tmp_path
+    register({})
+
+
+def expected(photo: bytes, folder: Path, path: str) -> np.ndarray:  # type: ignore[type-arg]
+    """What a forward hook sees, of an image preprocessed by hand."""
+    model = timm.create_model("mobilenetv3_small_050", num_classes=7).eval()
+    model.load_state_dict(torch.load(folder / "mine.pth", weights_only=True))
+    image = F.center_crop(F.resize(PIL.Image.open(io.BytesIO(photo)).convert("RGB"), 72), [64, 64])
+    pixels = F.normalize(F.to_tensor(image), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    seen: list[torch.Tensor] = []
+    model.get_submodule(path).register_forward_hook(lambda m, i, output: seen.append(output))
+    with torch.inference_mode():
+        model(pixels[None])
+    return seen[0].numpy()
+
+
+def test_a_model_of_ones_own_is_served(
+    folder: Path,
+    make_client: Callable[..., Client],
+    photos: dict[str, bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR, "fxserve.models"):
+        client = make_client(models_dir=folder, models=("mine", "broken", "unfit"))
+    told = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("model 'broken': its builder failed: RuntimeError: Unknown model") for line in told)
+    assert any(line.startswith("model 'unfit': mine.pth does not fit unfit: ") for line in told)
+    (listed,) = client.get("/v1/models").json()["models"]
+    assert (listed["name"], listed["weights"], listed["default_weights"]) == ("mine", ["mine.pth"], "mine.pth")
+    detail = client.get("/v1/models/mine").json()
+    assert detail["preprocessing"]["crop_size"] == [64]
+    assert detail["weights"]["mine.pth"]["cached"] is True
+    nodes = client.get("/v1/models/mine/nodes").json()
+    assert "blocks.2" in {name.rpartition(".")[0].rpartition(".")[0] for name in nodes["eval_nodes"]}
+    assert nodes["levels"]["C5"]["stride"] == 32
+    assert client.get("/v1/models/mine/graph?format=svg").text.startswith("<svg")
+    answer = client.post(
+        "/v1/models/mine/features?nodes=blocks.2:map,C4",
+        content=photos["chelsea"],
+        headers={"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"},
+    )
+    assert answer.status_code == 200, answer.text
+    values = safetensors.numpy.load(answer.content)
+    np.testing.assert_allclose(values["map"], expected(photos["chelsea"], folder, "blocks.2"), rtol=1e-3, atol=1e-4)
+    metadata = client.get("/v2/models/mine").json()
+    assert metadata["inputs"][1] == {"name": "x", "datatype": "FP32", "shape": [-1, 3, 64, 64]}
+    raw = client.post("/v2/models/mine/infer", content=photos["chelsea"], headers={"Content-Type": "image/jpeg"})
+    assert raw.status_code == 200, raw.text
+    problem = client.post("/v1/extractors", json={"model": "broken", "return_nodes": ["x"]}).json()
+    assert problem["type"] == "/problems/unknown-model"
+    assert "'broken' was described wrongly" in problem["detail"]
+
+
+def test_a_module_written_by_hand_that_takes_clips(
+    clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]
+) -> None:
+    """Any number of frames of any size, prepared as npy or raw as safetensors; values as of the module itself."""
+    client = make_client(models_dir=tmp_path)
+    nodes = client.get("/v1/models/clip/nodes").json()
+    assert nodes["levels"]["C1"] == {"node": "stem.2", "channels": 6, "stride": 2}
+    assert nodes["levels"]["C2"] == {"node": "body.1", "channels": 8, "stride": 4}
+    x = torch.randn(2, 3, 10, 20, 28)
+    frames = torch.randint(0, 256, (2, 10, 40, 60, 3), dtype=torch.uint8)
+    preset = VideoClassification(crop_size=(32, 48), resize_size=(36, 54))
+    prepared = preset(frames.permute(0, 1, 4, 2, 3))
+    buffer = io.BytesIO()
+    np.save(buffer, x.numpy())
+    bodies = {
+        "application/x-npy": (buffer.getvalue(), x),
+        "application/x-safetensors": (safetensors.torch.save({"clip": frames}), prepared),
+    }
+    path = "/v1/models/clip/features?nodes=C1,C2,head"
+    for kind, (body, given) in bodies.items():
+        answer = client.post(path, content=body, headers={"Content-Type": kind, "Accept": "application/x-safetensors"})
+        assert answer.status_code == 200, answer.text
+        values = safetensors.torch.load(answer.content)
+        with torch.inference_mode():
+            stem = clips.stem(given)
+            for key, wanted in (("C1", stem), ("C2", clips.body(stem)), ("head", clips(given))):
+                torch.testing.assert_close(values[key], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]) -> None:
+    client = make_client(models_dir=tmp_path)
+    config = json.dumps({"model": "clip", "return_nodes": ["gt", "C2"]})
+    client.post("/v2/repository/models/bright/load", json={"parameters": {"config": config}}).raise_for_status()
+    outputs = client.get("/v2/models/bright").json()["outputs"]
+    assert [(output["name"], output["datatype"]) for output in outputs] == [("gt", "BOOL"), ("C2", "FP32")]
+    x = torch.randn(1, 3, 4, 12, 12)
+    given = {"name": "clip", "datatype": "FP32", "shape": list(x.shape), "data": x.flatten().tolist()}
+    with torch.inference_mode():
+        wanted = (clips.body(clips.stem(x)) > 0.1).numpy()
+    for binary in (True, False):
+        asked = [{"name": "gt", "parameters": {"binary_data": binary}}]
+        answer = client.post("/v2/models/bright/infer", json={"inputs": [given], "outputs": asked})
+        if binary:
+            raw = answer.content[int(answer.headers["Inference-Header-Content-Length"]) :]
+            found = np.frombuffer(raw, np.bool_)
+        else:
+            found = np.array(answer.json()["outputs"][0]["data"])
+        assert found.dtype == np.bool_
+        assert np.array_equal(found, wanted.ravel())
+
+
+def test_the_list_of_models_that_are_served_holds_for_ones_own(
+    folder: Path, make_client: Callable[..., Client]
+) -> None:
+    client = make_client(models_dir=folder, models=("resnet18",))
+    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]
+    assert client.post("/v1/models/mine/features?nodes=C4", content=b"").status_code == 404
+
+
+NAMES = """
+from torch import nn
+
+class Meta(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.meta = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.meta(x)
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleDict({"class": nn.Conv2d(3, 3, 1), "box": nn.Conv2d(3, 4, 1)})
+
+    def forward(self, x):
+        return {name: head(x) for name, head in self.heads.items()}
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def load_state_dict(self, *args, **kwargs):
+        raise KeyError("version")
+"""
+
+
+def test_what_is_wrong_with_one_model_costs_no_other_its_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_client: Callable[..., Client],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "names_for_tests.py").write_text(NAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    tables = [f'[models.{name.lower()}]\nbuilder = "names_for_tests:{name}"' for name in ("Meta", "Heads", "Weighed")]
+    safetensors.torch.save_file({"body.bias": torch.zeros(3)}, tmp_path / "w.safetensors")
+    good = '[models.good]\nbuilder = "timm:create_model"\narguments = { model_name = "resnet10t", num_classes = 2 }'
+    (tmp_path / "models.toml").write_text("\n".join([*tables, 'weights = "w.safetensors"', good]))
+    with caplog.at_level(logging.ERROR, "fxserve.models"):
+        client = make_client(models_dir=tmp_path, models=("meta", "heads", "weighed", "good"))
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "model 'meta': Meta cannot be traced: nothing in it can be called 'meta'" in told
+    assert "model 'heads': Heads cannot be traced: nothing in it can be called 'heads.class'" in told
+    assert "model 'weighed': KeyError: 'version'" in told
+    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["good"]
+    sys.modules.pop("names_for_tests")
+    register({})
+
+
+def test_a_service_starts_without_a_file_that_is_wrong(
+    tmp_path: Path, make_client: Callable[..., Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = make_client(models_dir=tmp_path)
+    assert client.get("/healthz").status_code == 200
+    assert "models.toml: No such file or directory" in caplog.text

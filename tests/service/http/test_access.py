@@ -1,0 +1,292 @@
+"""Who may do what, on every route there is."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+
+from service.http.access import address
+from service.http.keys import make
+from tests.service.conftest import Client
+
+SPEC = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features"]}
+FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
+JPEG = {"content-type": "image/jpeg"}
+
+# What changes nothing, beside all GETs; the export is a GET that hands out the weights.
+READS = {
+    ("post", "/v1/models/{model}/features"),
+    ("post", "/v1/extractors/{extractor}/features"),
+    ("post", "/v2/models/{name}/infer"),
+    ("post", "/v2/models/{name}/versions/{version}/infer"),
+    ("post", "/v2/repository/index"),
+}
+EXPORT = "/v1/extractors/{extractor}/export"
+OPEN = {"/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+
+
+@pytest.fixture(scope="module")
+def secrets():
+    return {scope: make(scope, scope) for scope in ("read", "admin")}
+
+
+@pytest.fixture(scope="module")
+def locked(secrets, tmp_path_factory):
+    """A service with two keys."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text("".join(key.line + "\n" for key, _ in secrets.values()))
+    client = Client(api_keys_file=file, models=("squeezenet1_1", "resnet18"), cors_origins=("https://lab.example",))
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def headers(secrets):
+    return {scope: {"authorization": f"Bearer {secret}"} for scope, (_, secret) in secrets.items()}
+
+
+@pytest.fixture(scope="module")
+def operations(locked):
+    return [(method, path) for path, methods in locked.app.openapi()["paths"].items() for method in methods]
+
+
+def ask(client, method, path, headers):
+    concrete = re.sub(r"\{\w+\}", "nothing", path)
+    return client.run(client.http.request(method, concrete, headers=headers))
+
+
+def test_without_a_key_only_probes_and_the_reference_answer(locked, operations):
+    for method, path in operations:
+        answer = ask(locked, method, path, {})
+        if path in OPEN:
+            assert answer.status_code == 200
+            continue
+        assert answer.status_code == 401, path
+        assert answer.headers["www-authenticate"] == 'Bearer realm="fxserve"'
+        if path.startswith("/v2"):
+            assert answer.json().keys() == {"error"}
+        else:
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert answer.json()["type"] == "/problems/unauthorized"
+    for path in ("/nothing", "/v1/nothing", "/docs/", "http://test//healthz", "/healthz/../v1/models"):
+        assert locked.get(path).status_code == 401, path
+    assert locked.get("/docs").status_code == 200
+
+
+def test_the_page_is_open_and_asks_for_a_key(locked, client):
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        page = locked.get("/", headers=headers)
+        assert page.status_code == 200
+        assert "<input name=key type=password" in page.text
+        assert "resnet18" not in page.text
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    page = client.get("/").text
+    assert "<input" not in page
+    assert '<a href="/v1/models/resnet18/graph?format=svg">resnet18</a>' in page
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["Bearer ", "Bearer wrong", "Basic YTpi", "bearer", "Bearer {read}x", "Bearer {hash}", "{read}", "Bearer é"],
+)
+def test_a_wrong_key(locked, secrets, value):
+    key, secret = secrets["read"]
+    sent = value.replace("{read}", secret).replace("{hash}", key.digest.hex()).encode("latin-1")
+    answer = locked.get("/v1/models", headers={"authorization": sent})
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith("Bearer ")
+
+
+def test_a_key_to_read_changes_nothing(locked, operations, headers):
+    for method, path in operations:
+        answer = ask(locked, method, path, headers["read"])
+        reads = method == "get" or (method, path) in READS
+        assert (answer.status_code == 403) == (not reads or path == EXPORT), (method, path, answer.text)
+        if answer.status_code == 403:
+            assert 'error="insufficient_scope", scope="admin"' in answer.headers["www-authenticate"]
+        assert ask(locked, method, path, headers["admin"]).status_code not in (401, 403)
+
+
+def test_a_head_needs_the_key_that_its_get_needs(locked, headers):
+    export = EXPORT.replace("{extractor}", "nothing")
+    for path, key, status in (
+        ("/healthz", {}, 200),
+        ("/v1/models", {}, 401),
+        ("/v1/models", headers["read"], 200),
+        (export, headers["read"], 403),
+        (export, headers["admin"], 404),
+    ):
+        assert ask(locked, "head", path, key).status_code == status, path
+
+
+def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
+    read, admin = headers["read"] | JPEG, headers["admin"]
+    refused = locked.post(FEATURES, content=photos["chelsea"], headers=read)
+    assert (refused.status_code, refused.json()["type"]) == (403, "/problems/forbidden")
+    document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [""]}]}
+    document |= {"parameters": {"weights": "random"}, "outputs": [{"name": "features"}]}
+    infer = "/v2/models/squeezenet1_1/infer"
+    refused = locked.post(infer, json=document, headers=headers["read"])
+    assert (refused.status_code, refused.json().keys()) == (403, {"error"})
+    assert locked.get("/v1/extractors", headers=admin).json() == {"extractors": []}
+
+    assert locked.post("/v1/extractors", json=SPEC, headers=admin).status_code == 201
+    assert locked.post(FEATURES, content=photos["chelsea"], headers=read).status_code == 200
+    assert "image 0" in locked.post(infer, json=document, headers=headers["read"]).json()["error"]
+
+
+def test_models_that_are_not_served_are_refused_on_every_route(locked, operations, headers, photos):
+    """FXSERVE_MODELS: whatever takes a model's name says that there is none."""
+    for method, path in operations:
+        if "{model}" not in path and "{name}" not in path:
+            continue
+        concrete = path.replace("{model}", "alexnet").replace("{name}", "alexnet").replace("{version}", "1")
+        query = {"nodes": "features", "weights": "random"} if path.endswith("/features") else {}
+        image = photos["chelsea"] if method == "post" and not path.endswith("/load") else b""
+        sent = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
+        answer = locked.run(locked.http.request(method, concrete, **sent))
+        assert answer.status_code == 404, (path, answer.text)
+    for config in ('{"model": "alexnet", "weights": "random"}', '{"model": "alexnet", "return_nodes": ["features"]}'):
+        sent = {"parameters": {"config": config}}
+        answer = locked.post("/v2/repository/models/mine/load", json=sent, headers=headers["admin"])
+        assert answer.status_code == 404, answer.text
+    answer = locked.post("/v1/extractors", json=SPEC | {"model": "alexnet"}, headers=headers["admin"])
+    assert answer.json()["type"] == "/problems/unknown-model"
+    for path in ("/v1/models", "/v2/repository/index"):
+        answer = (locked.post if "v2" in path else locked.get)(path, headers=headers["admin"])
+        assert "resnet18" in answer.text
+        assert "alexnet" not in answer.text
+
+
+def test_web_pages_of_listed_origins_only(locked, client):
+    ask = {"origin": "https://lab.example"}
+    ask["access-control-request-headers"] = "authorization, content-encoding, inference-header-content-length"
+    for method in ("GET", "HEAD", "POST", "DELETE"):
+        wanted = ask | {"access-control-request-method": method}
+        granted = locked.run(locked.http.options("/v1/models", headers=wanted))
+        assert granted.status_code == 200
+        assert granted.headers["access-control-allow-origin"] == "https://lab.example"
+    shown = locked.get("/v1/models", headers={"origin": "https://lab.example"}).headers["access-control-expose-headers"]
+    assert {"Inference-Header-Content-Length", "Content-Disposition"} <= set(shown.split(", "))
+    refused = locked.run(locked.http.options("/v1/models", headers=wanted | {"origin": "https://other.example"}))
+    assert "access-control-allow-origin" not in refused.headers
+    # Without a setting nobody is let in, not even to read.
+    answer = client.get("/v1/models", headers={"origin": "https://lab.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_page_of_another_origin_cannot_post_blindly(client, locked, headers):
+    form = {"origin": "https://other.example", "content-type": "text/plain"}
+    index = "/v2/repository/index"
+    for fetched_from in ({}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-origin"}):
+        for path in ("/v2/repository/models/squeezenet1_1/unload", "/v1/extractors", index, "/nothing"):
+            refused = client.post(path, headers=form | fetched_from)
+            assert refused.status_code == 403
+            assert "FXSERVE_CORS_ORIGINS" in refused.text
+        assert client.delete("/v1/extractors/nothing", headers=form | fetched_from).status_code == 403
+        assert client.get("/v1/models", headers=form | fetched_from).status_code == 200  # a link may lead here
+        listed = {**form, **fetched_from, **headers["read"], "origin": "https://lab.example"}
+        assert locked.post(index, headers=listed).status_code == 200
+    assert client.post(index, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert client.post(index, headers={"sec-fetch-site": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "allowed"),
+    [
+        ("localhost:8000", "http://localhost:8000", True),
+        ("LOCALHOST:8000", "http://localhost:8000", True),
+        ("fx.local", "https://fx.local", True),  # a proxy took TLS off
+        ("fx.local:443", "https://fx.local", True),
+        ("fx.local", "http://fx.local:80", True),
+        ("[::1]:8000", "http://[::1]:8000", True),
+        ("localhost:8000", "http://localhost:9000", False),
+        ("localhost:8000", "http://127.0.0.1:8000", False),
+        ("fx.local", "http://fx.local.evil.example", False),
+        ("localhost", "null", False),
+        ("localhost", "", False),
+        ("localhost", "http://", False),
+        ("localhost", "file://localhost", False),
+        ("localhost", "localhost", False),
+        ("localhost", "http://localhost, http://evil.example", False),
+    ],
+)
+def test_a_page_of_this_origin_may_post(client, host, origin, allowed):
+    answer = client.post("/v2/repository/index", headers={"host": host, "origin": origin})
+    assert answer.status_code == (200 if allowed else 403)
+
+
+def test_one_of_two_origins_is_not_this_one(client):
+    headers = [("host", "localhost"), ("origin", "http://localhost"), ("origin", "http://localhost")]
+    assert client.post("/v2/repository/index", headers=headers).status_code == 403
+
+
+FOREIGN = ("evil.example", "evil.example:8000", "evil.example.", "127.0.0.1.evil.example", "local.evil.example", "a.b")
+
+
+def test_names_that_anybody_could_register_are_refused(client, locked, operations, headers):
+    for method, path in [*operations, ("get", "/docs"), ("get", "/openapi.json"), ("get", "/nothing")]:
+        refused = ask(client, method, path, {"host": "evil.example"})
+        assert refused.status_code == 421, path
+        assert "FXSERVE_HOSTS" in refused.text
+    for host in (*FOREIGN, "x" * 300 + ".local"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 421, host
+        # Nobody can have such a name sent along with a key that only clients know.
+        assert locked.get("/v1/models", headers={"host": host, **headers["read"]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.0.0.1:8000", "10.1.2.3", "[::1]", "[::1]:8000", "[2001:db8::1]:80"),
+        *("localhost", "localhost:8000", "LocalHost.", "fxserve", "fxserve:8000", "lab.localhost", ""),
+        *("gpu1.local", "fx.corp.internal", "fx.default.svc", "fx.default.svc.cluster.local:8000"),
+    ],
+)
+def test_names_that_nobody_can_register_are_answered(client, host):
+    assert client.get("/healthz", headers={"host": host}).status_code == 200
+
+
+def test_the_names_of_a_server_are_answered(make_client, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "Machine.example.org")
+    client = make_client(hosts="fx.example.com, *.fx.example.com", host="127.0.0.1")
+    for host in ("machine.example.org", "fx.example.com:8000", "FX.example.com", "a.b.fx.example.com"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 200, host
+    for host in ("other.example.org", "evilfx.example.com", "fx.example.com.evil.example"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 421, host
+
+
+def test_nobody_is_redirected(client):
+    for path in ("/v1/models/", "/healthz/", "/v2/", "/docs/"):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "no path here ends in /" in answer.text
+
+
+def test_every_answer_tells_browsers_to_run_nothing(client):
+    for path in ("/v1/models", "/nothing", "/v1/models/squeezenet1_1/graph?format=svg", "/metrics"):
+        answer = client.get(path)
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"].startswith("default-src 'none';")
+        assert "script-src" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-frame-options"] == "DENY"
+
+
+def test_the_page_runs_its_own_script_only(client):
+    answer = client.get("/")
+    policy = answer.headers["content-security-policy"]
+    for element, directive in (("script", "script-src"), ("style", "style-src")):
+        [text] = re.findall(f"<{element}>(.*?)</{element}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert " style=" not in answer.text
+    assert not re.search(r"\son\w+=", answer.text)
+
+
+def test_one_client_is_one_network():
+    assert address({"client": ("10.0.0.1", 1)}) == "10.0.0.1"
+    assert address({"client": ("2001:db8::1", 1)}) == address({"client": ("2001:db8::ffff:2", 9)})
+    assert address({"client": ("2001:db8::1", 1)}) != address({"client": ("2001:db8:0:1::1", 1)})
+    assert address({"client": ("::ffff:10.0.0.1", 1)}) != address({"client": ("::ffff:10.0.0.2", 1)})
+    assert address({"client": None}) == address({}) == ""

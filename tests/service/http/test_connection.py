@@ -1,0 +1,203 @@
+"""What clients cannot do to a connection, in a server of its own over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fxcore.errors import FxError
+from service.http.connection import MAX_PIPELINED, Connection
+from service.http.heads import MAX_HEAD_BYTES
+from service.schemas.problems import Refusal
+
+
+class Slow:
+    """An application that answers once it is told to; ``late`` if it waits between head and body, too; ``held`` if the
+    whole server waits when it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.open = threading.Event()
+        self.late: threading.Event | None = None
+        self.held: threading.Event | None = None
+        self.errors: list[BaseException] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self.asked.set()
+        if self.held is not None:
+            self.held.wait(30)
+        await asyncio.to_thread(self.open.wait, 30)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            if self.late is not None:
+                await asyncio.to_thread(self.late.wait, 30)
+            await send({"type": "http.response.body", "body": b"ok"})
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Slow, socket.socket]]:
+    """The application, and a connection to it. Afterwards all that it was asked has been answered."""
+    app = Slow()
+    with serving(app) as connection:
+        yield app, connection
+
+
+@contextlib.contextmanager
+def serving(app: ASGIApp) -> Iterator[socket.socket]:
+    """A connection to a server of ``app``."""
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 200_000)  # what one piece of a request may have
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        stack.callback(thread.join, 30)
+        stack.callback(setattr, server, "should_exit", True)
+        yield stack.enter_context(socket.create_connection(listener.getsockname()))
+
+
+def test_a_head_that_is_too_long_waits_for_the_answer_before(
+    slow: tuple[Slow, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, connection = slow
+    refused, end = threading.Event(), Connection._end
+
+    def seen(self: Connection, why: Refusal | FxError) -> None:
+        end(self, why)
+        refused.set()
+
+    monkeypatch.setattr(Connection, "_end", seen)
+    connection.settimeout(30)
+    connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert app.asked.wait(30)
+    connection.sendall(b"GET /second HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + 1))
+    assert refused.wait(30)
+    connection.sendall(b"x" * 1000)
+    app.open.set()
+    assert read_until(connection, b"ok").count(b"HTTP/1.1 ") == 1
+    assert connection.recv(1000) == b""
+    assert not app.errors
+
+
+@pytest.mark.parametrize(
+    "broken", [b"garbage\r\n\r\n", b"POST /second HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\n"]
+)
+def test_what_is_not_http_waits_for_the_answer_before(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
+    app, connection = slow
+    connection.settimeout(30)
+    connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n" + broken)
+    assert app.asked.wait(30)
+    app.open.set()
+    received = b""
+    while piece := connection.recv(1000):
+        received += piece
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert received.endswith(b"\r\n\r\nok")
+    assert not app.errors
+
+
+def test_requests_without_end_are_not_kept(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    connection.settimeout(30)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+    assert app.asked.wait(30)
+    app.open.set()
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1000):
+            received += piece
+    assert 1 < received.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED + 1
+
+
+def test_the_request_that_is_answered_is_told_that_its_client_left(caplog: pytest.LogCaptureFixture) -> None:
+    """And those behind it are not begun."""
+    begun: list[str] = []
+    left = threading.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+        left.set()
+
+    with serving(wait) as connection:
+        post = b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nb"
+        connection.sendall(b"".join(post % number for number in range(3)))
+        while not begun:
+            left.wait(0.01)
+        connection.close()
+        assert left.wait(30)
+    assert begun == ["/0"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.held = threading.Event()
+    app.open.set()
+    connection.settimeout(30)
+    size = MAX_HEAD_BYTES + 10_000
+    connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\nb" % size)
+    assert app.asked.wait(30)
+    connection.sendall(b"b" * (size - 1) + b"GET / HTTP/1.1\r\nHost: x\r\nX-More: ")
+    app.held.set()
+    answers = read_until(connection, b"ok")
+    connection.sendall(b"x\r\n\r\n")
+    answers += read_until(connection, b"ok")
+    assert answers.count(b"HTTP/1.1 200") == answers.count(b"HTTP/1.1 ") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the packets that came, as Linux does")
+def test_an_answer_is_one_packet(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    for answers in (1, 2):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(connection, b"\r\n\r\nok").count(b"HTTP/1.1 200") == 1
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+        assert struct.unpack_from("I", information, 152) == (answers,)  # tcpi_data_segs_in
+
+
+def test_a_head_does_not_wait_for_its_body(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.late = threading.Event()
+    app.open.set()
+    connection.settimeout(30)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+    app.late.set()
+    assert read_until(connection, b"ok") == b"ok"
+
+
+def test_a_head_alone_is_an_answer(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    connection.sendall(b"HEAD / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    received = read_until(connection, b"\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 200")
+    assert connection.recv(100) == b""
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    received = b""
+    while not received.endswith(end):
+        piece = connection.recv(100_000)
+        assert piece, received
+        received += piece
+    return received

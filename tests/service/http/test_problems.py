@@ -1,0 +1,140 @@
+import asyncio
+import json
+import math
+from typing import Annotated
+
+import httpx
+import orjson
+import pytest
+from fastapi import Body, FastAPI
+
+import fxcore.errors
+import service.engine.errors
+from fxcore.errors import FxError, UnknownNode
+from service.engine.errors import AdmissionFull, BackendRefused, EngineError
+from service.http import problem_responses
+from service.http.problem_responses import error_response
+from service.schemas.problem_kinds import KINDS
+from service.schemas.problems import Refusal, documented, problem, slug_of
+
+
+def subclasses(base):
+    """Errors that a request can end in."""
+    found = {c for c in base.__subclasses__() if c.__module__.startswith(("fxcore.errors", "service."))}
+    found = {c for c in found if not c.__module__.startswith("service.offline.")}
+    return found.union(*(subclasses(c) for c in found))
+
+
+@pytest.mark.parametrize("kind", sorted(subclasses(FxError) - {EngineError}, key=lambda c: c.__name__))
+def test_every_error_has_a_kind(kind):
+    slug = slug_of(kind.__new__(kind))
+    assert slug in KINDS
+    if issubclass(kind, EngineError):
+        assert KINDS[slug].status == kind.status
+
+
+def test_an_error_without_a_kind_is_a_problem_all_the_same():
+    class SomethingElse(FxError):
+        """As a library on top of fxcore may raise."""
+
+    document = problem(SomethingElse("no", why="because"))
+    assert document == {
+        "type": "/problems/something-else",
+        "title": "Something else",
+        "status": 422,
+        "detail": "no",
+        "why": "because",
+    }
+
+
+def test_problem_document():
+    error = UnknownNode("no 'x'", name="x", suggestions=["y"], status=200)
+    assert problem(error) == {
+        "type": "/problems/unknown-node",
+        "title": "Unknown node",
+        "status": 422,
+        "detail": "no 'x'",
+        "name": "x",
+        "suggestions": ["y"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "v2"), [("/v1/x", False), ("/v2", True), ("/v2/x", True), ("/v22", False), ("/", False)]
+)
+def test_each_part_says_errors_its_way(path, v2):
+    response = error_response(path, Refusal("not-found", "nothing \ud800 here"))
+    document = json.loads(response.body)
+    assert response.status_code == 404
+    assert response.media_type == ("application/json" if v2 else "application/problem+json")
+    assert (document.keys() == {"error"}) == v2
+
+
+def test_numbers_that_json_has_not_are_null():
+    """A backend whose answers hold NaN is refused with an error that is infinite."""
+    error = BackendRefused(
+        "it gave NaN", "openvino", "ask for eager", max_rel_error=math.inf, outputs=[{"a": math.nan}, {"a": 0.5}]
+    )
+    document = orjson.loads(error_response("/v1/x", error).body)
+    assert document["max_rel_error"] is None
+    assert document["outputs"] == [{"a": None}, {"a": 0.5}]
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(0.01, "1"), (1.0, "1"), (1.2, "2")])
+def test_retry_after_is_whole_seconds(seconds, header):
+    assert error_response("/v1", AdmissionFull("full", seconds)).headers["retry-after"] == header
+
+
+def test_documented_groups_by_status():
+    responses = documented("unknown-node", "bad-image", "admission-full")
+    assert set(responses) == {422, 429}
+    examples = responses[422]["content"]["application/problem+json"]["examples"]
+    assert set(examples) == {"unknown-node", "bad-image"}
+    assert examples["bad-image"]["value"]["index"] == 1
+
+
+def answer(method, path, **options):
+    app = FastAPI()
+    problem_responses.install(app)
+
+    @app.post("/v1/things/{size}")
+    async def things(
+        size: int, names: Annotated[list[str] | dict[str, str], Body(embed=True)], limit: int = 1
+    ) -> None: ...
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.request(method, path, **options)
+
+    response = asyncio.run(ask())
+    assert response.headers["content-type"] == "application/problem+json"
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "detail", "fields"),
+    [
+        ({"json": {"names": []}}, "/v1/things/x", "path parameter 'size': ", ["size"]),
+        ({"json": {"names": []}}, "/v1/things/1?limit=x", "query parameter 'limit': ", ["limit"]),
+        ({"content": b"{"}, "/v1/things/1", "the body: it is not JSON: ", [""]),
+        ({"content": b"[" * 100_000}, "/v1/things/1", "the body cannot be parsed", None),
+        ({"json": {"names": 3}}, "/v1/things/1", "a list of names or a map", ["names"]),
+        ({"json": {"names": ["a", 3]}}, "/v1/things/1", "field 'names.1': ", ["names.1"]),
+    ],
+)
+def test_invalid_requests_say_what_would_be_right(options, path, detail, fields):
+    document = answer("POST", path, headers={"content-type": "application/json"}, **options)
+    assert document["status"] == 422
+    assert document["type"] == "/problems/invalid-request"
+    assert detail in document["detail"]
+    if fields is not None:
+        assert [error["field"] for error in document["errors"]] == fields
+
+
+def test_routes_and_methods_that_are_not():
+    assert answer("GET", "/v1/nothing")["type"] == "/problems/not-found"
+    assert answer("DELETE", "/v1/things/1")["type"] == "/problems/method-not-allowed"
+
+
+def test_fxcore_is_covered():
+    assert subclasses(FxError) >= {fxcore.errors.BadImage, service.engine.errors.Draining}

@@ -1,0 +1,97 @@
+"""Every step of a request leaves its mark in the metrics, and the dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.observability.metrics import SHARED_DIR
+
+DASHBOARD = Path(__file__).parents[3] / ".deploy/grafana/dashboards/fxserve.json"
+FEATURES = "/v1/models/{}/features?weights=random&nodes=features.3&pool=avg"
+JPEG = {"content-type": "image/jpeg"}
+
+
+def samples(client):
+    """Every sample of /metrics: ``(name, {label: value})`` → value."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+    }
+
+
+def value(found, name, **labels):
+    return found.get((name, frozenset(labels.items())), 0)
+
+
+def test_a_request_through_all_stages(make_client, photos):
+    client = make_client()
+    before = value(samples(client), "fxserve_memory_bytes")  # graphs that other tests traced in this process
+    files = [("a", ("a.jpg", photos[name], "image/jpeg")) for name in ("chelsea", "coffee", "rocket")]
+    answer = client.post(FEATURES.format("squeezenet1_1"), files=files)
+    assert answer.status_code == 200
+    assert client.post(FEATURES.format("squeezenet1_1"), content=b"no", headers=JPEG).status_code == 422
+    found = samples(client)
+    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    for stage in ("decode", "queue", "compute", "encode"):
+        assert value(found, f"fxserve_{stage}_duration_seconds_count") == 1
+        spent = value(found, f"fxserve_{stage}_duration_seconds_sum")
+        assert abs(spent * 1000 - float(timing[stage])) < 0.01
+    assert value(found, "fxserve_batch_size_sum") == 3
+    assert value(found, "fxserve_models_loaded") == 1
+    assert value(found, "fxserve_extractors", state="ready") == 1
+    assert value(found, "fxserve_ready") == 1
+    assert value(found, "fxserve_inflight_requests") == value(found, "fxserve_inflight_bytes") == 0
+    # SqueezeNet's parameters, its graph and the extractor's.
+    assert 1_200_000 * 4 < value(found, "fxserve_memory_bytes") - before < 2 * 1_300_000 * 4
+    assert value(found, "process_resident_memory_bytes") > 10_000_000
+
+
+def test_evictions_say_why(make_client, no_graphs, photos):
+    client = make_client(memory_budget=9_500_000)  # a graph takes half a megabyte
+    assert client.post(FEATURES.format("squeezenet1_1"), content=photos["coffee"], headers=JPEG).status_code == 200
+    assert client.post(FEATURES.format("squeezenet1_0"), content=photos["coffee"], headers=JPEG).status_code == 200
+    found = samples(client)
+    assert value(found, "fxserve_evictions_total", kind="weights", reason="memory_budget") == 1
+    assert value(found, "fxserve_evictions_total", kind="extractor", reason="memory_budget") == 1
+    assert value(found, "fxserve_extractors", state="evicted") == 1
+    assert value(found, "fxserve_models_loaded") == 1
+    [kept] = [e["id"] for e in client.get("/v1/extractors").json()["extractors"] if e["model"] == "squeezenet1_0"]
+    assert client.delete(f"/v1/extractors/{kept}").status_code == 204
+    assert value(samples(client), "fxserve_evictions_total", kind="weights", reason="deleted") == 1
+
+
+def test_the_dashboard_asks_for_what_there_is(client):
+    there = set(re.findall(r"^# TYPE (\w+)", client.get("/metrics").text, re.MULTILINE))
+    there |= {f"{name}_{part}" for name in list(there) for part in ("bucket", "sum", "count")}
+    document = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in document["panels"] for target in panel.get("targets", ())]
+    queries += [
+        variable["query"]["query"] for variable in document["templating"]["list"] if variable["type"] == "query"
+    ]
+    asked = {name for query in queries for name in re.findall(r"\b(?:fxserve|process)_\w+", query)}
+    assert len(asked) > 20
+    assert asked <= there
+
+
+def test_a_file_that_another_process_has_only_created_is_passed_over(tmp_path):
+    """The folder is read from the environment when prometheus_client is imported, hence a process of its own."""
+    script = """
+import os
+from service.observability.metrics import Metrics
+metrics = Metrics()
+metrics.ready.set(1)
+os.close(os.open(os.path.join(metrics.shared_dir, f"gauge_livesum_{os.getppid()}.db"), os.O_CREAT))
+os.close(os.open(os.path.join(metrics.shared_dir, f"counter_{os.getppid()}.db"), os.O_CREAT))
+print(metrics.text().decode())
+"""
+    environment = {**os.environ, SHARED_DIR: str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
+    assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
