@@ -7,6 +7,7 @@ import base64
 import gzip
 import io
 import json
+import threading
 import time
 import tracemalloc
 import zlib
@@ -325,29 +326,26 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
     model = "/v2/models/squeezenet1_1"
     assert tiny.post(f"{model}/infer", **binary(by_model, element)).status_code == 200  # this one may trace
     metadata = [tiny.get(path).json() for path in ("/v2/models/tiny", model)]
-    tracing = tiny.app.state.fxserve.tracing
+    state, free = tiny.app.state.fxserve, threading.Event()
 
-    async def take():
-        for place in range(int(tracing.total_tokens)):
-            await tracing.acquire_on_behalf_of(place)
-
-    async def give_back():
-        for place in range(int(tracing.total_tokens)):
-            tracing.release_on_behalf_of(place)
+    async def lookups_busy():
+        return [asyncio.create_task(state.in_thread(lambda: free.wait(120))) for _ in range(2)]
 
     soon = {"X-Request-Timeout": "20"}
-    tiny.run(take())
+    busy = tiny.run(lookups_busy())
     try:
-        answers = [
-            tiny.post(INFER, **binary(document, element, **soon)),
-            tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
-            tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
-        ]
-        assert [answer.status_code for answer in answers] == [200, 200, 200]
-        paths = ("/v2/models/tiny", model)
-        assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
+        with tiny.builders_busy():
+            answers = [
+                tiny.post(INFER, **binary(document, element, **soon)),
+                tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
+                tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200, 200]
+            paths = ("/v2/models/tiny", model)
+            assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
     finally:
-        tiny.run(give_back())
+        free.set()
+        tiny.run(asyncio.wait(busy))
 
 
 def test_null_is_what_is_not_set(tiny):
