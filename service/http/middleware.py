@@ -32,6 +32,9 @@ log = logging.getLogger("fxserve")
 access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
+REFUSED = "fxserve.refused"
+"""Where the scope of a request that was refused for want of room says how many seconds its client was told to wait."""
+
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 # Closing a connection with unread bytes resets it, and the client may lose the answer. So a client that is still
@@ -115,6 +118,8 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status == 429:
+                    scope[REFUSED] = float(dict(message["headers"]).get(b"retry-after", 1))
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", identity.encode("ascii")),

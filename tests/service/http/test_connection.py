@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +16,12 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
+from service.engine.errors import AdmissionFull
+from service.http import problem_responses
 from service.http.connection import MAX_PIPELINED, Connection
 from service.http.heads import MAX_HEAD_BYTES
+from service.http.middleware import RequestContext
+from service.observability.metrics import Metrics
 from service.schemas.problems import Refusal
 
 
@@ -201,3 +206,29 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
         assert piece, received
         received += piece
     return received
+
+
+def test_who_is_refused_and_comes_back_at_once_waits() -> None:
+    """Who ignores refusals must not take the server's time with them."""
+    asked: list[str] = []
+
+    async def full(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        document = problems.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
+        await document(scope, receive, send)
+
+    app = RequestContext(full, Metrics())
+    with serving(app) as connection, socket.create_connection(connection.getpeername(), 30) as other:
+        connection.settimeout(30)
+        began = time.monotonic()
+        body = b"x" * 500_000  # which is not all there when the answer is written
+        for number in range(5):
+            connection.sendall(b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n" % number + body)
+            received = read_until(connection, b"}")
+            assert received.startswith(b"HTTP/1.1 429 ")
+            if number == 1:
+                other.sendall(b"GET /other HTTP/1.1\r\nHost: x\r\n\r\n")
+                read_until(other, b"}")
+        # One may be read together with the end of the one before, which was answered before it had come.
+        assert time.monotonic() - began >= 2
+    assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
