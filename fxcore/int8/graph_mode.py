@@ -2,8 +2,8 @@
 
 Only :mod:`fxcore.int8.quantize` and the processes that load what it made import it, where :mod:`fxcore.torch_ao` says
 that it can be. Graph mode works from torch 2.11 to 2.15; with torchao 0.18 its successor PT2E was seen to refuse
-ResNets ("Input partition has more than one output node") and to take three to four times as long as float32 where it worked,
-unless a compiler follows.
+ResNets ("Input partition has more than one output node") and to take three to four times as long as float32 where it
+worked, unless a compiler follows.
 """
 
 from __future__ import annotations

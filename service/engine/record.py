@@ -22,14 +22,27 @@ from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.catalog import ModelEntry
 from fxcore.tensors import TensorSpec
 from service.engine.candidate import Candidate
-from service.engine.rows import RowShape, RowSize
+from service.engine.options import FeatureOptions
+from service.engine.rows import AnswerSize, RowShape, RowSize
 from service.engine.transformation import Transformed
+from service.kept import Kept
 from service.schemas.v1 import ExtractorSpec
 
 State = Literal["building", "ready", "failed"]
 
 ModelKey = tuple[str, str, str]
 """Model, canonical weights, precision: what extractors with the same loaded weights have in common."""
+
+
+SIZES_BYTES = 512 * 1024
+"""Most bytes of what is kept of the sizes of an extractor's rows, and as much again of its answers."""
+
+OUTPUT_BYTES = 512
+"""What the name, shape and dtype of one output take in Python objects."""
+
+
+def _kept_sizes() -> Kept[Any, Any]:
+    return Kept(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
 
 
 @dataclass(eq=False)
@@ -63,6 +76,7 @@ class ExtractorRecord:
         users: how many requests and builds keep it in memory now; see :meth:`in_use`.
         last_used: when the last of them ended, on the clock of ``time.monotonic()``.
         row_sizes: what a row takes, by its shape; see :mod:`service.engine.requests.sizes`.
+        answer_sizes: what a row is answered with, by its shape and the options.
         images: how many it has answered.
         tier: the search for a faster backend, once that has begun.
         transformed: what the transforms did, where there are any.
@@ -92,7 +106,8 @@ class ExtractorRecord:
     run: Lowered | None = None
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
-    row_sizes: dict[RowShape, RowSize] = field(default_factory=dict)
+    row_sizes: Kept[RowShape, RowSize] = field(default_factory=_kept_sizes)
+    answer_sizes: Kept[tuple[RowShape, FeatureOptions], AnswerSize] = field(default_factory=_kept_sizes)
     images: int = 0
     tier: asyncio.Task[None] | None = None
     transformed: Transformed | None = None
@@ -137,6 +152,21 @@ class ExtractorRecord:
         """Bytes that what runs it holds beside the model's weights, by address."""
         return self.run.storages() if self.run is not None else {}
 
+    @property
+    def description_bytes(self) -> int:
+        """About what is kept of it while nothing of it is in memory: its spec, its nodes, its outputs, its problem."""
+        problem = 0 if self.problem is None else 4 * len(self.problem.detail)
+        return _RECORD_BYTES + 4 * self._spec_bytes + 2 * OUTPUT_BYTES * len(self.outputs) + problem
+
+    def forget_sizes(self) -> None:
+        """Drop what is kept of its rows' sizes."""
+        self.row_sizes.clear()
+        self.answer_sizes.clear()
+
+    @cached_property
+    def _spec_bytes(self) -> int:
+        return len(self.spec.model_dump_json())
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Keep it in memory for a while."""
@@ -147,6 +177,9 @@ class ExtractorRecord:
             self.users -= 1
             self.last_used = time.monotonic()
 
+
+_RECORD_BYTES = 8 * 1024
+"""A record without anything in it, its preprocessing and its decoder."""
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float32}
 """The dtype of the weights and the inputs; int8 arithmetic is inside its backend."""

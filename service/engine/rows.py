@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.layout import TOKENS
-from service.engine.options import FeatureOptions
 
 RowShape = tuple[tuple[int, ...], ...]
 """The shape of one row of each input of a model, without the first dimension."""
@@ -22,12 +21,21 @@ class RowSize:
     Attributes:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
         bytes: input, outputs and largest activations; above zero, as batches are measured out by it.
-        answered: shape and bytes of each output, by the options that were asked for.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
-    answered: dict[FeatureOptions, dict[str, tuple[list[int], int]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AnswerSize:
+    """What one row is answered with.
+
+    Attributes:
+        outputs: key → shape and bytes, of those that are answered.
+    """
+
+    outputs: dict[str, tuple[list[int], int]]
 
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -17,6 +16,7 @@ from fxcore.errors import UnknownModel
 from fxcore.models.catalog import ModelEntry, get_model, list_models
 from service.engine import Engine, ExtractorRecord
 from service.http.lookups import Lookups
+from service.kept import Kept
 from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings
@@ -30,25 +30,14 @@ EXPORT_SECONDS = 600.0
 """Least time that an export may take, with the wait for others before it."""
 
 
-class KeptAnswers:
-    """Encoded answers by key, the least recently used dropped over ``limit`` bytes. For one event loop."""
+KEPT_BYTES = 64 * 1024**2
+"""Most bytes of encoded answers of one kind that are kept, as they never change."""
 
-    def __init__(self, limit: int = 64 * 1024**2) -> None:
-        self._limit = limit
-        self._bytes = 0
-        self._answers: OrderedDict[tuple[object, ...], bytes] = OrderedDict()
+KeptAnswers = Kept[tuple[object, ...], bytes]
 
-    def get(self, key: tuple[object, ...]) -> bytes | None:
-        answer = self._answers.get(key)
-        if answer is not None:
-            self._answers.move_to_end(key)
-        return answer
 
-    def put(self, key: tuple[object, ...], answer: bytes) -> None:
-        self._bytes += len(answer) - len(self._answers.pop(key, b""))
-        self._answers[key] = answer
-        while self._bytes > self._limit and self._answers:
-            self._bytes -= len(self._answers.popitem(last=False)[1])
+def _kept_answers() -> KeptAnswers:
+    return Kept(KEPT_BYTES, len)
 
 
 @dataclass(frozen=True)
@@ -67,9 +56,9 @@ class State:
     engine: Engine
     metrics: Metrics
     traces: Traces | None = None
-    nodes: KeptAnswers = field(default_factory=KeptAnswers)
-    graphs: KeptAnswers = field(default_factory=KeptAnswers)
-    metadata: KeptAnswers = field(default_factory=KeptAnswers)
+    nodes: KeptAnswers = field(default_factory=_kept_answers)
+    graphs: KeptAnswers = field(default_factory=_kept_answers)
+    metadata: KeptAnswers = field(default_factory=_kept_answers)
     # By model and structure, of which there are few.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
     # Two profiles at a time would measure each other.

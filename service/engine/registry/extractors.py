@@ -10,6 +10,7 @@ its description, and is built again by the next request for it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -30,6 +31,7 @@ from service.engine.device.threads import in_pool
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
 from service.engine.registry.deleted import Deleted
+from service.engine.registry.forgetting import forgettable
 from service.engine.registry.graphs import graph_bytes, graph_for, graph_of, idle_graphs, named_graph
 from service.engine.registry.ids import extractor_id
 from service.engine.registry.names import Names
@@ -50,9 +52,6 @@ GRAPH_SHARE = 1 / 4
 _REMEMBERED_SPECS = 4096
 
 _TRY_AGAIN_SECONDS = 1.0
-
-REMEMBERED_RECORDS = 1024
-"""Most extractors that are remembered without being in memory: failed ones, and evicted ones without a name."""
 
 
 class Extractors:
@@ -90,7 +89,7 @@ class Extractors:
         self._records: dict[str, ExtractorRecord] = {}
         self._names = Names()
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
-        self._resolved: OrderedDict[str, str] = OrderedDict()
+        self._resolved: OrderedDict[bytes, str] = OrderedDict()
 
     async def get(self, spec: ExtractorSpec, build: bool = True) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
@@ -99,7 +98,7 @@ class Extractors:
             FxError: the spec names something that does not exist or is not served, or its name is another's.
             Forbidden: there is none and ``build`` is false.
         """
-        key = spec.model_dump_json(exclude={"name"})
+        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
         record = self._records.get(self._resolved.get(key, ""))
         created = False
         if record is None:
@@ -112,7 +111,9 @@ class Extractors:
                 )
             if record is None:
                 self._check_name(spec.name, fresh.id)
-                self._forget()
+                for unused in forgettable(self._records.values(), self._names.bytes):
+                    self._remove(unused)
+                    self._evictions.labels("record", "unused").inc()
                 record = self._records[fresh.id] = fresh
                 created = True
             self._resolved[key] = record.id
@@ -181,6 +182,7 @@ class Extractors:
         if record.state == "building":
             empty["state"] = "ready"  # as it is while it is not in memory
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)
+        record.forget_sizes()
         self._tiers.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         loaded = any(other.run is not None or other.build is not None for other in others)
@@ -329,19 +331,6 @@ class Extractors:
             self._pool.submit(exempt)
         self.make_room()
 
-    def _forget(self) -> None:
-        """Drop what was used least recently of the records that hold nothing, so that bad specs cannot take the
-        memory one by one."""
-        empty = [
-            record
-            for record in self._records.values()
-            if record.run is None and (record.name is None or record.state == "failed") and not record.busy
-        ]
-        over = max(0, len(empty) - REMEMBERED_RECORDS + 1)
-        for record in sorted(empty, key=lambda record: record.last_used)[:over]:
-            self._remove(record)
-            self._evictions.labels("record", "unused").inc()
-
     def _remove(self, record: ExtractorRecord) -> None:
         del self._records[record.id]
         self._names.forget(record.id)
@@ -352,6 +341,7 @@ class Extractors:
         record.extractor = record.held = None
         record.run = record.tier = record.check = None
         record.images = 0
+        record.forget_sizes()
 
     def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:
         """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
@@ -399,4 +389,5 @@ def _kept(problem: FxError) -> FxError:
 
 
 def _overhead(record: ExtractorRecord) -> int:
-    return len(record.extractor.module.graph.nodes) * NODE_BYTES if record.extractor is not None else 0
+    nodes = len(record.extractor.module.graph.nodes) if record.extractor is not None else 0
+    return nodes * NODE_BYTES + record.row_sizes.bytes + record.answer_sizes.bytes

@@ -9,6 +9,9 @@ from itertools import chain, islice
 MOST_NAMES = 32
 """Names of one extractor, so that naming it again and again takes no memory: more than clients that share it need."""
 
+_NAME_BYTES = 300
+"""A name of no letters, in two dictionaries."""
+
 COMPARED = 256
 """Names and ids that a wrong one is compared with, which takes the event loop milliseconds for names of 20 letters."""
 
@@ -42,6 +45,10 @@ class Names:
         """Free all names of ``id``."""
         for name in self._names.pop(id, ()):
             del self._ids[name]
+
+    def bytes(self, id: str) -> int:
+        """About what the names of ``id`` take."""
+        return sum(_NAME_BYTES + 2 * len(name) for name in self._names.get(id, ()))
 
     def near(self, wrong: str, ids: Iterable[str]) -> list[str]:
         """At most three that ``wrong`` may be meant to be, the nearest first.

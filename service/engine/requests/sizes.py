@@ -13,10 +13,7 @@ from service.engine.errors import ResponseTooLarge
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.registry.graphs import graph_of
-from service.engine.rows import RowShape, RowSize, row_layout, several_rows
-
-_CACHED_SHAPES = 256
-_CACHED_OPTIONS = 64
+from service.engine.rows import AnswerSize, RowShape, RowSize, row_layout, several_rows
 
 
 def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
@@ -39,9 +36,7 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
         known = RowSize(outputs, max(1, whole))  # an image may have no pixels
-        while len(record.row_sizes) >= _CACHED_SHAPES:
-            record.row_sizes.pop(next(iter(record.row_sizes)), None)
-        record.row_sizes[shape] = known
+        record.row_sizes.put(shape, known)
     return known
 
 
@@ -65,22 +60,21 @@ def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: F
 
 
 def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
-    """key → shape and bytes of what one row is answered with; remembered with the row's size."""
-    row = row_size(record, shape)
-    known = row.answered.get(options)
+    """key → shape and bytes of what one row is answered with; remembered for what was asked for last."""
+    known = record.answer_sizes.get((shape, options))
     if known is None:
-        known = {}
+        row = row_size(record, shape)
+        outputs = {}
         for info in record.outputs:
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info)
                 options.check(info.key, dims, dtype, layout)
                 dims, dtype = options.finished(dims, dtype, layout)
-                known[info.key] = dims, _bytes(dims, dtype)
-        if len(row.answered) >= _CACHED_OPTIONS:
-            row.answered.clear()
-        row.answered[options] = known
-    return known
+                outputs[info.key] = dims, _bytes(dims, dtype)
+        known = AnswerSize(outputs)
+        record.answer_sizes.put((shape, options), known)
+    return known.outputs
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -214,7 +214,7 @@ def test_who_is_refused_and_comes_back_at_once_waits() -> None:
 
     async def full(scope: Scope, receive: Receive, send: Send) -> None:
         asked.append(scope["path"])
-        document = problems.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
+        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
         await document(scope, receive, send)
 
     app = RequestContext(full, Metrics())

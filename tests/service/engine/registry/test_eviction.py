@@ -305,7 +305,7 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.registry.extractors.REMEMBERED_RECORDS", 4)
+    monkeypatch.setattr("service.engine.registry.forgetting.REMEMBERED_RECORDS", 4)
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
@@ -327,3 +327,21 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
         assert (await built(running, name="bad-1")).name == "bad-1"
         _, created = await running.extractor(spec(weights="file:0.pth"), PATIENCE)  # a forgotten one is made anew
         assert created
+
+
+async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names keep an extractor from being forgotten first, not for ever."""
+    async with engine() as running:
+        for number in range(8):
+            await built(running, "squeezenet1_1", [f"features.{number}"], name=f"named-{number}")
+            await running.unload(f"named-{number}")
+        await built(running, "squeezenet1_1", ["features.8"])
+        records = {record.id: record for record in running.list()}
+        each = max(record.description_bytes for record in records.values()) + 1000
+        monkeypatch.setattr("service.engine.forgetting.REMEMBERED_BYTES", 4 * each)
+        await built(running, "squeezenet1_1", ["features.9"])
+        names = [record.name for record in running.list()]
+        assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
+        assert running.known("named-3") is None

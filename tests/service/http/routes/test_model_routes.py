@@ -2,7 +2,6 @@ import pytest
 import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
-from service.http.state import KeptAnswers
 from service.schemas.v1 import ExtractorSpec
 
 
@@ -119,19 +118,6 @@ def test_nodes_are_written_once(client):
     client.app.state.fxserve.nodes.put(key, b"kept")
     assert client.get("/v1/models/resnet50/nodes").content == b"kept"
     client.app.state.fxserve.nodes.put(key, answer)
-
-
-def test_what_was_used_least_recently_is_forgotten():
-    kept = KeptAnswers(limit=10)
-    kept.put(("a",), b"1234")
-    kept.put(("b",), b"1234")
-    kept.put(("b",), b"123456")
-    assert kept.get(("a",)) == b"1234"
-    kept.put(("c",), b"12")
-    assert kept.get(("b",)) is None
-    assert (kept.get(("a",)), kept.get(("c",))) == (b"1234", b"12")
-    kept.put(("too large",), b"x" * 11)
-    assert kept.get(("too large",)) is None
 
 
 def test_parts_that_stay_closed_are_named(client):

@@ -1,0 +1,36 @@
+"""What is kept of the sizes of rows is bounded in bytes, and counts as memory of the extractor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from service.engine import FeatureOptions
+from service.engine.record import SIZES_BYTES
+from service.engine.requests.sizes import answer_bytes, row_size
+from tests.service.engine.running import MakeEngine, built
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
+    """Requests choose shapes, and subsets of the outputs, of which there are more than memory holds."""
+    nodes = [f"features.{number}" for number in range(13)]
+    async with engine() as running:
+        record = await built(running, "squeezenet1_1", nodes)
+        before = running._extractors.bytes()
+        for side in range(64, 164):
+            row_size(record, ((3, side, side),))
+        shape = ((3, 64, 64),)
+        for number in range(1, 300):
+            keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
+            answer_bytes(record, [shape], FeatureOptions(keys=keys), 10**9)
+        kept = record.row_sizes.bytes + record.answer_sizes.bytes
+        assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
+        assert running._extractors.bytes() - before == kept
+        # What was dropped is found again.
+        values = {"x": torch.zeros(1, 3, 64, 64)}
+        assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
+        await running.unload(record.id)
+        unloaded = running.find(record.id)
+        assert unloaded.row_sizes.bytes == unloaded.answer_sizes.bytes == 0

@@ -1,0 +1,25 @@
+"""Values that are kept up to a number of bytes."""
+
+from __future__ import annotations
+
+from service.kept import Kept
+
+
+def test_what_was_used_least_recently_is_dropped() -> None:
+    kept: Kept[str, bytes] = Kept(10, len)
+    kept.put("a", b"1234")
+    kept.put("b", b"1234")
+    kept.put("b", b"123456")
+    assert (kept.get("a"), kept.bytes) == (b"1234", 10)
+    kept.put("c", b"12")
+    assert (kept.get("b"), "b" in kept) == (None, False)
+    assert (kept.get("a"), kept.get("c"), kept.bytes) == (b"1234", b"12", 6)
+    kept.put("too large", b"x" * 11)
+    assert (kept.get("too large"), kept.bytes) == (None, 0)
+
+
+def test_all_are_dropped() -> None:
+    kept: Kept[int, bytes] = Kept(10, len)
+    kept.put(1, b"1234")
+    kept.clear()
+    assert (kept.get(1), kept.bytes) == (None, 0)
