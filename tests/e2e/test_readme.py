@@ -20,6 +20,7 @@ from tests.e2e.conftest import Server
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
+SERVICE = (ROOT / "service/README.md").read_text()
 
 # Indented lines are commands; a backslash continues them.
 COMMANDS = [re.sub(r"\\\n\s+", "", command) for command in re.findall(r"^    (\S(?:.*\\\n)*.*)$", README, re.MULTILINE)]
@@ -81,8 +82,21 @@ def test_the_extract_example_prints_what_the_readme_shows(tmp_path: Path) -> Non
 
 
 def test_every_setting_is_in_the_table() -> None:
-    listed = re.findall(r"^\| `FXSERVE_(\w+)` \|", README, re.MULTILINE)
+    listed = re.findall(r"^\| `FXSERVE_(\w+)` \|", SERVICE, re.MULTILINE)
     assert listed == [name.upper() for name in Settings.model_fields]
+
+
+def test_settings_read_alike_on_both_pages() -> None:
+    rows = re.findall(r"^\| `FXSERVE_\w+` \|.*$", README, re.MULTILINE)
+    assert len(rows) == 10
+    assert set(rows) <= set(SERVICE.splitlines())
+
+
+@pytest.mark.parametrize("page", ["README.md", "service/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text())
+    assert links
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
 def test_every_endpoint_is_in_the_table() -> None:
