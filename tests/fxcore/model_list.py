@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from fxcore import get_model, list_models
@@ -10,6 +14,54 @@ from fxcore import get_model, list_models
 ALL = [entry.name for entry in list_models()]
 CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
+
+# One model of each family, small where there is a choice. Tests of these run always, of the others only where all do.
+FAMILIES = frozenset(
+    (
+        "alexnet",
+        "convnext_tiny",
+        "deeplabv3_mobilenet_v3_large",
+        "densenet121",
+        "efficientnet_b0",
+        "efficientnet_v2_s",
+        "fasterrcnn_mobilenet_v3_large_320_fpn",
+        "fcn_resnet50",
+        "fcos_resnet50_fpn",
+        "googlenet",
+        "inception_v3",
+        "keypointrcnn_resnet50_fpn",
+        "lraspp_mobilenet_v3_large",
+        "maskrcnn_resnet50_fpn",
+        "maxvit_t",
+        "mc3_18",
+        "mnasnet0_5",
+        "mobilenet_v2",
+        "mobilenet_v3_small",
+        "mvit_v2_s",
+        "quantized_mobilenet_v2",
+        "raft_small",
+        "regnet_y_400mf",
+        "resnet18",
+        "resnext50_32x4d",
+        "retinanet_resnet50_fpn",
+        "s3d",
+        "shufflenet_v2_x0_5",
+        "squeezenet1_1",
+        "ssdlite320_mobilenet_v3_large",
+        "swin3d_t",
+        "swin_t",
+        "swin_v2_t",
+        "vgg11",
+        "vit_b_32",
+        "wide_resnet50_2",
+    )
+)
+
+
+def each(names: Iterable[str], always: frozenset[str] = FAMILIES) -> list[ParameterSet]:
+    """A parameter for each of ``names``; those not in ``always`` are marked exhaustive."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names]
+
 
 # Values are compared at these sizes where the model takes any, so that the largest models take seconds.
 SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 64}

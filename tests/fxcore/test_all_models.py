@@ -14,7 +14,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
 from fxcore.tracing.parts import DetectorParts, FlowParts
-from tests.fxcore.model_list import ALL, CLOSED, FIXED_SIZE, LARGE, SMALL, TRACEABLE, filled
+from tests.fxcore.model_list import ALL, CLOSED, FIXED_SIZE, LARGE, SMALL, TRACEABLE, each, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
@@ -29,7 +29,7 @@ def test_there_are_at_least_the_models_of_torchvision_0_26() -> None:
     assert set(ALL) == set(torchvision.models.list_models())
 
 
-@pytest.mark.parametrize("name", TRACEABLE)
+@pytest.mark.parametrize("name", each(TRACEABLE))
 def test_node_names_are_torchvisions(name: str) -> None:
     graph = model_graph(name)
     model = get_model(name).build_weightless()
@@ -39,7 +39,7 @@ def test_node_names_are_torchvisions(name: str) -> None:
     assert graph.closed == []
 
 
-@pytest.mark.parametrize("name", [n for n in CLOSED if get_model(n).task == "detection"])
+@pytest.mark.parametrize("name", each(n for n in CLOSED if get_model(n).task == "detection"))
 def test_detectors_open_their_backbone_under_its_true_path(name: str) -> None:
     graph = model_graph(name)
     backbone = get_model(name).build_weightless().backbone
@@ -55,7 +55,7 @@ def test_detectors_open_their_backbone_under_its_true_path(name: str) -> None:
     assert all(part.reason for part in graph.closed)
 
 
-@pytest.mark.parametrize("name", ["raft_large", "raft_small"])
+@pytest.mark.parametrize("name", each(["raft_large", "raft_small"]))
 def test_raft_opens_both_encoders(name: str) -> None:
     graph = model_graph(name)
     model = get_model(name).build_weightless()
@@ -65,7 +65,7 @@ def test_raft_opens_both_encoders(name: str) -> None:
     assert {part.path for part in graph.closed} >= {"corr_block", "update_block"}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL))
 def test_totals_agree_with_torch(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)
     model = entry.build_weightless()
@@ -78,7 +78,7 @@ def test_totals_agree_with_torch(name: str) -> None:
     assert graph.totals["flops"] == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL))
 def test_every_model_gives_features(name: str) -> None:
     """There are nodes to ask for, and every level is one of them, with its channels and stride."""
     graph = model_graph(name)
@@ -139,7 +139,7 @@ def _hooked(module: nn.Module, graph: ModelGraph, wanted: list[str], x: torch.Te
 
 
 @pytest.mark.usefixtures("memory_given_back")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL))
 def test_values_are_those_of_forward_hooks(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)
     reference = opened(entry, filled(name))

@@ -1,7 +1,4 @@
-"""Every model with its default weights, and with none, has the nodes of the model that torchvision builds for these.
-
-``pytest -m every_model`` runs these and nothing else.
-"""
+"""Every model with its default weights, and with none, has the nodes of the model that torchvision builds for these."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import get_model, model_graph
 from fxcore.memory import give_back
 from fxcore.models.catalog import _weightless
-from tests.fxcore.model_list import ALL
+from tests.fxcore.model_list import ALL, each
 
-pytestmark = pytest.mark.every_model
+DIFFERENT = frozenset(("googlenet", "inception_v3", "deeplabv3_mobilenet_v3_large", "fcn_resnet50", "resnet18"))
+"""Their default weights change the structure; but for the last."""
 
 
 def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -40,7 +38,7 @@ def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("asked", ["DEFAULT", "random"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL, DIFFERENT))
 def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = get_model_weights(name)["DEFAULT"] if asked == "DEFAULT" else None
     entry = get_model(name)

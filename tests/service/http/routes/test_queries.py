@@ -21,7 +21,9 @@ def png():
     return {"content": buffer.getvalue(), "headers": {"content-type": "image/png"}}
 
 
-@pytest.mark.parametrize(("method", "path", "known"), ROUTES, ids=lambda value: str(value) if value else "none")
+@pytest.mark.parametrize(
+    ("method", "path", "known"), ROUTES, ids=lambda value: value if isinstance(value, str) else ",".join(sorted(value))
+)
 def test_every_route_of_v1_lists_what_it_knows(client, method, path, known):
     path = path.format(model="resnet18", extractor="none-such")
     answer = client.run(client.http.request(method, f"{path}?weigths=random"))
