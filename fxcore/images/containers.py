@@ -29,7 +29,7 @@ MAX_STRIPS = 32_768
 MAX_TAGS = 4_096
 """Most tags of a TIFF, which is libtiff's limit too."""
 
-_UNPACKED = 256 * 1024
+_UNPACKED = 64 * 1024
 """Most bytes that a compressed text is unpacked to, to look for an orientation."""
 
 _USUAL_TILE = 2048 * 2048

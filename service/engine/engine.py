@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
@@ -20,7 +20,7 @@ import torch
 
 from fxcore.errors import FxError, said
 from fxcore.extractor import Extractor
-from fxcore.images.files import has_plain_header
+from fxcore.images.files import Header
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Tiers
@@ -50,15 +50,8 @@ log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
 
-_DECODING_SHARE = 1 / 4
-"""Share of the bytes of all requests that one may take to decode several images at a time."""
-
 DOWNLOADS = 4
 """Most files of weights that are downloaded at a time."""
-
-# Up to this, reading headers takes less time than going to another thread and back.
-_SMALL_IMAGES = 8
-_SMALL_BYTES = 256 * 1024
 
 
 class Engine:
@@ -329,11 +322,11 @@ class Engine:
     ) -> FeatureResult:
         await self.load(record)
         started = time.monotonic()
-        plan = await self._quickly(_is_quick(images), self._plan, record, images, options)
+        plan = await self._plan(record, images, options)
         known = all(shape in record.row_sizes for shape in set(plan.shapes))
-        row_bytes, answer = await self._quickly(known, self._sizes, record, plan, options)
-        # All decoders, and the device worker; fewer at a time where the images are large.
-        at_once = plan.at_once(self.settings.decode_threads + 1, int(_DECODING_SHARE * self.admission.max_bytes))
+        sizing = (record, plan, options)
+        row_bytes, answer = self._sizes(*sizing) if known else await in_pool(self._intake, self._sizes, *sizing)
+        at_once = plan.at_once(self.settings.decode_threads + 1, self.admission.max_bytes)  # and the device worker
         ticket.claim(plan.held(at_once), answer)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline)
@@ -352,18 +345,20 @@ class Engine:
             job.rows,
         )
 
-    def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
+    async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
         fast = self.settings.fast_images and options.preprocess == "default"
-        return plan.plan(record, images, "fast" if fast else options.preprocess, self.settings.max_pixels)
+        preprocess, most = "fast" if fast else options.preprocess, self.settings.max_pixels
+        if plan.is_quick(images):
+            return plan.plan(record, images, preprocess, most)
+        headers: list[Header] = []
+        for indices in plan.header_steps(len(images)):  # others' come in between
+            headers += await in_pool(self._intake, plan.read_headers, images, indices, most)
+        return await in_pool(self._intake, plan.plan, record, images, preprocess, most, headers)
 
     def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions) -> tuple[dict[RowShape, int], int]:
         """The bytes that a row of each shape takes, and those of the answer."""
         answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
         return {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
-
-    async def _quickly(self, at_once: bool, function: Callable[..., T], *args: object) -> T:
-        """Call ``function``, here where that takes less than going to another thread and back."""
-        return function(*args) if at_once else await in_pool(self._intake, function, *args)
 
     def _refuse_new_work(self) -> None:
         if self.draining and not self._unfinished.here:
@@ -386,14 +381,6 @@ class Engine:
             self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else said(error)}"
         else:
             self._preload_trouble = None
-
-
-def _is_quick(images: Inputs) -> bool:
-    """Whether the headers are few and plain: others are read by PIL, and walked through as long as they are."""
-    if isinstance(images, Mapping):
-        return True
-    few = len(images) <= _SMALL_IMAGES and sum(map(len, images)) <= _SMALL_BYTES
-    return few and all(map(has_plain_header, images))
 
 
 def pick_device(asked: str) -> torch.device:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor, FxError, ImageTooLarge
 from fxcore.images.decoding import decode
-from fxcore.images.files import Header, image_header, open_image
+from fxcore.images.files import Header, has_plain_header, image_header, open_image
 from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
@@ -30,8 +30,15 @@ Inputs = Sequence[bytes] | Mapping[str, Tensor]
 _FLOAT_BYTES = 4
 _PIL_BYTES = 4
 
+# Up to these, reading plain headers takes less time than going to another thread and back.
+_HEADERS_AT_ONCE = 8
+_SMALL_BYTES = 256 * 1024
+
 _PARTS = 16
 """Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
+
+_DECODING_SHARE = 1 / 4
+"""Share of the bytes of all requests that one may take to decode several images at a time."""
 
 _THIN = 8
 """Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
@@ -66,13 +73,42 @@ class Plan:
         return self.rows + sum(nlargest(at_once, self.costs))
 
     def at_once(self, most: int, limit: int) -> int:
-        """How many parts at a time, up to ``most``, can be decoded without holding more than ``limit`` bytes; one at
-        least."""
+        """How many parts are decoded at a time: up to ``most``, where a request's share of ``limit`` bytes, which are
+        those of all requests, holds so many; one at least."""
         most = max(1, min(most, len(self.parts)))
-        return next((count for count in range(most, 1, -1) if self.held(count) <= limit), 1)
+        return next((count for count in range(most, 1, -1) if self.held(count) <= _DECODING_SHARE * limit), 1)
 
 
-def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int) -> Plan:
+def is_quick(inputs: Inputs) -> bool:
+    """Whether reading headers takes less than going to another thread and back: they are few and plain, while others
+    are read by PIL, and walked through as long as they are."""
+    if isinstance(inputs, Mapping):
+        return True
+    few = len(inputs) <= _HEADERS_AT_ONCE and sum(map(len, inputs)) <= _SMALL_BYTES
+    return few and all(map(has_plain_header, inputs))
+
+
+def header_steps(count: int) -> list[range]:
+    """The images whose headers are read one after another, before it is another request's turn."""
+    return _spread(count, _HEADERS_AT_ONCE)
+
+
+def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
+    """The headers of ``images`` at ``indices``.
+
+    Raises:
+        BadImage, ImageTooLarge: see :func:`plan`.
+    """
+    headers = []
+    for index in indices:
+        with _indexed(index):
+            headers.append(image_header(images[index], max_pixels))
+    return headers
+
+
+def plan(
+    record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()
+) -> Plan:
     """Look at a request without decoding it.
 
     Args:
@@ -80,6 +116,7 @@ def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: i
         inputs: what the request carries.
         preprocess: ``default``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: most pixels of an image.
+        headers: of the images, where :func:`read_headers` has read them already.
 
     Raises:
         BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
@@ -88,14 +125,17 @@ def plan(record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: i
     if isinstance(inputs, Mapping):
         made = _plan_tensors(record, inputs, preprocess, max_pixels)
     else:
-        made = _plan_images(record, inputs, preprocess, max_pixels)
+        headers = headers or read_headers(inputs, range(len(inputs)), max_pixels)
+        made = _plan_images(record, inputs, preprocess, max_pixels, headers)
     if isinstance(record.run, OneSize):
         for shape in dict.fromkeys(made.shapes):
             record.run.check(shape)
     return made
 
 
-def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int) -> Plan:
+def _plan_images(
+    record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
+) -> Plan:
     preprocessing = record.preprocessing
     if not images:
         raise BadTensor("the request holds no image; send at least one")
@@ -106,10 +146,9 @@ def _plan_images(record: ExtractorRecord, images: Sequence[bytes], preprocess: s
     sizes: list[tuple[int, int]] = []
     pixels: list[int] = []
     costs: list[int] = []
-    for index, data in enumerate(images):
+    for index, (data, header) in enumerate(zip(images, headers, strict=True)):
+        height, width, _ = header
         with _indexed(index):
-            header = image_header(data, max_pixels)
-            height, width, _ = header
             resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
         pixels.append(max(height * width, resized[0] * resized[1]))
         costs.append(len(data) + _decoding_bytes(header, resized, None if preprocess != "default" else preprocessing))

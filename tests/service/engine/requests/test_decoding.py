@@ -9,6 +9,7 @@ import PIL.Image
 import pytest
 import torch
 
+from fxcore.images import Header, image_header
 from service.engine import FeatureOptions
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, tensors, waiting
 
@@ -67,6 +68,8 @@ async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: i
 
         def noted(image: PIL.Image.Image) -> torch.Tensor:
             nonlocal decoding
+            if image.size != (2000, 2000):  # a photograph that the extractor is checked on meanwhile
+                return preprocess(image)
             with guard:
                 decoding += 1
             together.wait(PATIENCE)  # each has its image now
@@ -82,3 +85,32 @@ async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: i
     assert [count for count, _ in seen] == [at_once] * 8
     for count, claimed in seen:
         assert count * 4 * 2000 * 2000 <= claimed <= limit
+
+
+async def test_headers_of_several_requests_are_read_by_turns(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file may have thousands of pieces, and a request a thousand files: nobody else waits for all of them."""
+    many = [encoded(np.zeros((8, 8 + number, 3), dtype=np.uint8), "PNG") for number in range(64)]
+    one = encoded(np.zeros((16, 16, 3), dtype=np.uint8), "PNG")
+    order: list[bytes] = []
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def noted(data: bytes, max_pixels: int | None = None) -> Header:
+        order.append(data)
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(PATIENCE)
+        return image_header(data, max_pixels)
+
+    monkeypatch.setattr("service.engine.requests.plan.image_header", noted)
+    async with engine() as running:
+        record = await built(running)
+        first = asyncio.create_task(running.features(record, many))
+        await begun.wait()
+        second = asyncio.create_task(running.features(record, [one]))
+        while running._intake._work_queue.qsize() < 1:
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await asyncio.gather(first, second)
+    assert order.index(one) == 8
