@@ -7,6 +7,7 @@ seconds, in which a service would stand still.
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from fxcore.transforms.parametrized import with_plain_weights
 
 LONGEST = 900.0
 """Seconds after which a process is killed."""
+
+_CHILD_THREADS = 16
+"""Threads that must be to be had before a child is started: OpenVINO spins without end in one that gets none."""
 
 _FILE = "module.pt"
 _INT8 = "int8"
@@ -78,7 +82,9 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
 
     Raises:
         ProcessFailed: the reason is the last line that it printed.
+        OSError, RuntimeError: the system has no process or no threads left for it.
     """
+    check_threads(_CHILD_THREADS)
     # One thread: it works beside a service that answers requests.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"} | dict(environment)
     variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
@@ -104,6 +110,23 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
     if child.returncode:
         lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
         raise ProcessFailed(f"failed: {lines[-1].strip()[:300] if lines else f'exit status {child.returncode}'}")
+
+
+def check_threads(count: int) -> None:
+    """Check that the system has ``count`` threads left now, by starting as many, which end at once.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    gate = _thread.allocate_lock()
+    with gate:
+        for _ in range(count):
+            _thread.start_new_thread(_pass, (gate,))
+
+
+def _pass(gate: _thread.LockType) -> None:
+    with gate:
+        pass
 
 
 def main(work: Callable[[Path], None]) -> None:

@@ -55,6 +55,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.start()
         await state.engine.start()
         give_way(ANSWERING)
         # Elsewhere than in a server's main thread there are no signals.

@@ -29,6 +29,22 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def available_threads(cgroup: Path = _CGROUP) -> int | None:
+    """Threads that this process may have at most, other processes of its user or control group included; None where
+    nothing limits them. ``ulimit -u`` does not apply to root."""
+    limits = []
+    own = _read(cgroup / "pids.max")
+    if own.isdigit():
+        limits.append(int(own))
+    if os.name == "posix" and os.getuid() != 0:
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft)
+    return min(limits, default=None)
+
+
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
     """The model of the processor, as the system names it, else as Python does; it may be empty."""
     for line in _read(info).splitlines():

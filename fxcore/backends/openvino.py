@@ -19,6 +19,7 @@ from fxcore.backends.artifacts import compiled
 from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
+from fxcore.process import check_threads
 
 _REMEMBERED_SHAPES = 64
 
@@ -39,6 +40,9 @@ resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it
 _PACKED = 5 / 4
 """Bytes of the weights as OpenVINO packs them for its kernels, in the formats of several batch sizes, for each byte of
 the weights as they are stored, which it keeps as well: 1.2 were measured on resnet50."""
+
+THREADS_EACH = 2
+"""Threads that OpenVINO starts for each compiled model that computes on several."""
 
 _OBJECTS = 512 * 1024
 """Bytes that a compiled model takes beside weights and values: its graph, its generated code, its threads' stacks."""
@@ -126,6 +130,7 @@ class OpenVINOModule:
         }
         if threads == 1:
             self._settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
+        check_threads(THREADS_EACH + threads)  # its own workers spin without end where they cannot be started
         self._compiled = self._core.compile_model(model, "CPU", self._settings)
         self._any_size = Resident(self._compiled)
         RESIDENTS.add(self._any_size)
@@ -185,6 +190,10 @@ class OpenVINOModule:
             self._model = None
             return None
         if not RESIDENTS.place():
+            return None
+        try:
+            check_threads(THREADS_EACH)
+        except RuntimeError:
             return None
         compiled = self._core.compile_model(self._model, "CPU", self._settings)
         outputs = [(tuple(x.shape), x.element_type.to_dtype()) for x in compiled.outputs]

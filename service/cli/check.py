@@ -17,7 +17,7 @@ import torch
 
 from fxcore.backends import BACKENDS, faster_than_eager
 from fxcore.images.files import FORMATS
-from service.engine.engine import pick_device
+from service.engine.placement import pick_device
 from service.engine.record import PRECISIONS
 from service.machine import available_cores, available_memory
 from service.settings import GiB, Settings

@@ -19,7 +19,7 @@ def settings_of(given: dict[str, Any]) -> Settings:
 
 def device_of(settings: Settings) -> str:
     """The device that will be used."""
-    from service.engine.engine import pick_device
+    from service.engine.placement import pick_device
 
     try:
         return str(pick_device(settings.device))

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TypeVar
@@ -26,10 +25,11 @@ from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Tiers
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
-from service.engine.device.threads import compute_on, compute_with, in_pool, switch_often
+from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, switch_often, thread_trouble
 from service.engine.device.worker import DeviceWorker
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
+from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, tell_unknown
@@ -49,6 +49,9 @@ from service.settings import Settings
 log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
+
+CHORES = 2
+"""Threads for what is short and rare, such as writing metrics."""
 
 DOWNLOADS = 4
 """Most files of weights that are downloaded at a time."""
@@ -72,12 +75,14 @@ class Engine:
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self._decoders = Decoders(settings.decode_threads)
-        self._encoders = ThreadPoolExecutor(settings.encode_threads, "fxserve-encode", compute_with, (1,))
-        self._builders = ThreadPoolExecutor(settings.build_threads, "fxserve-build", compute_on, (self.device, 1))
+        self._encoders = Pool(settings.encode_threads, "fxserve-encode", compute_with, 1)
+        self._builders = Pool(settings.build_threads, "fxserve-build", compute_on, self.device, 1)
         # Reading headers decides over admission and must not wait behind what was admitted.
-        self._intake = ThreadPoolExecutor(1, "fxserve-intake", compute_with, (1,))
+        self._intake = Pool(1, "fxserve-intake", compute_with, 1)
+        # What asyncio.to_thread runs.
+        self._chores = Pool(CHORES, "fxserve-chore", compute_with, 1)
         # Downloads take minutes and hardly any CPU, and must not keep what is there already from being built.
-        self._downloads = ThreadPoolExecutor(DOWNLOADS, "fxserve-download")
+        self._downloads = Pool(DOWNLOADS, "fxserve-download")
         self._models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
         self._tiers = Tiers(self.device, self._queue, settings)
         self._extractors = Extractors(
@@ -88,6 +93,7 @@ class Engine:
             self._tiers,
             self.metrics,
             settings.models,
+            most_compiled(settings.compute_threads),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -104,6 +110,10 @@ class Engine:
         collect_rarely()
         if self.device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # float32 means it, in convolutions as torch has it elsewhere
+        asyncio.get_running_loop().set_default_executor(self._chores)
+        for pool in (self._encoders, self._builders, self._intake, self._chores, self._downloads):
+            pool.start()
+        self._tiers.start()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         tell_unknown(self.settings.models or ())
         await in_pool(self._builders, tidy)
@@ -151,7 +161,7 @@ class Engine:
         """Whether requests can be served now, and if not, why."""
         if self.draining:
             return False, "the service is shutting down"
-        trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout)
+        trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout) or thread_trouble()
         return trouble is None, trouble or "ready"
 
     def sample(self) -> None:
@@ -242,7 +252,7 @@ class Engine:
         Raises:
             FxError: what its build failed of.
         """
-        if record.state != "failed":
+        if record.state != "failed" or isinstance(record.problem, NotReady):
             self._extractors.ensure(record)
         if record.build is not None:
             await asyncio.wait({record.build})
@@ -381,20 +391,3 @@ class Engine:
             self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else said(error)}"
         else:
             self._preload_trouble = None
-
-
-def pick_device(asked: str) -> torch.device:
-    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` means here.
-
-    Raises:
-        ValueError: it is not on this machine.
-    """
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
-    if device.type != "cuda":
-        return device
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device {asked!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)

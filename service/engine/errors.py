@@ -5,6 +5,7 @@ Each class says which HTTP status it deserves; what fxcore raises carries none, 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -112,6 +113,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
+_SHORTAGES = ("can't start new thread", "Resource temporarily unavailable", "Too many open files", "std::bad_alloc")
+_SHORTAGE_NUMBERS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether ``error``, or what it was raised from, says that the system had too little of something that it may have
+    later: threads, processes, memory, open files."""
+    while error is not None:
+        if is_out_of_memory(error) or getattr(error, "errno", None) in _SHORTAGE_NUMBERS:
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def shortage(error: BaseException) -> NotReady:
+    """What a request is answered that ended in ``error``, a shortage."""
+    return NotReady(f"the system is short of threads or memory: {said(error)}")
+
+
 class ComputeFailed(EngineError):
     """The model raised while it computed this request; ``error`` is what it said."""
 
@@ -119,7 +141,14 @@ class ComputeFailed(EngineError):
 
 
 def contained(error: BaseException) -> Exception:
-    """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it."""
+    """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it.
+
+    A shortage of the system becomes :class:`NotReady`.
+    """
+    if isinstance(error, FxError):
+        return error
+    if is_shortage(error):
+        return shortage(error)
     if isinstance(error, Exception):
         return error
     return ComputeFailed(f"what this request needed was ended by {said(error)}", error=said(error))

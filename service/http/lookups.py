@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from service.engine.device.threads import ANSWERING, compute_with, give_way, in_pool
+from service.engine.device.threads import ANSWERING, Pool, compute_with, give_way, in_pool
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Admission, Ticket
 
 Result = TypeVar("Result")
 
-LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded")
+LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
 """What every route that has something looked up may answer."""
 
 
@@ -32,7 +31,7 @@ class Lookups:
     def __init__(self, seconds: float, at_once: int = 2, most: int = 16) -> None:
         self._seconds = seconds
         self._admission = Admission(most, 0, at_once)
-        self._pool = ThreadPoolExecutor(at_once, "fxserve-lookup", _begin)
+        self._pool = Pool(at_once, "fxserve-lookup", _begin)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
@@ -51,6 +50,10 @@ class Lookups:
                     raise DeadlineExceeded from None
                 raise
 
+    def start(self) -> None:
+        """Start the threads."""
+        self._pool.start()
+
     def close(self) -> None:
         """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -59,7 +62,7 @@ class Lookups:
 class Place:
     """One request's place."""
 
-    def __init__(self, ticket: Ticket, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, ticket: Ticket, pool: Pool) -> None:
         self._ticket = ticket
         self._pool = pool
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fxcore.errors import FxError
-from service.engine.errors import EngineError
+from service.engine.errors import EngineError, is_shortage, shortage
 from service.engine.requests.admission import Admission, Visit
 from service.http.problem_responses import error_response, internal_response
 from service.observability import logs
@@ -131,11 +131,13 @@ class RequestContext:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             status = status or 499  # nobody is left to answer; nginx's number, for the metrics
-        except Exception:
+        except Exception as error:
             log.exception("request %s: %s %r failed", identity, scope["method"], scope["path"])
             if status:
                 raise  # the answer has begun: all that is left is to break the connection off
-            await internal_response(scope["path"])(scope, receive, send_with_id)
+            path = scope["path"]
+            answer = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
+            await answer(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
             self.metrics.observe(scope, status, seconds)

@@ -116,6 +116,11 @@ class State:
         self.engine.make_room()
         return result
 
+    def start(self) -> None:
+        """Start the threads of lookups and exports."""
+        self.lookups.start()
+        self.exports.start()
+
     def close(self) -> None:
         """Begin no more lookups and exports."""
         self.lookups.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
 from service.engine.errors import Unsupported
-from service.engine.record import PRECISIONS
+from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
 from service.schemas.v1 import ExtractorSpec
 
 _NAMES = ("auto", "eager", "openvino", "inductor")
@@ -46,6 +46,12 @@ def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) ->
     if spec.precision == "int8" and backend.name != "eager" and _keeps_floats(spec):
         why = "it quantizes every layer and takes no keep_float"
         raise Unsupported("backend", spec.backend, ("auto", "eager"), why)
+
+
+def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
+    """Whether the weights ``key`` are in memory a second time, in a lowered form, or about to be, for one ``known``."""
+    over = (record for record in known if record.model_key == key and not record.gone and record.run is not None)
+    return any(r.tier is not None and (r.backend != "eager" or not r.tier.done()) for r in over)
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -29,14 +29,14 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.errors import said
 from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, report
-from service.engine.backends.choice import chosen_backend
+from service.engine.backends.choice import chosen_backend, has_copy
 from service.engine.backends.fallback import OneSize, Plain, Swapped
 from service.engine.backends.int8_advice import Passing, shown, simulation
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate
 from service.engine.device.queue import Queue, usual_size
-from service.engine.device.threads import compute_on, in_pool
-from service.engine.errors import BackendRefused, EngineError
+from service.engine.device.threads import Pool, compute_on, in_pool
+from service.engine.errors import BackendRefused, EngineError, is_shortage, shortage
 from service.engine.record import ExtractorRecord
 from service.garbage import tidy
 from service.settings import Settings
@@ -77,13 +77,19 @@ class Tiers:
         self._settings = settings
         self._verdicts = Verdicts(settings)
         # What somebody waits for does not queue behind what nobody does.
-        self._asked = ThreadPoolExecutor(1, "fxserve-lower", compute_on, (device, 1))
-        self._unasked = ThreadPoolExecutor(1, "fxserve-improve", compute_on, (device, 1))
+        self._asked = Pool(1, "fxserve-lower", compute_on, device, 1)
+        self._unasked = Pool(1, "fxserve-improve", compute_on, device, 1)
+        self.grown: Callable[[], object] = lambda: None  # called when another backend took over, which takes memory
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
         self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
         # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
         self._remade: set[tuple[str, str]] = set()
         self._checks: set[asyncio.Task[Candidate]] = set()
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._asked.start()
+        self._unasked.start()
 
     def close(self) -> None:
         """End what is being lowered."""
@@ -135,6 +141,8 @@ class Tiers:
             await self._compared(candidate, reference, lowered)
             await self._warmed(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
+            if is_shortage(error):
+                raise shortage(error) from error
             failed = f"{backend.name} failed on the check images: {error}"
             detail = error.detail if isinstance(error, LoweringFailed) else failed
             raise BackendRefused(detail, backend.name, instead) from error
@@ -212,7 +220,7 @@ class Tiers:
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Note that ``record`` answered a request; it may have become worth a faster backend."""
         record.images += images
-        if record.tier is None and (record.images >= WORTH_A_COPY or not self._has_copy(record)):
+        if record.tier is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
             self.improve(record)
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
@@ -261,6 +269,7 @@ class Tiers:
             if own.backend != "eager":
                 break
         del eager
+        self.grown()
         await in_pool(self._unasked, tidy)
 
     async def _lowered(
@@ -379,18 +388,8 @@ class Tiers:
 
         return from_worker
 
-    def _has_copy(self, record: ExtractorRecord) -> bool:
-        """Whether weights of this model are in memory a second time, in a lowered form, or about to be."""
-        known = (r for r in self._improved if r.model_key == record.model_key and not r.gone and r.run is not None)
-        return any(r.tier is not None and (r.backend != "eager" or not r.tier.done()) for r in known)
-
     def _options(self, record: ExtractorRecord) -> Options:
-        return Options(
-            device=self._device,
-            precision=record.spec.precision,
-            threads=self._settings.compute_threads,
-            cache=self._settings.cache_dir,
-        )
+        return Options(self._device, record.spec.precision, self._settings.compute_threads, self._settings.cache_dir)
 
     async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
         try:

@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from fxcore.process import check_threads
 from service.engine.errors import contained
 
 T = TypeVar("T")
@@ -34,6 +35,51 @@ def switch_often() -> None:
     and mobilenet_v3_small 1.02 to 1.05 times at 32 and 0.98 to 1.10 times at 8 (medians of seven turns, 2 cores).
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+_SPARE = 8
+
+MOST_THREADS = 256
+"""Most threads that compiled models may have."""
+
+
+def thread_trouble() -> str | None:
+    """Why nothing can be built now, if the system has hardly a thread left for this process."""
+    try:
+        check_threads(_SPARE)
+    except RuntimeError as error:
+        return f"the system has no {_SPARE} threads left for this process: {error}"
+    return None
+
+
+class Pool(ThreadPoolExecutor):
+    """A pool whose threads can be started beforehand: later the system may have none left.
+
+    Args:
+        threads: how many.
+        name: of the threads, followed by a number.
+        initializer: what each thread calls first, with ``arguments``.
+    """
+
+    def __init__(
+        self, threads: int, name: str, initializer: Callable[..., None] | None = None, *arguments: Any
+    ) -> None:
+        super().__init__(threads, name, initializer, arguments)
+        self._threads_wanted = threads
+
+    def start(self) -> None:
+        """Start all threads.
+
+        Raises:
+            RuntimeError: the system has none left.
+        """
+        together = threading.Barrier(self._threads_wanted)
+        try:
+            for _ in range(self._threads_wanted):
+                self.submit(together.wait)  # each keeps a thread until all are there
+        except RuntimeError:
+            together.abort()
+            raise
 
 
 def compute_with(threads: int) -> None:
@@ -95,6 +141,11 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
         try:
             return function(*args)
         except BaseException as error:
-            raise contained(error) from error.__cause__
+            seen = contained(error)
+            raise seen from error.__cause__ if seen is error else None
 
-    return await asyncio.get_running_loop().run_in_executor(pool, call)
+    try:
+        running = asyncio.get_running_loop().run_in_executor(pool, call)
+    except RuntimeError as error:  # a pool that has no thread yet could not start one
+        raise contained(error) from None
+    return await running

@@ -21,7 +21,7 @@ from service.engine.device.outputs import by_options, deliveries, on_cpu, select
 from service.engine.device.queue import Errand, Queue, Undecoded
 from service.engine.device.staging import Staging
 from service.engine.device.threads import alone, compute_on
-from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory
+from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
 from service.engine.rows import by_image, row_layout
 from service.observability.metrics import Metrics
 
@@ -31,6 +31,9 @@ log = logging.getLogger("fxserve.worker")
 _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
 
 _FULL_COLLECTION_EVERY = 10.0
+
+_SHARE = 64 * 1024
+"""Values of a tensor for each thread, so that torch computes with all: it gives none less than 32,768."""
 
 
 class DeviceWorker:
@@ -90,6 +93,8 @@ class DeviceWorker:
         began = False
         try:
             compute_on(self.device, self._threads)
+            # Starts the threads that compute with this one, now: OpenMP ends the process if it cannot start one.
+            torch.zeros(self._threads * _SHARE).add_(1)
             began = True
             self._work()
         except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
@@ -272,7 +277,9 @@ def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
 
 
-def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | ComputeFailed:
+def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
+    if is_shortage(error):
+        return shortage(error)
     return ComputeFailed(f"the model failed on this request: {said(error)}", error=said(error))

@@ -21,21 +21,20 @@ from typing import Any, Literal
 
 import torch
 
-from fxcore.errors import FxError, UnknownModel, said
+from fxcore.backends.openvino import THREADS_EACH
+from fxcore.errors import FxError, said
 from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import ModelGraph, forget_graph
-from fxcore.models.catalog import get_model
-from service.engine.backends.choice import check_backend
 from service.engine.backends.upgrade import Tiers
-from service.engine.device.threads import in_pool
+from service.engine.device.threads import MOST_THREADS, in_pool
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
 from service.engine.registry.deleted import Deleted
 from service.engine.registry.forgetting import forgettable
-from service.engine.registry.graphs import graph_bytes, graph_for, graph_of, idle_graphs, named_graph
-from service.engine.registry.ids import extractor_id
+from service.engine.registry.graphs import graph_bytes, graph_of, idle_graphs
 from service.engine.registry.names import Names
-from service.engine.registry.transforms import prepared, steps, transformed
+from service.engine.registry.resolving import resolve
+from service.engine.registry.transforms import steps, transformed
 from service.engine.registry.weights import ModelStore
 from service.garbage import exempt, tidy
 from service.observability.metrics import Metrics
@@ -65,6 +64,7 @@ class Extractors:
         tiers: decides what runs an extractor.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
+        most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
     """
 
     def __init__(
@@ -76,8 +76,11 @@ class Extractors:
         tiers: Tiers,
         metrics: Metrics,
         allowed: Sequence[str] | None = None,
+        most_compiled: int = MOST_THREADS // THREADS_EACH,
     ) -> None:
         self._tiers = tiers
+        tiers.grown = self.make_room
+        self._most_compiled = most_compiled
         self._evictions = metrics.evictions
         self._later: asyncio.TimerHandle | None = None
         self._deleted = Deleted(pool)
@@ -102,7 +105,7 @@ class Extractors:
         record = self._records.get(self._resolved.get(key, ""))
         created = False
         if record is None:
-            fresh = await in_pool(self._pool, self._resolve, spec)
+            fresh = await in_pool(self._pool, resolve, spec, self._device, self._allowed)
             record = self._records.get(fresh.id)
             if record is None and not build:
                 raise Forbidden(
@@ -224,8 +227,21 @@ class Extractors:
                     self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
                 break
             evicted.add(kind)
+        if self._evict_compiled():
+            evicted.add("extractor")
         if evicted - {"graph"}:
             self._pool.submit(tidy)
+
+    def _evict_compiled(self) -> bool:
+        """Evict extractors that OpenVINO runs, each of which has threads of its own, down to as many as there may be;
+        whether there was one to evict."""
+        built = (record for record in self._records.values() if record.run is not None)
+        compiled = [record for record in built if record.backend == "openvino"]
+        idle = sorted((record for record in compiled if not record.busy), key=lambda record: record.last_used)
+        over = idle[: max(0, len(compiled) - self._most_compiled)]
+        for record in over:
+            self._unload(record, "threads")
+        return bool(over)
 
     def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
         """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
@@ -257,34 +273,6 @@ class Extractors:
     def _make_room_later(self) -> None:
         self._later = None
         self.make_room()
-
-    def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
-        """Everything that can be said of an extractor without weights. Runs in the pool: it may trace the model."""
-        if self._allowed is not None and spec.model not in self._allowed:
-            raise UnknownModel(
-                f"the model {spec.model!r} is not served here; served: {', '.join(sorted(self._allowed))}",
-                name=spec.model,
-                suggestions=sorted(self._allowed),
-            )
-        entry = get_model(spec.model)
-        weights = entry.canonical_weights(spec.weights)
-        check_backend(spec, self._device, entry.is_quantized(weights))
-        return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
-        graph = graph_for(spec, entry, weights)
-        preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
-        return ExtractorRecord(
-            id=extractor_id(spec, weights, return_nodes),
-            spec=spec,
-            name=spec.name,
-            entry=entry,
-            weights=weights,
-            device=str(self._device),
-            inputs=graph.inputs,
-            fingerprint=graph.fingerprint,
-            held=graph,
-            return_nodes=return_nodes,
-            preprocessing=preprocessing,
-        )
 
     async def _build(self, record: ExtractorRecord) -> None:
         """Load the weights and build the extractor; afterwards the record is ready or failed."""
@@ -335,9 +323,9 @@ class Extractors:
         del self._records[record.id]
         self._names.forget(record.id)
 
-    def _unload(self, record: ExtractorRecord) -> None:
+    def _unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
         if record.run is not None:
-            self._evictions.labels("extractor", "memory_budget").inc()
+            self._evictions.labels("extractor", reason).inc()
         record.extractor = record.held = None
         record.run = record.tier = record.check = None
         record.images = 0

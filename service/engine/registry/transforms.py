@@ -31,7 +31,7 @@ from fxcore.transforms import (
 from fxcore.transforms.fold_normalization import normalized
 from fxcore.transforms.registry import parse
 from service.engine.candidate import TOLERANCE
-from service.engine.errors import is_out_of_memory
+from service.engine.errors import is_shortage
 from service.engine.record import ExtractorRecord
 from service.engine.transformation import Transformed
 from service.schemas.v1 import ExtractorSpec
@@ -170,7 +170,7 @@ def _verified(
             f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
         ) from other
     except Exception as failure:  # what a pass put in the place of a module does not fit there
-        if is_out_of_memory(failure):
+        if is_shortage(failure):
             raise  # which says nothing of the passes
         raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])

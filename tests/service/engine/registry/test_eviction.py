@@ -19,7 +19,7 @@ from fxcore.graph.model_graph import kept_graphs, model_graph
 from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.garbage import tidy
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
-from tests.service.engine.stand_ins import Held
+from tests.service.engine.stand_ins import Broken, Held
 
 pytestmark = pytest.mark.anyio
 
@@ -345,3 +345,21 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         names = [record.name for record in running.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
         assert running.known("named-3") is None
+
+
+async def test_extractors_with_threads_of_their_own_are_few(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those used least recently go, whether they were compiled when they were built or took over later."""
+    monkeypatch.setattr("service.engine.engine.most_compiled", lambda threads: 2)
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
+    async with engine(lowering=True) as running:
+        named = [await built(running, nodes=[f"features.{place}"], backend="openvino") for place in (3, 4, 5)]
+        assert [record.run is None for record in named] == [True, False, False]
+        later = await built(running, "squeezenet1_1", ["features.3"])
+        assert [record.run is None for record in (*named, later)] == [True, False, False, False]
+        await running.settle(later)
+        assert later.backend == "openvino"
+        assert [record.run is None for record in (*named, later)] == [True, True, False, False]
+        assert (await running.features(named[0], tensors(1))).images == 1

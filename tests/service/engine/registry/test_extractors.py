@@ -10,7 +10,7 @@ import torch
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
 from fxcore.models.catalog import get_model
 from fxcore.transforms import UnknownTransform
-from service.engine.errors import ExtractorFailed, NameTaken, UnknownExtractor, Unsupported
+from service.engine.errors import NameTaken, NotReady, UnknownExtractor, Unsupported
 from service.engine.registry.names import MOST_NAMES
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, spec, until
 
@@ -259,5 +259,5 @@ async def test_too_little_memory_is_no_fault_of_the_transforms(
     monkeypatch.setattr("service.engine.registry.transforms.verify", none_left)
     async with engine() as running:
         record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), PATIENCE)
-    assert isinstance(record.problem, ExtractorFailed)
+    assert isinstance(record.problem, NotReady)
     assert str(error) in record.problem.detail

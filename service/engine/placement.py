@@ -1,0 +1,37 @@
+"""Where extractors run, and how many of them the system has threads for."""
+
+from __future__ import annotations
+
+import torch
+
+from fxcore.backends.openvino import THREADS_EACH
+from service.engine.device.threads import MOST_THREADS
+from service.machine import available_threads
+
+_SHARE = 1 / 4
+"""Share of the threads that this process may have which extractors may take: models of a fixed size, the service itself
+and the processes that compile need the rest."""
+
+
+def most_compiled(compute_threads: int) -> int:
+    """Extractors that OpenVINO may run at a time. One that computes on the calling thread alone has no other."""
+    limit = available_threads()
+    threads = MOST_THREADS if limit is None else min(MOST_THREADS, int(_SHARE * limit))
+    return max(1, threads // THREADS_EACH) if compute_threads > 1 else MOST_THREADS
+
+
+def pick_device(asked: str) -> torch.device:
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` means here.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(asked)
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device {asked!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)

@@ -1,0 +1,64 @@
+"""What a spec asks for, with its model, weights and nodes found."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+
+import torch
+
+from fxcore.errors import UnknownModel
+from fxcore.models.catalog import get_model
+from service.engine.backends.choice import check_backend
+from service.engine.record import ExtractorRecord
+from service.engine.registry.graphs import graph_for, named_graph
+from service.engine.registry.transforms import prepared, steps
+from service.schemas.v1 import ExtractorSpec
+
+
+def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None) -> ExtractorRecord:
+    """Everything that can be said of an extractor without weights. Not for the event loop: it may trace the model.
+
+    Raises:
+        FxError: the spec names something that does not exist, or is not served.
+    """
+    if allowed is not None and spec.model not in allowed:
+        raise UnknownModel(
+            f"the model {spec.model!r} is not served here; served: {', '.join(sorted(allowed))}",
+            name=spec.model,
+            suggestions=sorted(allowed),
+        )
+    entry = get_model(spec.model)
+    weights = entry.canonical_weights(spec.weights)
+    check_backend(spec, device, entry.is_quantized(weights))
+    return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
+    graph = graph_for(spec, entry, weights)
+    preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
+    return ExtractorRecord(
+        id=extractor_id(spec, weights, return_nodes),
+        spec=spec,
+        name=spec.name,
+        entry=entry,
+        weights=weights,
+        device=str(device),
+        inputs=graph.inputs,
+        fingerprint=graph.fingerprint,
+        held=graph,
+        return_nodes=return_nodes,
+        preprocessing=preprocessing,
+    )
+
+
+def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
+    """The id of what ``spec`` asks for, once its weights and nodes have their full names."""
+    decisive = {
+        "model": spec.model,
+        "weights": weights,
+        "return_nodes": list(return_nodes.items()),
+        "precision": spec.precision,
+        "backend": spec.backend,
+        "transforms": steps(spec),
+        "image_size": spec.image_size,
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

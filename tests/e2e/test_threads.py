@@ -1,0 +1,100 @@
+"""A server whose user may start no more threads, as ``ulimit -u`` or a container's limit says."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from PIL import Image
+
+from tests.e2e.conftest import Server, servers, until
+
+pytest.importorskip("openvino")
+pytestmark = pytest.mark.skipif(
+    shutil.which("prlimit") is None or (os.getuid() == 0 and shutil.which("setpriv") is None),
+    reason="the limit does not apply to root, and there is no setpriv, or no prlimit",
+)
+
+NOBODY = "65534"
+
+
+def as_nobody() -> list[str]:
+    """What a command of root's begins with, to be run by another user who may read root's files."""
+    if os.getuid() != 0:
+        return []
+    rights = "+dac_override,+dac_read_search"
+    user = ["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]
+    return ["setpriv", *user, "--inh-caps", rights, "--ambient-caps", rights]
+
+
+class LimitedServer(Server):
+    """A server that is not root's, for whom alone ``ulimit -u`` is without effect; it may read root's files."""
+
+    def command(self) -> list[str]:
+        return [*as_nobody(), *super().command()]
+
+    def threads(self) -> int:
+        """Of all processes of its user, which is what the limit is for."""
+        user = psutil.Process(self.process.pid).uids().real
+        processes = [p.info for p in psutil.process_iter(["uids", "num_threads"])]
+        return sum(p["num_threads"] for p in processes if p["uids"] is not None and p["uids"].real == user)
+
+    def limit(self, threads: int | str) -> None:
+        """Set the soft limit of the running process, as its own user may."""
+        command = ["prlimit", "--pid", str(self.process.pid), f"--nproc={threads}:"]
+        subprocess.run([*as_nobody(), *command], check=True)
+
+    def extractor(self, node: str, backend: str) -> httpx.Response:
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": [node], "backend": backend}
+        return self.http.post("/v1/extractors", json=spec, params={"wait": 200})
+
+
+@pytest.fixture(scope="module")
+def start_limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LimitedServer]]:
+    with servers(LimitedServer, tmp_path_factory.mktemp("torch-home")) as start:
+        yield start
+
+
+def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., LimitedServer], tmp_path: Path) -> None:
+    server = start_limited(cache_dir=tmp_path)
+    assert server.extractor("features.3", "openvino").status_code == 201
+    ready = server.http.get("/readyz")
+    assert ready.status_code == 200, ready.text
+    before, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # the server's, too
+    server.limit(server.threads() + 2)
+
+    def answered(response: httpx.Response) -> Any:
+        assert response.status_code in (200, 201), response.text
+        return response.json()
+
+    for model in ("resnet18", "alexnet"):  # traced and drawn for the first time
+        assert answered(server.http.get(f"/v1/models/{model}/graph"))["model"] == model
+        answered(server.http.get(f"/v1/models/{model}/nodes"))
+    eager = answered(server.extractor("features.4", "eager"))
+    image = io.BytesIO()
+    Image.new("RGB", (64, 64), (90, 60, 30)).save(image, "JPEG")
+    features = server.http.post(
+        f"/v1/extractors/{eager['id']}/features", content=image.getvalue(), headers={"Content-Type": "image/jpeg"}
+    )
+    assert answered(features)["images"] == 1
+    assert server.metric("fxserve_ready") == 0
+    for _ in range(2):
+        answer = server.extractor("features.5", "openvino")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready"), answer.text
+        assert "thread" in answer.json()["detail"]
+    ready = server.http.get("/readyz")
+    assert ready.status_code == 503
+    assert "threads left" in ready.json()["detail"]
+
+    server.limit(before)
+    until(lambda: server.http.get("/readyz").status_code == 200)
+    assert answered(server.extractor("features.5", "openvino"))["state"] == "ready"
