@@ -74,7 +74,7 @@ class BadTensor(FxError):
     """An input tensor with the wrong name, shape or dtype, or images that cannot form one batch."""
 
 
-def said(error: BaseException, limit: int = 300) -> str:
+def summarize(error: BaseException, limit: int = 300) -> str:
     """The first line of what an error says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__

@@ -23,7 +23,7 @@ from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.parts import trace_model
 from fxcore.tracing.tracer import PATH, record
 from fxcore.transforms.base import APPLIED
-from fxcore.transforms.out_of_place import purify
+from fxcore.transforms.out_of_place import functionalize
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -108,7 +108,7 @@ def build_extractor(
 
     Raises:
         CannotTransform: the model writes to memory in a way that cannot be followed; see
-            :func:`fxcore.transforms.out_of_place.purify`.
+            :func:`fxcore.transforms.out_of_place.functionalize`.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")
@@ -127,7 +127,7 @@ def build_extractor(
         _add_constants(model, graph, dtype)
     whole.graph_copy(source, copies)
     by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
-    purify(whole, dict(graph.traced_modules))
+    functionalize(whole, dict(graph.traced_modules))
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
     needed = _ancestors(list(wanted.values()))
     kept: dict[fx.Node, fx.Node] = {}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxcore.errors import said
+from fxcore.errors import summarize
 from fxcore.transforms.parametrized import with_plain_weights
 
 LONGEST = 900.0
@@ -139,5 +139,5 @@ def main(work: Callable[[Path], None]) -> None:
         work(Path(sys.argv[1]))
     except Exception as error:
         traceback.print_exc()
-        print(said(error), file=sys.stderr)
+        print(summarize(error), file=sys.stderr)
         sys.exit(1)

@@ -20,7 +20,7 @@ from service.http.draining import Accepted, drained_on_signals
 from service.http.hosts import Hosts
 from service.http.keys import Keys
 from service.http.middleware import BodyLimit, HeadAsGet, RequestContext
-from service.http.route_cache import Remembering
+from service.http.route_cache import RouteCache
 from service.http.routes import exports, extractors, features, models, operations, page, transforms
 from service.http.routes.v2 import inference, repository
 from service.http.state import State
@@ -88,7 +88,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     for noun in (features, inference, models, extractors, operations, transforms, exports, repository):
         app.include_router(noun.router)
     # The last one added is the outermost.
-    app.add_middleware(Remembering)
+    app.add_middleware(RouteCache)
     app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,

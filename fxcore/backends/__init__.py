@@ -1,4 +1,4 @@
-"""Ways to run an extractor, one lowering a file, behind :class:`~fxcore.backends.base.Backend`.
+"""Ways to run an extractor, one lowering a file, behind :class:`~fxcore.backends.backend.Backend`.
 
 >>> import torch
 >>> from fxcore import build_extractor, get_model, load_model, model_graph, verify
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from fxcore.backends.base import Backend, Lowered, LoweringFailed, Options
+from fxcore.backends.backend import Backend, Lowered, LoweringFailed, Options
 from fxcore.backends.cudagraphs import CudaGraphs
 from fxcore.backends.eager import Eager
 from fxcore.backends.inductor import Inductor

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore import process
-from fxcore.backends.base import Inputs, LoweringFailed, Options, lowering, tensors_of
+from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering, tensors_of
 
 
 class FromArtifact(Protocol):
@@ -58,10 +58,10 @@ def compiled(
     load: Callable[[Path], T],
     **job: object,
 ) -> T:
-    """``load(folder)`` of the artifact that :mod:`fxcore.backends.child` makes for ``backend``, or made before.
+    """``load(folder)`` of the artifact that :mod:`fxcore.backends.lowering_child` makes, or made, for ``backend``.
 
     Args:
-        module: returns a tuple; see :func:`~fxcore.backends.base.distinct_outputs`.
+        module: returns a tuple; see :func:`~fxcore.backends.backend.distinct_outputs`.
         packages: distributions whose version decides what comes out.
         job: what else the child's function for ``backend`` is told; JSON.
 
@@ -120,7 +120,9 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
     # The package that inductor makes has all that it needs; what lies beside it is as large again.
     beside = folder / ".inductor"
     try:
-        process.run("fxcore.backends.child", folder, {"TORCHINDUCTOR_CACHE_DIR": str(beside)}, options.cancelled)
+        process.run(
+            "fxcore.backends.lowering_child", folder, {"TORCHINDUCTOR_CACHE_DIR": str(beside)}, options.cancelled
+        )
     except process.ProcessFailed as error:
         raise LoweringFailed(f"lowering to {backend} {error}", backend=backend) from None
     shutil.rmtree(beside, ignore_errors=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.base import Inputs, Options, lowering, storages_of
+from fxcore.backends.backend import Inputs, Options, lowering, storages_of
 from fxcore.backends.eager import EagerModule
 
 LARGEST = 64
@@ -37,7 +37,7 @@ class CudaGraphs:
 
 
 class GraphedModule:
-    """A :class:`~fxcore.backends.base.Lowered` that replays recorded passes."""
+    """A :class:`~fxcore.backends.backend.Lowered` that replays recorded passes."""
 
     def __init__(self, eager: EagerModule, example: Inputs) -> None:
         self._eager = eager

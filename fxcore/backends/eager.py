@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.backends.base import Inputs, Options, lowering, storages_of, tensors_of
+from fxcore.backends.backend import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.packed import PackedConv2d, can_be_packed, fuse_what_follows
 from fxcore.int8.quantize import missing, quantize
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
@@ -60,7 +60,7 @@ class Eager:
 
 
 class EagerModule:
-    """A :class:`~fxcore.backends.base.Lowered` that runs torch."""
+    """A :class:`~fxcore.backends.backend.Lowered` that runs torch."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         own = set(storages_of(tensors_of(module)))
@@ -90,7 +90,7 @@ class EagerModule:
 
 
 class EagerInt8:
-    """A :class:`~fxcore.backends.base.Lowered` of torch's int8 kernels.
+    """A :class:`~fxcore.backends.backend.Lowered` of torch's int8 kernels.
 
     Attributes:
         module: its graph.

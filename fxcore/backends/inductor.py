@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
-from fxcore.backends.base import Inputs, Options, by_key, distinct_outputs
+from fxcore.backends.backend import Inputs, Options, by_key, distinct_outputs
 
 
 class Inductor:
@@ -46,7 +46,7 @@ class Inductor:
 
 
 class InductorModule:
-    """A :class:`~fxcore.backends.base.Lowered` over a compiled package."""
+    """A :class:`~fxcore.backends.backend.Lowered` over a compiled package."""
 
     recalled = False
 

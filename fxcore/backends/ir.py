@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxcore.backends.base import Inputs
+from fxcore.backends.backend import Inputs
 
 
 def converted(program: Any, module: nn.Module, calibration: Sequence[Inputs] = ()) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
-from fxcore.backends.base import Inputs, LoweringFailed, Options, by_key, distinct_outputs
+from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.process import check_threads
@@ -94,11 +94,11 @@ class _Compiled:
 
 
 class OpenVINOModule:
-    """A :class:`~fxcore.backends.base.Lowered` for any size, with models beside it for the usual ones.
+    """A :class:`~fxcore.backends.backend.Lowered` for any size, with models beside it for the usual ones.
 
     Args:
         path: of the model in OpenVINO's format.
-        places: see :func:`~fxcore.backends.base.distinct_outputs`.
+        places: see :func:`~fxcore.backends.backend.distinct_outputs`.
         usual: shape of one row of each input; other rows are left to the model of any size.
         threads: CPU threads that one call may use.
     """

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxcore.errors import said
-from fxcore.exports.base import CannotExport, ExportUnavailable, UnknownFormat, require_float
+from fxcore.errors import summarize
 from fxcore.exports.captured import written
+from fxcore.exports.description import CannotExport, ExportUnavailable, UnknownFormat, require_float
 from fxcore.exports.folder import export_folder, folder_zip
 from fxcore.extractor import Extractor
 
@@ -122,5 +122,5 @@ def export(
         raise
     except Exception as error:  # code generation and pickling fail in many ways
         raise CannotExport(
-            f"{extractor.graph.entry.name} cannot be exported to {format}: {said(error)}", format=format
+            f"{extractor.graph.entry.name} cannot be exported to {format}: {summarize(error)}", format=format
         ) from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore import process
-from fxcore.exports.base import CannotExport, description_json
+from fxcore.exports.description import CannotExport, description_json
 from fxcore.extractor import Extractor
 from fxcore.photos import check_rows, photos
 
@@ -29,7 +29,7 @@ class Captured:
         module: on the CPU; returns a dict, or, for formats with named outputs, a tuple of tensors of their own.
         inputs: two photographs as inputs of the nominal size, in the extractor's precision.
         input_names, keys: names of inputs and outputs, in order.
-        description: JSON, see :func:`fxcore.exports.base.description`.
+        description: JSON, see :func:`fxcore.exports.description.description`.
         calibration: inputs, one row each, for a format that makes int8 of it; none where it stays as it is.
     """
 
@@ -49,7 +49,7 @@ def written(
     cancelled: threading.Event | None = None,
     calibration: Sequence[tuple[Tensor, ...]] = (),
 ) -> bytes:
-    """The file that a process of its own (:mod:`fxcore.exports.child`) makes of ``extractor``.
+    """The file that a process of its own (:mod:`fxcore.exports.export_child`) makes of ``extractor``.
 
     Args:
         named_outputs: the format names its outputs itself and takes no dict.
@@ -72,7 +72,7 @@ def written(
         (folder / _JOB).write_text(json.dumps(job))
         (folder / _DESCRIPTION).write_bytes(description_json(extractor, bool(calibration)))
         try:
-            process.run("fxcore.exports.child", folder, {}, cancelled)
+            process.run("fxcore.exports.export_child", folder, {}, cancelled)
         except process.ProcessFailed as error:
             if (folder / _REFUSAL).exists():
                 refusal = json.loads((folder / _REFUSAL).read_text())

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, fx, nn
 
-from fxcore.exports.base import CannotExport, description, description_json, require_float, zipped
+from fxcore.exports.description import CannotExport, description, description_json, require_float, zipped
 from fxcore.extractor import Extractor
 from fxcore.transforms.base import attribute, called_modules, hooked
 from fxcore.transforms.parametrized import with_plain_weights

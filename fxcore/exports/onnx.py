@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fxcore.analysis.verify import verify
-from fxcore.exports.base import CannotExport
 from fxcore.exports.captured import Captured
+from fxcore.exports.description import CannotExport
 from fxcore.exports.program import exported
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from fxcore.backends.ir import converted
-from fxcore.exports.base import zipped
 from fxcore.exports.captured import Captured
+from fxcore.exports.description import zipped
 from fxcore.exports.program import exported
 
 

@@ -104,7 +104,7 @@ class ModelGraph:
         if self._device.type == "meta":
             self._module.to("meta")
         self.graph = self._module.graph
-        self._opened: dict[tuple[str, ...], ModelGraph] = {}
+        self._derived: dict[tuple[str, ...], ModelGraph] = {}
         self._node_bytes = _NODE_BYTES
         # int8 models are traced with their weights.
         held = (*self._root.state_dict().values(), *(getattr(self._root, name) for name in self.constants))
@@ -122,9 +122,9 @@ class ModelGraph:
         return len(self.graph.nodes) * self._node_bytes + self._tensor_bytes
 
     @property
-    def opened(self) -> list[ModelGraph]:
+    def derived(self) -> list[ModelGraph]:
         """The graphs that :meth:`with_nodes_of` derived from it; they are dropped together with it."""
-        return list(self._opened.values())
+        return list(self._derived.values())
 
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -197,9 +197,9 @@ class ModelGraph:
         with _guard:
             lock = _locks.setdefault((self.entry.name, self.weights, str(self.input_size), *key), threading.Lock())
         with lock:
-            if key not in self._opened:
-                self._opened[key] = self._copy(apply_transforms(self._module, key), self.input_size)
-            return self._opened[key]
+            if key not in self._derived:
+                self._derived[key] = self._copy(apply_transforms(self._module, key), self.input_size)
+            return self._derived[key]
 
     def _copy(self, module: fx.GraphModule, input_size: tuple[int, int]) -> ModelGraph:
         """This graph with the nodes of ``module``, annotated anew. Tracing saw no sizes: nothing is traced again."""
@@ -208,7 +208,7 @@ class ModelGraph:
             other.__dict__.pop(name, None)
         other.fingerprint = self.fingerprint  # it tells models apart, not sizes
         other.input_size = input_size
-        other._opened = {}
+        other._derived = {}
         other._node_bytes, other._tensor_bytes = _COPIED_NODE_BYTES, 0
         other._module = fork(module)
         other.graph = other._module.graph

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
-from fxcore.tracing.parts import ClosedPart
+from fxcore.tracing.parts import UntraceablePart
 
 
 class Named(Protocol):
@@ -22,7 +22,7 @@ class Named(Protocol):
 
     eval_nodes: list[str]
     levels: dict[str, Level]
-    closed: list[ClosedPart]
+    closed: list[UntraceablePart]
 
     @property
     def model(self) -> str:

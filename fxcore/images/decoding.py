@@ -30,7 +30,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
 
 from fxcore.errors import BadTensor
-from fxcore.images.files import open_image, opened, plain_jpeg_header
+from fxcore.images.files import open_image, open_within_limit, plain_jpeg_header
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 
@@ -188,7 +188,7 @@ def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], 
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
         return plain[:2], 1
-    image, turn = opened(data, max_pixels)
+    image, turn = open_within_limit(data, max_pixels)
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     return (image.height, image.width), turn

@@ -91,7 +91,7 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
         return plain
-    image, turn = opened(data, max_pixels)
+    image, turn = open_within_limit(data, max_pixels)
     with image:
         width, height = image.size
         held = _MODE_BYTES.get(image.mode, _RGB_BYTES) + _BESIDE_BYTES.get(image.format or "", 0)
@@ -173,7 +173,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     >>> image.mode, image.size, image.getpixel((0, 0))
     ('RGB', (4, 2), (7, 7, 7))
     """
-    image, turn = opened(data, max_pixels)
+    image, turn = open_within_limit(data, max_pixels)
     format = image.format or "image"
     try:
         image.load()
@@ -186,7 +186,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
         raise BadImage(f"the {format} data is damaged or cut short: {error or type(error).__name__}") from error
 
 
-def opened(data: bytes, max_pixels: int | None = None) -> tuple[PIL.Image.Image, int]:
+def open_within_limit(data: bytes, max_pixels: int | None = None) -> tuple[PIL.Image.Image, int]:
     """The header of an image: its format, mode and size, and the orientation that is yet to be applied, 1 to 8.
 
     Nothing is decoded.

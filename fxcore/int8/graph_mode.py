@@ -23,7 +23,7 @@ from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
 from fxcore.int8.kernels import kind_of, ranges, untrusted
-from fxcore.int8.layers import class_of, computed_by, opened
+from fxcore.int8.layers import class_of, computed_by, spelled_out
 from fxcore.int8.report import Rounding
 from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import fork
@@ -87,7 +87,7 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
     ``prepare_fx`` would trace the module again, and a trace patches nn.Module for every thread; it has been traced, so
     its two other steps are called.
     """
-    private = opened(copy.deepcopy(fork(module)).eval())
+    private = spelled_out(copy.deepcopy(fork(module)).eval())
     mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep)
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}

@@ -15,7 +15,7 @@ WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
-def opened(module: fx.GraphModule) -> fx.GraphModule:
+def spelled_out(module: fx.GraphModule) -> fx.GraphModule:
     """``module``, with what torchvision's names keep whole spelled out: containers, squeeze-and-excitation, …
 
     The last node of each keeps the name of the whole.

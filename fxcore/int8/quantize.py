@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore import torch_ao
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, Simulation
 from fxcore.transforms.base import require_eval
 from fxcore.transforms.keep_float import KEPT
@@ -92,7 +92,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     except FxError:
         raise
     except Exception as error:  # graph mode raises of every kind
-        raise CannotQuantize(f"torch cannot quantize this module: {said(error)}") from error
+        raise CannotQuantize(f"torch cannot quantize this module: {summarize(error)}") from error
     return Quantized(made, layers)
 
 

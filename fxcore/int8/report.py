@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import flat, verify
 from fxcore.int8.kernels import TRANSPOSED, kind_of
-from fxcore.int8.layers import WEIGHTED, computed_by, opened
+from fxcore.int8.layers import WEIGHTED, computed_by, spelled_out
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import bare_copy, fork
@@ -92,7 +92,7 @@ class Simulation:
     def __init__(
         self, module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
     ) -> None:
-        self._graph = opened(fork(module))
+        self._graph = spelled_out(fork(module))
         self._rows = rows
         self._roundings = roundings
         self._per_channel = per_channel
@@ -143,7 +143,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
     >>> sorted(layer.name for layer in found.layers()), found.cosine(kept=["0", "2"]) > found.cosine(kept=[])
     (['0', '2'], True)
     """
-    private = opened(fork(module))
+    private = spelled_out(fork(module))
     graph: fx.Graph = private.graph
     keep: Sequence[str] = module.meta.get(KEPT, ())
     layer = {node: computed_by(private, node) for node in graph.nodes}

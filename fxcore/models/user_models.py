@@ -36,7 +36,7 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 
 from fxcore.copies import shared_copy
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation, VideoClassification
 from fxcore.models.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
@@ -151,7 +151,9 @@ def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserM
 
 def wrong(name: str, error: Exception) -> BadUserModel:
     """``error``, raised while something was done with the model ``name``, as an error of that model."""
-    return BadUserModel(f"model {name!r}: {error.detail if isinstance(error, FxError) else said(error)}", name=name)
+    return BadUserModel(
+        f"model {name!r}: {error.detail if isinstance(error, FxError) else summarize(error)}", name=name
+    )
 
 
 def user_entry(name: str, model: UserModel) -> UserEntry:
@@ -180,7 +182,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     except BadUserModel:
         raise
     except Exception as error:
-        raise BadUserModel(f"its builder failed: {said(error)}") from error
+        raise BadUserModel(f"its builder failed: {summarize(error)}") from error
     params = sum(parameter.numel() for parameter in built.parameters())
     info = FileWeights(weights, "", params, {}, (), model.weights)
     return UserEntry(name, task, entry.builder, {weights: info}, weights, preset=preset)
@@ -193,7 +195,7 @@ def _of_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
             try:
                 model = point.load()
             except Exception as error:
-                raise BadUserModel(f"its entry point {point.value} cannot be loaded: {said(error)}") from error
+                raise BadUserModel(f"its entry point {point.value} cannot be loaded: {summarize(error)}") from error
             if not isinstance(model, UserModel):
                 raise BadUserModel(f"its entry point {point.value} is no fxcore.UserModel but {type(model).__name__}")
             return model
@@ -243,7 +245,7 @@ def _imported(path: str) -> Callable[..., nn.Module]:
     try:
         builder = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except Exception as error:
-        raise BadUserModel(f"its builder {path} cannot be imported: {said(error)}") from error
+        raise BadUserModel(f"its builder {path} cannot be imported: {summarize(error)}") from error
     if not callable(builder):
         raise BadUserModel(f"its builder {path} is {type(builder).__name__}, which cannot be called")
     return builder
@@ -316,8 +318,8 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
     except Exception as error:
         if model.builder(**model.arguments) is built:
             raise BadUserModel(
-                f"its builder gives the same module each time, which cannot be copied ({said(error)}); give a builder "
-                "that makes a new one"
+                f"its builder gives the same module each time, which cannot be copied ({summarize(error)}); give "
+                "a builder that makes a new one"
             ) from error
         private = built
     return _with_inputs_only(private)

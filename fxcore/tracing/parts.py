@@ -19,7 +19,7 @@ from fxcore.tracing.tracer import default_leaf_modules, record
 
 
 @dataclass(frozen=True)
-class ClosedPart:
+class UntraceablePart:
     """A module whose inside cannot be asked for, and why."""
 
     path: str
@@ -60,7 +60,7 @@ class FlowParts(nn.Module):
 
 def trace_model(
     entry: ModelEntry, model: nn.Module, *, training: bool = False
-) -> tuple[fx.Graph, nn.Module, list[ClosedPart]]:
+) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
     """Trace ``model``, or of a detector or RAFT the parts that can be traced.
 
     ``model`` is left in the mode asked for, with the tensors that tracing computes as attributes of its root.
@@ -82,7 +82,7 @@ def trace_model(
     return (*record(model), [])
 
 
-def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[ClosedPart]]:
+def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
     # torchvision keeps the pyramid whole by default, which would hide the maps that people want most.
     leaves = tuple(c for c in default_leaf_modules() if c is not FeaturePyramidNetwork)
     head = "rpn.head" if hasattr(model, "rpn") else "head"
@@ -91,12 +91,12 @@ def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[ClosedP
         (graph, root), closed_head = record(parts, leaf_modules=leaves), []
     except NotTraceable as error:
         parts = DetectorParts(model, None).train(model.training)
-        (graph, root), closed_head = record(parts, leaf_modules=leaves), [ClosedPart(head, error.detail)]
+        (graph, root), closed_head = record(parts, leaf_modules=leaves), [UntraceablePart(head, error.detail)]
         head = ""
     return graph, root, [*_closed(model, {"backbone", head}), *closed_head]
 
 
-def _closed(model: nn.Module, opened: set[str]) -> list[ClosedPart]:
+def _closed(model: nn.Module, opened: set[str]) -> list[UntraceablePart]:
     """Every outermost module that is not among ``opened``, with the reason that tracing it gives."""
     closed = []
     for path, child in _outermost(model, opened):
@@ -105,7 +105,7 @@ def _closed(model: nn.Module, opened: set[str]) -> list[ClosedPart]:
             reason = "it can only be traced apart: the code that calls it cannot"
         except NotTraceable as error:
             reason = error.detail.split("; ")[0]
-        closed.append(ClosedPart(path, reason))
+        closed.append(UntraceablePart(path, reason))
     return closed
 
 

@@ -25,7 +25,7 @@ from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.copies import shared_copy
-from fxcore.errors import FxError, NotTraceable, said
+from fxcore.errors import FxError, NotTraceable, summarize
 from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, Factories
 from fxcore.tracing.graph_module import GraphModule
@@ -224,7 +224,7 @@ def trace(
     except RuntimeError as error:
         advice = "keep whole only functions that a module defines by name"
         raise NotTraceable(
-            f"the graph of {called(root)} cannot be written as code ({said(error)}); {advice}",
+            f"the graph of {called(root)} cannot be written as code ({summarize(error)}); {advice}",
             kind="code",
             module=called(root),
             source="",
@@ -291,7 +291,7 @@ def _private(model: nn.Module, training: bool) -> nn.Module:
         mode = "train" if training else "eval"
         advice = f"call .{mode}() on it first"
         raise NotTraceable(
-            f"{type(model).__name__} is not in {mode} mode and cannot be copied ({said(error)}); {advice}",
+            f"{type(model).__name__} is not in {mode} mode and cannot be copied ({summarize(error)}); {advice}",
             kind="mode",
             module=type(model).__name__,
             source="",

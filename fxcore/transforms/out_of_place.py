@@ -31,7 +31,7 @@ def out_of_place(module: fx.GraphModule) -> int:
     >>> out_of_place(model).get_submodule("1")
     ReLU()
     """
-    count = purify(module.graph, dict(module.named_modules()))
+    count = functionalize(module.graph, dict(module.named_modules()))
     made: dict[int, str] = {}
     for node in module.graph.nodes:
         if node.op != "call_module":
@@ -60,7 +60,7 @@ def _pure_module(module: nn.Module) -> nn.Module:
     return made
 
 
-def purify(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
+def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Rewrite ``graph`` itself; give a copy.
 
     Args:
@@ -76,12 +76,12 @@ def purify(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         CannotTransform: a node is read after something was written to its memory, and nothing says how it comes out
             of that memory.
     """
-    count = _Purifier(graph, modules).run()
+    count = _Functionalizer(graph, modules).run()
     graph.lint()
     return count
 
 
-class _Purifier:
+class _Functionalizer:
     """Follows the memory that nodes share.
 
     Whoever reads a view of it after a write has to see what was written. The first node in a memory is its root, and
@@ -155,8 +155,8 @@ class _Purifier:
                     put.meta[_ON_COPY] = True
                     whole = self._filled(copy, put)
                 again = {m: self._follow(ways[m], whole, place) for m in others}
-            self._stand_in({self.roots[place]: whole, **again}, place)
-        self._stand_in({base: node}, place)
+            self._replace_uses({self.roots[place]: whole, **again}, place)
+        self._replace_uses({base: node}, place)
         self.roots[place] = whole
 
     def _run_on_copy(self, node: fx.Node, place: int) -> list[fx.Node]:
@@ -181,7 +181,7 @@ class _Purifier:
         with self.graph.inserting_before(node.next):
             whole = self._filled(copy, node)
             again = {m: self._follow(ways[m], whole, place) for m in readers}
-        self._stand_in({root: whole, **again}, place)
+        self._replace_uses({root: whole, **again}, place)
         self.roots[place] = whole
         return copies
 
@@ -237,7 +237,7 @@ class _Purifier:
         # Takes the writer's result along only so that no reader of the copy can lose the call itself.
         return self.graph.call_function(operator.getitem, ((copy, writer), 0))
 
-    def _stand_in(self, instead: dict[fx.Node, fx.Node], place: int) -> None:
+    def _replace_uses(self, instead: dict[fx.Node, fx.Node], place: int) -> None:
         """Whoever read an overwritten node afterwards saw the new value; so it goes on."""
         order = self._order()
         for node, successor in instead.items():

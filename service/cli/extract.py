@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from service.cli.settings import device_of, settings_of
+from service.cli.environment import device_of, settings_of
 
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Dtype = Literal["float32", "float16", "bfloat16"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from service.cli.settings import settings_of
+from service.cli.environment import settings_of
 
 if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from service.cli.settings import device_of, settings_of
+from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
     from service.settings import Settings

@@ -12,7 +12,7 @@ import httpx
 
 from service.client import flows
 from service.client.images import parts
-from service.client.options import (
+from service.client.parameters import (
     MAX_BODY_BYTES,
     Backend,
     Common,

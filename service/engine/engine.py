@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import torch
 
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 from fxcore.extractor import Extractor
 from fxcore.images.files import Header
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
-from service.engine.backends.upgrade import Tiers
+from service.engine.backends.upgrade import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, switch_often, thread_trouble
@@ -32,13 +32,13 @@ from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
 from service.engine.registry.extractors import Extractors
-from service.engine.registry.own_models import register_models, tell_unknown
+from service.engine.registry.own_models import register_models, warn_unknown_models
 from service.engine.registry.preload import preload_spec
 from service.engine.registry.weights import ModelStore
 from service.engine.requests import plan, sizes
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
-from service.engine.requests.in_flight import Unfinished
+from service.engine.requests.in_flight import InFlight
 from service.engine.requests.plan import Inputs, Plan
 from service.engine.rows import RowShape
 from service.garbage import collect_rarely, release, tidy
@@ -84,13 +84,13 @@ class Engine:
         # Downloads take minutes and hardly any CPU, and must not keep what is there already from being built.
         self._downloads = Pool(DOWNLOADS, "fxserve-download")
         self._models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
-        self._tiers = Tiers(self.device, self._queue, settings)
+        self._upgrades = Upgrades(self.device, self._queue, settings)
         self._extractors = Extractors(
             self._models,
             self.device,
             self._builders,
             settings.memory_budget,
-            self._tiers,
+            self._upgrades,
             self.metrics,
             settings.models,
             most_compiled(settings.compute_threads),
@@ -98,7 +98,7 @@ class Engine:
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
         self.draining = False
-        self._unfinished = Unfinished()
+        self._in_flight = InFlight()
 
     async def start(self) -> None:
         """Start the device worker and begin to preload; :meth:`readiness` says when that is done.
@@ -113,9 +113,9 @@ class Engine:
         asyncio.get_running_loop().set_default_executor(self._chores)
         for pool in (self._encoders, self._builders, self._intake, self._chores, self._downloads):
             pool.start()
-        self._tiers.start()
+        self._upgrades.start()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
-        tell_unknown(self.settings.models or ())
+        warn_unknown_models(self.settings.models or ())
         await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()
@@ -127,7 +127,7 @@ class Engine:
         :meth:`drain` waits for it, and refuses nothing that it asks for. Once draining has begun, new requests get a
         context that does nothing.
         """
-        return nullcontext() if self.draining else self._unfinished
+        return nullcontext() if self.draining else self._in_flight
 
     async def drain(self, grace: float | None = None) -> None:
         """Take no new work and wait until what was accepted is answered.
@@ -138,9 +138,9 @@ class Engine:
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.grace_period if grace is None else grace):
-                await self._unfinished.none()
+                await self._in_flight.wait_idle()
         except TimeoutError:
-            log.warning("closing with %d requests unfinished", self._unfinished.count)
+            log.warning("closing with %d requests unfinished", self._in_flight.count)
             self._queue.close(Draining())
             self._worker.abandon(Draining())
 
@@ -149,7 +149,7 @@ class Engine:
         if self._preloading is not None:
             self._preloading.cancel()
         await self.drain(grace)
-        self._tiers.close()
+        self._upgrades.close()
         self._extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
@@ -266,7 +266,7 @@ class Engine:
 
     async def settle(self, record: ExtractorRecord) -> None:
         """Wait until ``record``, which is built, runs on the fastest backend that is found for it."""
-        search = self._tiers.improve(record)
+        search = self._upgrades.improve(record)
         if search is not None:
             await asyncio.wait({search})
 
@@ -308,7 +308,7 @@ class Engine:
             raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
-        with self.admission.enter() as ticket, record.in_use(), self._unfinished:
+        with self.admission.enter() as ticket, record.in_use(), self._in_flight:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
                     return await self._features(record, images, options or FeatureOptions(), deadline, ticket)
@@ -319,12 +319,12 @@ class Engine:
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes answers."""
-        with self._unfinished:
+        with self._in_flight:
             return await in_pool(self._encoders, function, *args)
 
     async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
-        with self._unfinished:
+        with self._in_flight:
             return await in_pool(self._builders, function, *args)
 
     async def _features(
@@ -348,7 +348,7 @@ class Engine:
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
-        self._tiers.used(record, job.rows)
+        self._upgrades.used(record, job.rows)
         return FeatureResult(
             {key: outputs[key] for key in record.return_nodes if key in outputs},
             {stage: seconds * 1000 for stage, seconds in timings.items()},
@@ -371,7 +371,7 @@ class Engine:
         return {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
 
     def _refuse_new_work(self) -> None:
-        if self.draining and not self._unfinished.here:
+        if self.draining and not self._in_flight.includes_caller:
             raise Draining()
 
     async def _preload(self) -> None:
@@ -388,6 +388,6 @@ class Engine:
         except Exception as error:
             wrong = isinstance(error, FxError | ValueError)  # else it is a defect, whose frames are wanted
             log.error("%s failed: %s", self._preload_trouble, error, exc_info=None if wrong else error)
-            self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else said(error)}"
+            self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else summarize(error)}"
         else:
             self._preload_trouble = None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 
 # What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
@@ -131,7 +131,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 def shortage(error: BaseException) -> NotReady:
     """What a request is answered that ended in ``error``, a shortage."""
-    return NotReady(f"the system is short of threads or memory: {said(error)}")
+    return NotReady(f"the system is short of threads or memory: {summarize(error)}")
 
 
 class ComputeFailed(EngineError):
@@ -140,7 +140,7 @@ class ComputeFailed(EngineError):
     status = 500
 
 
-def contained(error: BaseException) -> Exception:
+def as_exception(error: BaseException) -> Exception:
     """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it.
 
     A shortage of the system becomes :class:`NotReady`.
@@ -151,7 +151,7 @@ def contained(error: BaseException) -> Exception:
         return shortage(error)
     if isinstance(error, Exception):
         return error
-    return ComputeFailed(f"what this request needed was ended by {said(error)}", error=said(error))
+    return ComputeFailed(f"what this request needed was ended by {summarize(error)}", error=summarize(error))
 
 
 class UnknownExtractor(EngineError):

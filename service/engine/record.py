@@ -21,11 +21,11 @@ from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.catalog import ModelEntry
 from fxcore.tensors import TensorSpec
+from service.byte_cache import Kept
 from service.engine.candidate import Candidate
 from service.engine.options import FeatureOptions
 from service.engine.rows import AnswerSize, RowShape, RowSize
 from service.engine.transformation import Transformed
-from service.kept import Kept
 from service.schemas.v1 import ExtractorSpec
 
 State = Literal["building", "ready", "failed"]
@@ -78,7 +78,7 @@ class ExtractorRecord:
         row_sizes: what a row takes, by its shape; see :mod:`service.engine.requests.sizes`.
         answer_sizes: what a row is answered with, by its shape and the options.
         images: how many it has answered.
-        tier: the search for a faster backend, once that has begun.
+        upgrade: the search for a faster backend, once that has begun.
         transformed: what the transforms did, where there are any.
         gone: whether it was deleted or unloaded; what is on its way through it ends, and nothing more begins.
     """
@@ -109,7 +109,7 @@ class ExtractorRecord:
     row_sizes: Kept[RowShape, RowSize] = field(default_factory=_kept_sizes)
     answer_sizes: Kept[tuple[RowShape, FeatureOptions], AnswerSize] = field(default_factory=_kept_sizes)
     images: int = 0
-    tier: asyncio.Task[None] | None = None
+    upgrade: asyncio.Task[None] | None = None
     transformed: Transformed | None = None
     gone: bool = False
 
@@ -139,14 +139,14 @@ class ExtractorRecord:
         return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.plain else None
 
     @property
-    def working(self) -> bool:
+    def active(self) -> bool:
         """Whether it is being built, or requests are on their way through it."""
         return self.users > 0 or self.build is not None
 
     @property
-    def busy(self) -> bool:
+    def pinned_or_active(self) -> bool:
         """Whether it must stay in memory now."""
-        return self.pinned or self.working
+        return self.pinned or self.active
 
     def storages(self) -> dict[int, int]:
         """Bytes that what runs it holds beside the model's weights, by address."""

@@ -241,7 +241,7 @@ class _Body:
         self._receive = receive
         self._send = send
         self._seen = 0
-        self._patience = timeout
+        self._time_left = timeout
         self._complete = False
 
     async def receive(self) -> Message:
@@ -272,7 +272,7 @@ class _Body:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._time_left):
                 message = await self._receive()
         except TimeoutError:
             detail = (
@@ -281,7 +281,7 @@ class _Body:
             )
             self._refuse(Refusal("request-timeout", detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
-        self._patience = max(0.0, min(self._patience - (loop.time() - began) + earned, self._timeout))
+        self._time_left = max(0.0, min(self._time_left - (loop.time() - began) + earned, self._timeout))
         return message
 
     def _refuse(self, refusal: Refusal | FxError) -> NoReturn:

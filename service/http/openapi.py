@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from service.http.access import OPEN
-from service.http.routes.v2 import protocol
+from service.http.routes.v2 import routing
 from service.schemas import problems
 from service.schemas.v1 import ImagesBody, Problem
 
@@ -66,7 +66,7 @@ def _add_refusals(path: str, operation: dict[str, Any]) -> None:
         slugs.append("invalid-request")
     # FastAPI adds the schema of a response's model itself; here it is too late for that.
     schema = {"$ref": "#/components/schemas/ErrorV2" if is_v2 else "#/components/schemas/Problem"}
-    for status, response in (protocol if is_v2 else problems).documented(*slugs).items():
+    for status, response in (routing if is_v2 else problems).documented(*slugs).items():
         response.pop("model", None)
         there = operation["responses"].setdefault(str(status), response)
         for kind, content in response["content"].items():

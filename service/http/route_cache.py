@@ -30,8 +30,8 @@ Asked = tuple[str, str, bytes, str | None]
 Call = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Remembering:
-    """Innermost middleware, for :class:`RememberingRoute`: a request whose path, query and timeout are known goes
+class RouteCache:
+    """Innermost middleware, for :class:`CachedRoute`: a request whose path, query and timeout are known goes
     straight to the endpoint.
 
     Clients ask the same for image after image. In a request of a few milliseconds, validation and FastAPI's handling of
@@ -59,8 +59,8 @@ class Remembering:
         await response(scope, receive, send)
 
 
-class RememberingRoute(Route):
-    """Validates the parameters of each distinct path, query and timeout once; from then on :class:`Remembering` calls
+class CachedRoute(Route):
+    """Validates the parameters of each distinct path, query and timeout once; from then on :class:`RouteCache` calls
     the endpoint with them.
 
     An endpoint takes ``request``, and parameters of the path, the query or ``X-Request-Timeout``, which it must not
@@ -68,9 +68,9 @@ class RememberingRoute(Route):
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Response]], **options: Any) -> None:
-        super().__init__(path, self._remembering(endpoint), **options)
+        super().__init__(path, self._caching(endpoint), **options)
 
-    def _remembering(self, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Callable[..., Any]:
+    def _caching(self, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Callable[..., Any]:
         """The endpoint, with the same signature; what it is called with is remembered."""
 
         @functools.wraps(endpoint)

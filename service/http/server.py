@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from service.http import protocol
+from service.http import protocol_choice
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
 from service.settings import Settings
@@ -58,7 +58,7 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         "access_log": False,  # ours knows the request's id and how long it took
         "server_header": False,
         # By name: a server process gets these before it can say that it lives, and the class needs torch.
-        "http": protocol.chosen(),
+        "http": protocol_choice.chosen(),
         "ws": "none",
         # What was accepted has had its grace period by then; this is for answers that nobody reads.
         "timeout_graceful_shutdown": 2,

@@ -14,9 +14,9 @@ from starlette.types import Scope
 
 from fxcore.errors import UnknownModel
 from fxcore.models.catalog import ModelEntry, get_model, list_models
+from service.byte_cache import Kept
 from service.engine import Engine, ExtractorRecord
 from service.http.lookups import Lookups
-from service.kept import Kept
 from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings

@@ -18,7 +18,7 @@ import PIL.Image
 from fxcore.errors import BadImage
 from service.engine import FeatureOptions
 from service.engine.device.threads import compute_with
-from service.offline import record, shards, sources
+from service.offline import shards, sources, spec_file
 from service.offline.computing import Computer, Local, Remote, Rows, Unreadable, concerns_an_image
 from service.offline.index import Index
 from service.offline.sources import Reader, Source
@@ -91,7 +91,7 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
 
 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
-    before = record.read(job.out)
+    before = spec_file.read(job.out)
     few = len(list(itertools.islice(sources.find(job.inputs), _WORTH_LOWERING))) < _WORTH_LOWERING
     computer: Local | Remote
     if job.servers:
@@ -105,7 +105,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             await computer.start(job.spec, before.get("backend") if before else None)
         probe = await computer.features([_probe()])
         chosen = shards.shard_format(job.format, list(probe), [values.dtype for values in probe.values()])
-        made = record.Record(computer.described, job.options, job.format, probe)
+        made = spec_file.Record(computer.described, job.options, job.format, probe)
         with shards.writing(job.out):
             made.settle(job.out)
             index = Index(job.out)

@@ -11,7 +11,7 @@ from fxcore.exports import FORMATS as EXPORTS
 from fxcore.models import catalog
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
-from service.client import options as client
+from service.client import parameters as client
 from service.engine.options import CHOICES, DTYPES
 from service.engine.record import PRECISIONS
 from service.http.keys import Scope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.kept import Kept
+from service.byte_cache import Kept
 
 
 def test_what_was_used_least_recently_is_dropped() -> None:

@@ -51,7 +51,7 @@ def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) ->
 def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
     """Whether the weights ``key`` are in memory a second time, in a lowered form, or about to be, for one ``known``."""
     over = (record for record in known if record.model_key == key and not record.gone and record.run is not None)
-    return any(r.tier is not None and (r.backend != "eager" or not r.tier.done()) for r in over)
+    return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

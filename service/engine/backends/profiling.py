@@ -60,8 +60,8 @@ async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) 
     profiler, inputs = await asyncio.to_thread(prepare)
     taken = []
     for run in range(1 + PROFILE_RUNS):
-        await asyncio.wrap_future(queue.errand(lambda counts=run > 0: profiler.run(counts=counts)))  # type: ignore[misc]
-        seconds = await asyncio.wrap_future(queue.errand(lambda: timed(serving, inputs)))
+        await asyncio.wrap_future(queue.run_idle(lambda counts=run > 0: profiler.run(counts=counts)))  # type: ignore[misc]
+        seconds = await asyncio.wrap_future(queue.run_idle(lambda: timed(serving, inputs)))
         taken += [1000 * seconds] if run else []
     precision = "int8" if int8 is not None else dtype_name(extractor.dtype)
     return Measured(profiler.result(), precision, backend, statistics.median(taken))

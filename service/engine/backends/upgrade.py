@@ -26,7 +26,7 @@ from torch import fx
 
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
 from fxcore.backends.eager import EagerInt8
-from fxcore.errors import said
+from fxcore.errors import summarize
 from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, report
 from service.engine.backends.choice import chosen_backend, has_copy
@@ -41,7 +41,7 @@ from service.engine.record import ExtractorRecord
 from service.garbage import tidy
 from service.settings import Settings
 
-log = logging.getLogger("fxserve.tiers")
+log = logging.getLogger("fxserve.upgrades")
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ _CLEAR = 0.6
 a size, which compilers take longer for, is among what was measured, and requests wait while it is tried."""
 
 
-class Tiers:
+class Upgrades:
     """Chooses what runs each extractor. For one event loop.
 
     Args:
@@ -108,7 +108,7 @@ class Tiers:
         record.gone = True
         if record.check is not None:
             record.check.cancel()
-        searching = record.tier is not None and not record.tier.done()
+        searching = record.upgrade is not None and not record.upgrade.done()
         if searching or not record.users:
             self._end(record)
         if searching:
@@ -220,7 +220,7 @@ class Tiers:
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Note that ``record`` answered a request; it may have become worth a faster backend."""
         record.images += images
-        if record.tier is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
+        if record.upgrade is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
             self.improve(record)
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
@@ -229,10 +229,10 @@ class Tiers:
             return None
         precision = record.spec.precision  # what serves int8 was chosen at first, for the nodes that it keeps in float
         candidates = faster_than_eager(self._device, precision) if precision != "int8" else []
-        if record.tier is None and candidates and not record.entry.is_quantized(record.weights):
+        if record.upgrade is None and candidates and not record.entry.is_quantized(record.weights):
             self._improved.add(record)
-            record.tier = asyncio.create_task(self._improve(record, record.extractor, candidates))
-        return record.tier
+            record.upgrade = asyncio.create_task(self._improve(record, record.extractor, candidates))
+        return record.upgrade
 
     async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
         eager = record.run
@@ -263,7 +263,7 @@ class Tiers:
                 candidate.state, candidate.reason = "failed", getattr(error, "detail", str(error))
                 log.warning("extractor %s stays on %s: %s", record.id, record.backend, candidate.reason)
             except Exception as error:
-                candidate.state, candidate.reason = "failed", said(error)
+                candidate.state, candidate.reason = "failed", summarize(error)
                 log.exception("looking for a faster backend for extractor %s failed", record.id)
             record.checks = report(record, own, candidates)
             if own.backend != "eager":
@@ -311,8 +311,8 @@ class Tiers:
         """End what is being lowered for ``record``, and the search that it is for."""
         if record in self._lowering:
             self._lowering[record].set()
-        if record.tier is not None:
-            record.tier.cancel()
+        if record.upgrade is not None:
+            record.upgrade.cancel()
 
     async def _judged(
         self,
@@ -377,8 +377,8 @@ class Tiers:
         loop = asyncio.get_running_loop()
 
         def retire(error: BaseException) -> None:
-            log.error("%s failed for extractor %s; eager goes on: %s", candidate.backend, record.id, said(error))
-            candidate.state, candidate.reason = "failed", said(error)
+            log.error("%s failed for extractor %s; eager goes on: %s", candidate.backend, record.id, summarize(error))
+            candidate.state, candidate.reason = "failed", summarize(error)
             eager.state = "serving"
             record.backend = "eager"
             record.checks = report(record, eager, candidates)
@@ -393,8 +393,8 @@ class Tiers:
 
     async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
         try:
-            return await asyncio.wrap_future(self._queue.errand(lambda: function(*args)))
+            return await asyncio.wrap_future(self._queue.run_idle(lambda: function(*args)))
         except EngineError:
             raise
         except Exception as error:
-            raise PassFailed(said(error)) from error
+            raise PassFailed(summarize(error)) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from service.engine.device.staging import copied, copy_rows
-from service.engine.errors import DeadlineExceeded, OutOfMemory, contained, is_out_of_memory
+from service.engine.errors import DeadlineExceeded, OutOfMemory, as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 
@@ -89,7 +89,7 @@ class Job:
         if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
         if self._settled.acquire(blocking=False):
-            self._outcome = contained(error)
+            self._outcome = as_exception(error)
             self._outputs = {}
         announce((self,))
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from service.engine.device.job import Item, Job
-from service.engine.errors import NotReady, contained
+from service.engine.errors import NotReady, as_exception
 
 T = TypeVar("T")
 
@@ -41,17 +41,17 @@ class Undecoded:
     decode: Callable[[Callable[[Sequence[Item]], object]], None]
 
 
-class Errand:
-    """Other work for the device worker: done when no batch waits, or once its patience is over.
+class BackgroundTask:
+    """Other work for the device worker: done when no batch waits, or once its max_wait is over.
 
     Args:
         function: what to do.
-        patience: seconds after which it goes before batches that wait.
+        max_wait: seconds after which it goes before batches that wait.
     """
 
-    def __init__(self, function: Callable[[], Any], patience: float) -> None:
+    def __init__(self, function: Callable[[], Any], max_wait: float) -> None:
         self.answer: Future[Any] = Future()
-        self.latest = time.monotonic() + patience
+        self.latest = time.monotonic() + max_wait
         self._function = function
 
     def run(self) -> None:
@@ -61,7 +61,7 @@ class Errand:
         try:
             result = self._function()
         except BaseException as error:
-            self.answer.set_exception(contained(error))
+            self.answer.set_exception(as_exception(error))
         else:
             self.answer.set_result(result)
 
@@ -77,8 +77,8 @@ class Queue:
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self.max_rows = max_rows
         self.max_bytes = max_bytes
-        self._lines: dict[Hashable, deque[Item]] = {}
-        self._errands: deque[Errand] = deque()
+        self._queues: dict[Hashable, deque[Item]] = {}
+        self._tasks: deque[BackgroundTask] = deque()
         self._offered: Undecoded | None = None
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
@@ -89,34 +89,34 @@ class Queue:
         with self._changed:
             if self._closed is None:
                 for item in items:
-                    self._lines.setdefault(item.key, deque()).append(item)
+                    self._queues.setdefault(item.key, deque()).append(item)
                 self._changed.notify()
                 return
         for item in items:
             item.job.fail(self._closed)
 
-    def errand(self, function: Callable[[], T], patience: float = 1.0) -> Future[T]:
-        """Have the worker call ``function`` when nothing waits, or after ``patience`` seconds between two batches."""
-        errand = Errand(function, patience)
+    def run_idle(self, function: Callable[[], T], max_wait: float = 1.0) -> Future[T]:
+        """Have the worker call ``function`` when nothing waits, or after ``max_wait`` seconds between two batches."""
+        task = BackgroundTask(function, max_wait)
         with self._changed:
             if self._closed is None:
-                self._errands.append(errand)
+                self._tasks.append(task)
                 self._changed.notify()
             else:
-                errand.answer.set_exception(self._closed)
-        return errand.answer
+                task.answer.set_exception(self._closed)
+        return task.answer
 
     def offer(self, part: Undecoded) -> bool:
         """Have the worker decode ``part`` at once if it has nothing to do; whether it will."""
         with self._changed:
-            if self._closed is not None or not self._idle or self._errands or self._lines:
+            if self._closed is not None or not self._idle or self._tasks or self._queues:
                 return False
             self._idle = False
             self._offered = part
             self._changed.notify()
             return True
 
-    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | Errand | None:
+    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
 
         A batch is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
@@ -145,41 +145,41 @@ class Queue:
         """
         with self._changed:
             # A part that was offered is there to be fetched; another one would take its place.
-            self._idle = not self._lines and self._offered is None
-            return not self._lines
+            self._idle = not self._queues and self._offered is None
+            return not self._queues
 
     def close(self, reason: NotReady) -> None:
         """Fail what waits and what is put from now on with ``reason``."""
         with self._changed:
             self._closed = reason
-            waiting = [item for line in self._lines.values() for item in line]
-            self._lines.clear()
+            waiting = [item for line in self._queues.values() for item in line]
+            self._queues.clear()
             offered, self._offered = self._offered, None
-            errands, self._errands = self._errands, deque()
+            tasks, self._tasks = self._tasks, deque()
             self._changed.notify_all()
         if offered is not None:
             offered.job.fail(reason)
-        for errand in errands:
+        for task in tasks:
             with suppress(InvalidStateError):
-                errand.answer.set_exception(reason)
+                task.answer.set_exception(reason)
         for item in waiting:
             item.job.fail(reason)
 
     def __len__(self) -> int:
         """How many items wait."""
         with self._changed:
-            return sum(map(len, self._lines.values()))
+            return sum(map(len, self._queues.values()))
 
-    def _next(self) -> list[Item] | Undecoded | Errand | None:
+    def _next(self) -> list[Item] | Undecoded | BackgroundTask | None:
         if self._offered is not None:
             offered, self._offered = self._offered, None
             return offered
-        if self._errands and self._errands[0].latest < time.monotonic():
-            return self._errands.popleft()
-        while self._lines:
-            key = min(self._lines, key=lambda key: self._lines[key][0].since)
+        if self._tasks and self._tasks[0].latest < time.monotonic():
+            return self._tasks.popleft()
+        while self._queues:
+            key = min(self._queues, key=lambda key: self._queues[key][0].since)
             batch: list[Item] = []
-            line = self._lines[key]
+            line = self._queues[key]
             try:
                 self._form(batch, line)
             except BaseException as error:  # whoever came for this line would fail of it again
@@ -188,10 +188,10 @@ class Queue:
                 batch.clear()
                 line.clear()
             if not line:
-                del self._lines[key]
+                del self._queues[key]
             if batch:
                 return batch
-        return self._errands.popleft() if self._errands else None
+        return self._tasks.popleft() if self._tasks else None
 
     def _form(self, batch: list[Item], line: deque[Item]) -> None:
         """Move a batch from ``line`` to ``batch``; each item is in one of them all the time."""

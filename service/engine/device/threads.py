@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxcore.process import check_threads
-from service.engine.errors import contained
+from service.engine.errors import as_exception
 
 T = TypeVar("T")
 
@@ -141,11 +141,11 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
         try:
             return function(*args)
         except BaseException as error:
-            seen = contained(error)
+            seen = as_exception(error)
             raise seen from error.__cause__ if seen is error else None
 
     try:
         running = asyncio.get_running_loop().run_in_executor(pool, call)
     except RuntimeError as error:  # a pool that has no thread yet could not start one
-        raise contained(error) from None
+        raise as_exception(error) from None
     return await running

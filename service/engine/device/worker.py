@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fxcore.errors import said
+from fxcore.errors import summarize
 from service.engine.device.job import Item, Job, announce
 from service.engine.device.outputs import by_options, deliveries, on_cpu, select_rows, split_rows
-from service.engine.device.queue import Errand, Queue, Undecoded
+from service.engine.device.queue import BackgroundTask, Queue, Undecoded
 from service.engine.device.staging import Staging
 from service.engine.device.threads import alone, compute_on
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
@@ -102,10 +102,10 @@ class DeviceWorker:
             self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
 
     def _work(self) -> None:
-        work: Sequence[Item] | Undecoded | Errand | None
+        work: Sequence[Item] | Undecoded | BackgroundTask | None
         while (work := self._queue.take(self._announce)) is not None:
             self._busy_since = time.monotonic()
-            if isinstance(work, Errand):
+            if isinstance(work, BackgroundTask):
                 self._announce()
                 work.run()
             elif isinstance(work, Undecoded):
@@ -131,7 +131,7 @@ class DeviceWorker:
         """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is ``lost``:
         so it is when a thread could not even begin, as the next one could not either, and so on without end."""
         self._announce()
-        why = f"the device worker died of {said(error)}"
+        why = f"the device worker died of {summarize(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
         for item in batch:
             item.job.fail(NotReady(why, retry_after=1.0))
@@ -172,7 +172,7 @@ class DeviceWorker:
             error = lost.with_traceback(None)
         except Exception as raised:
             # The traceback holds every tensor of the failed forward pass.
-            log.warning("a batch of %d rows failed: %s", _rows(items), said(raised), exc_info=True)
+            log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=True)
             error = raised.with_traceback(None)
         if error is None:
             return
@@ -282,4 +282,4 @@ def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotRead
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     if is_shortage(error):
         return shortage(error)
-    return ComputeFailed(f"the model failed on this request: {said(error)}", error=said(error))
+    return ComputeFailed(f"the model failed on this request: {summarize(error)}", error=summarize(error))

@@ -44,13 +44,13 @@ class Deleted:
 
     def _tidy(self) -> None:
         records = [(left, left(), idle) for left, idle in self._left]
-        if not all(record is not None and record.working for _, record, _ in records):
+        if not all(record is not None and record.active for _, record, _ in records):
             self._pool.submit(tidy)
         # Who sent the last request may hold an idle one for a moment more: it is looked for twice.
         self._left = [
-            (left, not record.working)
+            (left, not record.active)
             for left, record, idle in records
-            if record is not None and (record.working or not idle)
+            if record is not None and (record.active or not idle)
         ]
         self._later = None
         if self._left:

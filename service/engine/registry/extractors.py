@@ -22,10 +22,10 @@ from typing import Any, Literal
 import torch
 
 from fxcore.backends.openvino import THREADS_EACH
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import ModelGraph, forget_graph
-from service.engine.backends.upgrade import Tiers
+from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import MOST_THREADS, in_pool
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
@@ -61,7 +61,7 @@ class Extractors:
         device: where extractors run.
         pool: the threads that trace and build.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
-        tiers: decides what runs an extractor.
+        upgrades: decides what runs an extractor.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
         most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
@@ -73,13 +73,13 @@ class Extractors:
         device: torch.device,
         pool: Executor,
         memory_budget: int,
-        tiers: Tiers,
+        upgrades: Upgrades,
         metrics: Metrics,
         allowed: Sequence[str] | None = None,
         most_compiled: int = MOST_THREADS // THREADS_EACH,
     ) -> None:
-        self._tiers = tiers
-        tiers.grown = self.make_room
+        self._upgrades = upgrades
+        upgrades.grown = self.make_room
         self._most_compiled = most_compiled
         self._evictions = metrics.evictions
         self._later: asyncio.TimerHandle | None = None
@@ -164,7 +164,7 @@ class Extractors:
         """
         record = self.find(id_or_name)
         self._remove(record)
-        self._tiers.forget(record)
+        self._upgrades.forget(record)
         shared = any(other.model_key == record.model_key for other in self._records.values())
         self._let_go(record, None if shared else "deleted")
 
@@ -181,12 +181,12 @@ class Extractors:
         if record.build is not None and not record.outputs:
             record.build.add_done_callback(lambda _: self._unload_built(record))
             return
-        empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "tier", "check", "build", "held"))
+        empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "upgrade", "check", "build", "held"))
         if record.state == "building":
             empty["state"] = "ready"  # as it is while it is not in memory
         self._records[record.id] = replace(record, **empty, images=0, users=0, pinned=False)
         record.forget_sizes()
-        self._tiers.forget(record)
+        self._upgrades.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         loaded = any(other.run is not None or other.build is not None for other in others)
         self._let_go(record, None if loaded else "unloaded")
@@ -237,7 +237,9 @@ class Extractors:
         whether there was one to evict."""
         built = (record for record in self._records.values() if record.run is not None)
         compiled = [record for record in built if record.backend == "openvino"]
-        idle = sorted((record for record in compiled if not record.busy), key=lambda record: record.last_used)
+        idle = sorted(
+            (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
+        )
         over = idle[: max(0, len(compiled) - self._most_compiled)]
         for record in over:
             self._unload(record, "threads")
@@ -253,7 +255,9 @@ class Extractors:
         for record in self._records.values():
             if record.run is not None or record.build is not None:
                 over.setdefault(record.model_key, []).append(record)
-        idle = [key for key in self._models.loaded() if not any(record.busy for record in over.get(key, ()))]
+        idle = [
+            key for key in self._models.loaded() if not any(record.pinned_or_active for record in over.get(key, ()))
+        ]
         if idle:
             key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
             for record in over.get(key, ()):
@@ -261,7 +265,7 @@ class Extractors:
             self._drop(key, "memory_budget")
             log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
             return "weights"
-        loose = [record for records in over.values() for record in records if not record.busy]
+        loose = [record for records in over.values() for record in records if not record.pinned_or_active]
         if loose:
             self._unload(min(loose, key=lambda record: record.last_used))
             return "extractor"
@@ -299,7 +303,7 @@ class Extractors:
                 )
             record.outputs = extractor.outputs
             record.extractor = extractor
-            await self._tiers.first(record, extractor, original, self._pool)
+            await self._upgrades.first(record, extractor, original, self._pool)
             record.state = "ready"
         except FxError as problem:
             record.state, record.problem = "failed", _kept(problem)
@@ -307,8 +311,8 @@ class Extractors:
             log.exception("building extractor %s over %s failed", record.id, record.spec.model)
             record.state = "failed"
             record.problem = ExtractorFailed(
-                f"extractor {record.id} over {record.spec.model} could not be built: {said(error)}",
-                problem={"error": said(error)},
+                f"extractor {record.id} over {record.spec.model} could not be built: {summarize(error)}",
+                problem={"error": summarize(error)},
             )
         finally:
             if record.state == "failed":
@@ -327,7 +331,7 @@ class Extractors:
         if record.run is not None:
             self._evictions.labels("extractor", reason).inc()
         record.extractor = record.held = None
-        record.run = record.tier = record.check = None
+        record.run = record.upgrade = record.check = None
         record.images = 0
         record.forget_sizes()
 
@@ -335,7 +339,7 @@ class Extractors:
         """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
         if reason is not None:
             self._drop(record.model_key, reason)
-        if reason is not None and not record.working:
+        if reason is not None and not record.active:
             self._pool.submit(tidy)
         else:
             self._deleted.add(record)

@@ -46,7 +46,7 @@ def graph_of(record: ExtractorRecord) -> ModelGraph:
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:
     """What the graphs that are ``held`` and those that fxcore keeps take, each counted once."""
-    graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.opened)}
+    graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.derived)}
     graphs.update((id(graph), graph) for graph in held)
     return sum(graph.bytes for graph in graphs.values())
 

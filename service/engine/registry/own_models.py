@@ -36,7 +36,7 @@ def register_models(folder: Path | None, try_each: bool) -> None:
     register(found)
 
 
-def tell_unknown(names: Iterable[str]) -> None:
+def warn_unknown_models(names: Iterable[str]) -> None:
     """Log an error for each of ``names``, the setting ``models``, that is in no catalog and so cannot be served."""
     for name in names:
         try:

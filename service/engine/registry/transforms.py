@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.analysis.verify import Incomparable, Verification, verify
-from fxcore.errors import BadTensor, UnknownNode, finite, said
+from fxcore.errors import BadTensor, UnknownNode, finite, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.preprocessing import Preprocessing
@@ -172,7 +172,9 @@ def _verified(
     except Exception as failure:  # what a pass put in the place of a module does not fit there
         if is_shortage(failure):
             raise  # which says nothing of the passes
-        raise CannotTransform(f"{names} leaves a model that cannot run: {said(failure)}", transform=names) from failure
+        raise CannotTransform(
+            f"{names} leaves a model that cannot run: {summarize(failure)}", transform=names
+        ) from failure
     limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
     exact = all(get_transform(step["name"]).exact for step in wanted)
     for output in extractor.outputs:

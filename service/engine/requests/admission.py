@@ -217,7 +217,7 @@ class Ticket:
         self._admission._leave(self._client, self._bytes + self._answer > 0)
         self._admission._release(self._client, self._bytes)
         if self._visit is not None and error is None:
-            self._visit.hand_over(self._answer)
+            self._visit.transfer(self._answer)
         else:
             self._admission._release(self._client, self._answer)
 
@@ -240,7 +240,7 @@ class Visit:
         self._admission._claim(self._client, amount, self.bytes)
         self.bytes += amount
 
-    def hand_over(self, amount: int) -> None:
+    def transfer(self, amount: int) -> None:
         """Count bytes that are claimed already until the request ends."""
         if self._ended:
             self._admission._release(self._client, amount)

@@ -1,37 +1,37 @@
-"""What is under way, and waiting for its end."""
+"""In-flight requests, and waiting until there are none."""
 
 from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
 
-_DEPTH: ContextVar[int] = ContextVar("unfinished", default=0)
+_DEPTH: ContextVar[int] = ContextVar("in_flight", default=0)
 
 
-class Unfinished:
+class InFlight:
     """Counts the ``with`` blocks over it that have begun and not ended. For one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __enter__(self) -> None:
         self.count += 1
-        self._none.clear()
+        self._idle.clear()
         _DEPTH.set(_DEPTH.get() + 1)
 
     def __exit__(self, *error: object) -> None:
         self.count -= 1
         if not self.count:
-            self._none.set()
+            self._idle.set()
         _DEPTH.set(_DEPTH.get() - 1)
 
     @property
-    def here(self) -> bool:
+    def includes_caller(self) -> bool:
         """Whether the caller is in such a block."""
         return _DEPTH.get() > 0
 
-    async def none(self) -> None:
-        """Wait until there is none."""
-        await self._none.wait()
+    async def wait_idle(self) -> None:
+        """Wait until no block is open."""
+        await self._idle.wait()

@@ -40,7 +40,7 @@ _PARTS = 16
 _DECODING_SHARE = 1 / 4
 """Share of the bytes of all requests that one may take to decode several images at a time."""
 
-_THIN = 8
+_MAX_UPSCALE = 8
 """Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
 takes 224 of 256 pixels."""
 
@@ -240,7 +240,7 @@ def _bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: 
     size = preprocessing.largest_size(height, width)
     pixels = size[0] * size[1]
     # A small image may be resized to more than max_pixels, as the model has it; only its shape can make it too many.
-    limit = max(max_pixels, _THIN * math.prod(preprocessing.nominal_size()))
+    limit = max(max_pixels, _MAX_UPSCALE * math.prod(preprocessing.nominal_size()))
     if pixels > limit:
         raise ImageTooLarge(
             f"the image has {width} x {height} pixels, which resizing makes {size[1]} x {size[0]} = {pixels}; at most "

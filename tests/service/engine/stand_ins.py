@@ -76,7 +76,7 @@ class Held(Broken):
 
 async def settled(record: ExtractorRecord) -> dict[str, Any]:
     """The record's checks once the search for a faster backend is over."""
-    assert record.tier is not None
-    await asyncio.wait_for(asyncio.shield(record.tier), 5 * PATIENCE)
+    assert record.upgrade is not None
+    await asyncio.wait_for(asyncio.shield(record.upgrade), 5 * PATIENCE)
     assert record.checks is not None
     return record.checks

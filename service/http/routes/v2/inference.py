@@ -24,8 +24,8 @@ from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.middleware import joined_header
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.features import while_connected
-from service.http.routes.v2 import models as named
-from service.http.routes.v2.protocol import TAG, Name, Route, body, documented
+from service.http.routes.v2 import metadata as named
+from service.http.routes.v2.routing import TAG, Name, Route, body, documented
 from service.http.state import Shared, State, state_of
 from service.schemas.problems import Refusal
 from service.schemas.v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata

@@ -14,8 +14,8 @@ from fxcore.models.catalog import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
 from service.http.routes.extractors import MAKING_PROBLEMS
-from service.http.routes.v2 import models as named
-from service.http.routes.v2.protocol import TAG, Name, Route, body, documented, small_json
+from service.http.routes.v2 import metadata as named
+from service.http.routes.v2.routing import TAG, Name, Route, body, documented, small_json
 from service.http.state import Shared, State
 from service.schemas.problems import Refusal, invalid_body
 from service.schemas.v1 import ExtractorSpec

@@ -27,12 +27,15 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
         for record in (unused, queued, lowering):  # who comes next is lowered as soon as this one is not
             await getattr(running, action)(record.id)
         await running.features(unused, tensors(*range(16)))
-        assert unused.tier is None
+        assert unused.upgrade is None
         await running.features(wanted, tensors(0))
         await held.began("features.3", "features.6")
         held.open.set()
         await settled(wanted)
-        assert [record.tier is not None and record.tier.cancelled() for record in (lowering, queued)] == [True, True]
+        assert [record.upgrade is not None and record.upgrade.cancelled() for record in (lowering, queued)] == [
+            True,
+            True,
+        ]
         assert [record.backend for record in (lowering, queued)] == ["eager", "eager"]
         if action == "unload":
             known = running.find(queued.id)

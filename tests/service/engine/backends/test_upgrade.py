@@ -35,13 +35,13 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     async with engine(lowering=True, cache_dir=cache) as running:
         record = await built(running, backend="auto")
-        assert (record.backend, record.tier) == ("eager", None)
+        assert (record.backend, record.upgrade) == ("eager", None)
         before = await running.features(record, jpegs)
         await asyncio.sleep(0)
         checks = record.checks
         assert checks is not None
         assert [c["backend"] for c in checks["candidates"]] == ["eager", "openvino"]
-        while not record.tier.done():  # type: ignore[union-attr]
+        while not record.upgrade.done():  # type: ignore[union-attr]
             during = await running.features(record, jpegs)  # answered all the while
             assert far(during.outputs, before.outputs) < 1e-4
         checks = await settled(record)
@@ -77,18 +77,18 @@ async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: 
     async with engine(lowering=True, cache_dir=cache) as running:
         record = await built(running, backend="eager")
         await running.features(record, jpegs)
-        assert (record.backend, record.tier) == ("eager", None)
+        assert (record.backend, record.upgrade) == ("eager", None)
 
 
 async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, jpegs: list[bytes]) -> None:
     async with engine(lowering=True) as running:
         first, second = await built(running), await built(running, nodes=["features.3"])
         await running.features(first, jpegs)
-        assert first.tier is not None
+        assert first.upgrade is not None
         await running.features(second, jpegs)
-        assert second.tier is None
+        assert second.upgrade is None
         await running.features(second, jpegs * 5)
-        assert second.tier is not None
+        assert second.upgrade is not None
 
 
 async def test_a_backend_that_is_named_serves_from_the_start(
@@ -120,10 +120,10 @@ async def test_what_is_no_copy_has_nobody_wait(
         await settled(records[1])
         assert [record.backend for record in records[:2]] == ["eager", "openvino"]
         await running.features(records[2], jpegs)
-        assert records[2].tier is None
+        assert records[2].upgrade is None
         await running.delete(records[1].id)
         await running.features(records[3], jpegs)
-        assert records[3].tier is not None
+        assert records[3].upgrade is not None
 
 
 @pytest.mark.parametrize(
@@ -256,5 +256,5 @@ async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, c
     ) as running:
         await until(lambda: running.readiness()[0])
         (record,) = running.list()
-        assert record.tier is not None
-        assert record.tier.done()
+        assert record.upgrade is not None
+        assert record.upgrade.done()

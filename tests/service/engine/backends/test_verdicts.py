@@ -67,8 +67,8 @@ def start(
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
                 record = await built(running, backend="auto")
                 await running.features(record, jpegs)
-                assert record.tier is not None
-                await asyncio.wait_for(asyncio.shield(record.tier), PATIENCE)
+                assert record.upgrade is not None
+                await asyncio.wait_for(asyncio.shield(record.upgrade), PATIENCE)
                 return record, len(compared)
 
     return run

@@ -221,7 +221,7 @@ async def test_a_preload_that_meets_a_defect_is_told_of(engine: MakeEngine, monk
     def defect(*asked: object) -> None:
         raise LookupError("nobody thought of this")
 
-    monkeypatch.setattr("service.engine.backends.upgrade.Tiers.improve", defect)
+    monkeypatch.setattr("service.engine.backends.upgrade.Upgrades.improve", defect)
     async with engine(preload="squeezenet1_1@random:features.3") as running:
         await until(lambda: "failed" in running.readiness()[1])
         assert running.readiness() == (

@@ -46,7 +46,7 @@ def test_what_is_not_measured_yet_is_null_and_nobody_waits_for_it(client: Client
     """While the device is busy an extractor is made, and answers once it is free."""
     engine, free = client.app.state.fxserve.engine, threading.Event()
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1.0.conv2"], "backend": "eager"}
-    engine._queue.errand(lambda: free.wait(120))
+    engine._queue.run_idle(lambda: free.wait(120))
     try:
         made = client.post("/v1/extractors", json=spec).json()
         assert made["state"] == "ready"

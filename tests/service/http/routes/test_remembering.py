@@ -11,7 +11,7 @@ from pydantic import BaseModel, field_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http import problem_responses
-from service.http.route_cache import Remembering, RememberingRoute
+from service.http.route_cache import CachedRoute, RouteCache
 from service.observability.metrics import route_template
 from service.schemas.problems import Refusal
 
@@ -46,7 +46,7 @@ class Asked(BaseModel):
 def client() -> httpx.AsyncClient:
     validated.clear()
     routes.clear()
-    router = APIRouter(prefix="/v1", route_class=RememberingRoute)
+    router = APIRouter(prefix="/v1", route_class=CachedRoute)
 
     @router.post("/{place}")
     async def answer(
@@ -63,7 +63,7 @@ def client() -> httpx.AsyncClient:
     app = FastAPI()
     app.include_router(router)
     problem_responses.install(app)
-    app.add_middleware(Remembering)
+    app.add_middleware(RouteCache)
     app.add_middleware(Routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 

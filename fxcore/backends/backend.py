@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from fxcore.errors import FxError, said
+from fxcore.errors import FxError, summarize
 
 Inputs = tuple[Tensor, ...]
 
@@ -29,7 +29,7 @@ def lowering(backend: str) -> Iterator[None]:
     except LoweringFailed:
         raise
     except Exception as error:
-        why = error.detail if isinstance(error, FxError) else said(error)
+        why = error.detail if isinstance(error, FxError) else summarize(error)
         raise LoweringFailed(f"{backend} could not lower the model: {why}", backend=backend) from error
 
 

@@ -1,4 +1,4 @@
-"""The process in which torch.export and the compilers run: ``python -m fxcore.backends.child DIR``.
+"""The process in which torch.export and the compilers run: ``python -m fxcore.backends.lowering_child DIR``.
 
 DIR holds a module and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxcore import process
-from fxcore.backends.base import Inputs
+from fxcore.backends.backend import Inputs
 from fxcore.backends.ir import converted
 
 

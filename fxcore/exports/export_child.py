@@ -1,4 +1,4 @@
-"""The process in which torch traces an extractor for export: ``python -m fxcore.exports.child DIR``.
+"""The process in which torch traces an extractor for export: ``python -m fxcore.exports.export_child DIR``.
 
 :mod:`fxcore.exports.captured` fills DIR and reads the result from it.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fxcore import process
 from fxcore.exports import captured
-from fxcore.exports.base import CannotExport
+from fxcore.exports.description import CannotExport
 from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino
 from fxcore.exports.program import export_program
