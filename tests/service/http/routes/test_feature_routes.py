@@ -297,14 +297,14 @@ def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, acce
 
 def test_text_that_answers_are_written_as_counts_as_memory(make_client, photos):
     """As JSON an answer takes several times its raw bytes, as raw bytes nothing more."""
-    client = make_client(max_inflight_bytes=3_000_000)
-    path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2"  # 0.8 MB raw
+    client = make_client(max_inflight_bytes=9_000_000)
+    path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.0"  # 3.2 MB raw
     headers = {**JPEG, "accept": "application/x-safetensors"}
     assert client.post(path, content=photos["chelsea"], headers=headers).status_code == 200
     refused = client.post(path, content=photos["chelsea"], headers=JPEG)
     assert (refused.status_code, refused.json()["type"]) == (413, "/problems/request-too-large")
     infer = "/v2/models/squeezenet1_1/infer"
-    document = {"parameters": {"weights": "random"}, "outputs": [{"name": "features.2"}]}
+    document = {"parameters": {"weights": "random"}, "outputs": [{"name": "features.0"}]}
     document["inputs"] = [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [b64(photos["chelsea"])]}]
     assert client.post(infer, json=document).status_code == 413
     document["parameters"]["binary_data_output"] = True
