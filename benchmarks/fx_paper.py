@@ -20,8 +20,7 @@ import torch
 from serve import machine, table
 from torch import Tensor, fx, nn
 
-from fxcore import build_extractor, get_model, load_model, model_graph, trace
-from fxcore.analysis import profile
+from fxcore import build_extractor, get_model, load_model, model_graph, profile, trace
 from fxcore.backends import BACKENDS, Options
 from fxcore.int8.quantize import quantize
 from fxcore.photos import calibration_rows

@@ -20,8 +20,6 @@ From a model's name and a photograph to features:
 """
 
 from fxcore.analysis.health import check_health
-
-# Functions that have the name of their module; `from fxcore.verify import ...` finds the module all the same.
 from fxcore.analysis.profile import profile
 from fxcore.analysis.verify import verify
 from fxcore.errors import FxError

@@ -132,7 +132,7 @@ class Settings(BaseSettings):
     body_timeout: float = Field(
         default=20.0,
         gt=0,
-        description="Seconds that a client may keep the server waiting for a body; every 64 KiB make good for one.",
+        description="Seconds that a client may keep the server waiting for a body; each 64 KiB extend that by one.",
     )
     fast_images: bool = Field(
         default=False,

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from typing import TypeVar
@@ -153,7 +154,9 @@ class Engine:
         self._extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
-        for pool in (self._intake, self._builders, self._encoders, self._downloads):
+        # The event loop may go on, and needs an executor that does.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+        for pool in (self._intake, self._builders, self._encoders, self._chores, self._downloads):
             pool.shutdown(wait=False, cancel_futures=True)
         release()
 
@@ -358,8 +361,9 @@ class Engine:
     async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
         fast = self.settings.fast_images and options.preprocess == "default"
         preprocess, most = "fast" if fast else options.preprocess, self.settings.max_pixels
-        if plan.is_quick(images):
+        if isinstance(images, Mapping) or plan.is_quick(images):
             return plan.plan(record, images, preprocess, most)
+        plan.check_takes_images(record, images)
         headers: list[Header] = []
         for indices in plan.header_steps(len(images)):  # others' come in between
             headers += await in_pool(self._intake, plan.read_headers, images, indices, most)

@@ -195,7 +195,8 @@ class BodyLimit:
     Args:
         app: what comes next.
         limit: most bytes of one body that carries images; others have a smaller limit.
-        timeout: seconds that a client may keep the server waiting for its body; every 64 KiB received win back one.
+        timeout: seconds that a client may keep the server waiting for its body. Each 64 KiB extend what is left by
+            one, up to the whole.
         admission: what the bytes count towards.
     """
 
@@ -277,7 +278,7 @@ class _Body:
         except TimeoutError:
             detail = (
                 f"{self._seen:,} bytes of the body came, and then nothing more or too little; a body may keep the "
-                f"server waiting {self._timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes make good for one"
+                f"server waiting {self._timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes extend that by one"
             )
             self._refuse(Refusal("request-timeout", detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND

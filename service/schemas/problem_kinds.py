@@ -41,7 +41,7 @@ KINDS: dict[str, Kind] = {
         408,
         "Request timeout",
         "4,096 bytes of the body came, and then nothing more or too little; a body may keep the server waiting for "
-        "20 s, and every 65,536 bytes make good for one",
+        "20 s, and each 65,536 bytes received extend that by one",
     ),
     "not-http": Kind(400, "Not HTTP", "what came is not a request as HTTP/1.1 has it"),
     "http-version": Kind(505, "HTTP version not supported", "this server speaks HTTP/1.1 and 1.0, and not 2.0"),

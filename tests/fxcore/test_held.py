@@ -15,7 +15,7 @@ MEASURED = f"""
 import ctypes, gc, io, sys
 import numpy as np, PIL.Image, torch
 from fxcore import get_model, open_image
-from fxcore.images import image_header
+from fxcore.images.files import image_header
 torch.set_num_threads(1)
 
 def status(key):

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxcore import FxError, Interpreter, Transformer, check_health, trace
-from fxcore.analysis import profile
-from fxcore.rendering import render
+from fxcore import FxError, Interpreter, Transformer, check_health, profile, render, trace
 from fxcore.transforms import insert_after
 
 X = torch.ones(2, 4)

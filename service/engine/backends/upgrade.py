@@ -112,7 +112,7 @@ class Upgrades:
         if searching or not record.users:
             self._end(record)
         if searching:
-            self._unasked.submit(tidy)  # comes after what is being lowered there has let go of it
+            self._unasked.submit(tidy)  # runs once what is being lowered there has released it
 
     async def first(
         self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor

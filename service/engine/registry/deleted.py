@@ -14,7 +14,7 @@ TIDY_SECONDS = 10.0
 
 
 class Deleted:
-    """Extractors that are known no more, each until nobody has a hand on it any more.
+    """Deleted extractors, each until nothing refers to it.
 
     Their graphs refer to themselves, so that :func:`~service.garbage.tidy` has to collect them. For one event loop.
 

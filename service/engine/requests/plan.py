@@ -79,13 +79,24 @@ class Plan:
         return next((count for count in range(most, 1, -1) if self.held(count) <= _DECODING_SHARE * limit), 1)
 
 
-def is_quick(inputs: Inputs) -> bool:
+def is_quick(images: Sequence[bytes]) -> bool:
     """Whether reading headers takes less than going to another thread and back: they are few and plain, while others
     are read by PIL, and walked through as long as they are."""
-    if isinstance(inputs, Mapping):
-        return True
-    few = len(inputs) <= _HEADERS_AT_ONCE and sum(map(len, inputs)) <= _SMALL_BYTES
-    return few and all(map(has_plain_header, inputs))
+    few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
+    return few and all(map(has_plain_header, images))
+
+
+def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None:
+    """Refuse images where there are none, or the model takes something else.
+
+    Raises:
+        BadTensor: what would be right.
+    """
+    if not images:
+        raise BadTensor("the request holds no image; send at least one")
+    if record.preprocessing.layout != "NCHW" or len(record.inputs) != 1:
+        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
+        raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
 
 
 def header_steps(count: int) -> list[range]:
@@ -125,6 +136,7 @@ def plan(
     if isinstance(inputs, Mapping):
         made = _plan_tensors(record, inputs, preprocess, max_pixels)
     else:
+        check_takes_images(record, inputs)
         headers = headers or read_headers(inputs, range(len(inputs)), max_pixels)
         made = _plan_images(record, inputs, preprocess, max_pixels, headers)
     if isinstance(record.run, OneSize):
@@ -137,11 +149,6 @@ def _plan_images(
     record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
 ) -> Plan:
     preprocessing = record.preprocessing
-    if not images:
-        raise BadTensor("the request holds no image; send at least one")
-    if preprocessing.layout != "NCHW" or len(record.inputs) != 1:
-        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
-        raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
     raw = preprocess == "none"
     sizes: list[tuple[int, int]] = []
     pixels: list[int] = []

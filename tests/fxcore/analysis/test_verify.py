@@ -128,7 +128,7 @@ def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return module
 
-    monkeypatch.setattr(import_module("fxcore.verify"), "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(import_module("fxcore.analysis.verify"), "time", SimpleNamespace(perf_counter=lambda: now))
     assert verify(lasting(4, 9, 4), lasting(1, 1, 7), torch.ones(1), runs=3).speedup == 4.0
     assert verify(lasting(), lasting(), torch.ones(1)).speedup is None
 

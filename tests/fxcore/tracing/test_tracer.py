@@ -74,7 +74,7 @@ def test_what_cannot_be_traced_says_where(own_entry: OwnEntry) -> None:
         trace(model)
     assert caught.value.extra["module"] == "1.0"
     assert "if x.sum() > 0:" in caught.value.extra["source"]
-    assert "test_tracing.py" in caught.value.extra["source"]
+    assert "test_tracer.py" in caught.value.extra["source"]
     assert "if x.sum() > 0:" in caught.value.detail
     with pytest.raises(NotTraceable):
         model_graph(own_entry(lambda: model))

@@ -309,11 +309,11 @@ async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[b
         assert len({built.id for built, _ in made}) == 20
         assert all(built.state == "ready" for built, _ in made)
         before = answers
+        assert before, "nothing was answered while they were built"
         while answers < before + 3:
             await asyncio.sleep(0.01)
         done.set()
         await client
-    assert answers > 20
 
 
 async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[bytes]) -> None:

@@ -260,7 +260,8 @@ async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: Mak
 FIFTY = """
 import asyncio, gc, json
 from service.engine import Engine
-from service.schemas import ExtractorSpec
+from service.engine.registry.graphs import graph_of
+from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 def resident():
@@ -340,7 +341,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.list()}
         each = max(record.description_bytes for record in records.values()) + 1000
-        monkeypatch.setattr("service.engine.forgetting.REMEMBERED_BYTES", 4 * each)
+        monkeypatch.setattr("service.engine.registry.forgetting.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
         names = [record.name for record in running.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]

@@ -9,7 +9,7 @@ import PIL.Image
 import pytest
 import torch
 
-from fxcore.images import Header, image_header
+from fxcore.images.files import Header, image_header
 from service.engine import FeatureOptions
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, tensors, waiting
 
