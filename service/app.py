@@ -55,8 +55,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await state.engine.start()  # first: it decides where threads allocate
         state.start()
-        await state.engine.start()
         give_way(ANSWERING)
         # Elsewhere than in a server's main thread there are no signals.
         if keys is not None and threading.current_thread() is threading.main_thread():
