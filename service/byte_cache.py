@@ -1,4 +1,4 @@
-"""What is cheap to keep and not so cheap to make again, bounded in bytes."""
+"""An LRU cache bounded in bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Kept(Generic[K, V]):
+class ByteCache(Generic[K, V]):
     """Values by key, of which the least recently used are dropped over ``limit`` bytes. For any thread.
 
     Args:

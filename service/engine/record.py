@@ -21,7 +21,7 @@ from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.catalog import ModelEntry
 from fxcore.tensors import TensorSpec
-from service.byte_cache import Kept
+from service.byte_cache import ByteCache
 from service.engine.candidate import Candidate
 from service.engine.options import FeatureOptions
 from service.engine.rows import AnswerSize, RowShape, RowSize
@@ -41,8 +41,8 @@ OUTPUT_BYTES = 512
 """What the name, shape and dtype of one output take in Python objects."""
 
 
-def _kept_sizes() -> Kept[Any, Any]:
-    return Kept(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
+def _kept_sizes() -> ByteCache[Any, Any]:
+    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
 
 
 @dataclass(eq=False)
@@ -106,8 +106,8 @@ class ExtractorRecord:
     run: Lowered | None = None
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
-    row_sizes: Kept[RowShape, RowSize] = field(default_factory=_kept_sizes)
-    answer_sizes: Kept[tuple[RowShape, FeatureOptions], AnswerSize] = field(default_factory=_kept_sizes)
+    row_sizes: ByteCache[RowShape, RowSize] = field(default_factory=_kept_sizes)
+    answer_sizes: ByteCache[tuple[RowShape, FeatureOptions], AnswerSize] = field(default_factory=_kept_sizes)
     images: int = 0
     upgrade: asyncio.Task[None] | None = None
     transformed: Transformed | None = None

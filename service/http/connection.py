@@ -181,9 +181,9 @@ class Connection(HttpToolsProtocol):
         wait: Any = self.cycle.scope.get(REFUSED)
         if wait is not None and not self.transport.is_closing():
             self.flow.pause_reading()
-            self._held = self.loop.call_later(min(wait, HOLD_SECONDS), self._let_go)
+            self._held = self.loop.call_later(min(wait, HOLD_SECONDS), self._resume)
 
-    def _let_go(self) -> None:
+    def _resume(self) -> None:
         self._held = None
         if not self.transport.is_closing():
             self.flow.resume_reading()

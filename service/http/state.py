@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from fxcore.errors import UnknownModel
 from fxcore.models.catalog import ModelEntry, get_model, list_models
-from service.byte_cache import Kept
+from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.http.lookups import Lookups
 from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
@@ -33,11 +33,11 @@ EXPORT_SECONDS = 600.0
 KEPT_BYTES = 64 * 1024**2
 """Most bytes of encoded answers of one kind that are kept, as they never change."""
 
-KeptAnswers = Kept[tuple[object, ...], bytes]
+KeptAnswers = ByteCache[tuple[object, ...], bytes]
 
 
 def _kept_answers() -> KeptAnswers:
-    return Kept(KEPT_BYTES, len)
+    return ByteCache(KEPT_BYTES, len)
 
 
 @dataclass(frozen=True)

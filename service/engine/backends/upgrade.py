@@ -79,7 +79,8 @@ class Upgrades:
         # What somebody waits for does not queue behind what nobody does.
         self._asked = Pool(1, "fxserve-lower", compute_on, device, 1)
         self._unasked = Pool(1, "fxserve-improve", compute_on, device, 1)
-        self.grown: Callable[[], object] = lambda: None  # called when another backend took over, which takes memory
+        # Called when another backend took over, which takes memory.
+        self.on_upgrade: Callable[[], object] = lambda: None
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
         self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
         # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
@@ -269,7 +270,7 @@ class Upgrades:
             if own.backend != "eager":
                 break
         del eager
-        self.grown()
+        self.on_upgrade()
         await in_pool(self._unasked, tidy)
 
     async def _lowered(

@@ -42,7 +42,7 @@ class Undecoded:
 
 
 class BackgroundTask:
-    """Other work for the device worker: done when no batch waits, or once its max_wait is over.
+    """Other work for the device worker: done when no batch waits, or once it has waited ``max_wait`` seconds.
 
     Args:
         function: what to do.

@@ -79,7 +79,7 @@ class Extractors:
         most_compiled: int = MOST_THREADS // THREADS_EACH,
     ) -> None:
         self._upgrades = upgrades
-        upgrades.grown = self.make_room
+        upgrades.on_upgrade = self.make_room
         self._most_compiled = most_compiled
         self._evictions = metrics.evictions
         self._later: asyncio.TimerHandle | None = None

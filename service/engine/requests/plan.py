@@ -127,7 +127,7 @@ def plan(
         inputs: what the request carries.
         preprocess: ``default``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: most pixels of an image.
-        headers: of the images, where :func:`read_headers` has read them already.
+        headers: of the images, where :func:`check_takes_images` and :func:`read_headers` were called already.
 
     Raises:
         BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
@@ -136,8 +136,9 @@ def plan(
     if isinstance(inputs, Mapping):
         made = _plan_tensors(record, inputs, preprocess, max_pixels)
     else:
-        check_takes_images(record, inputs)
-        headers = headers or read_headers(inputs, range(len(inputs)), max_pixels)
+        if not headers:
+            check_takes_images(record, inputs)
+            headers = read_headers(inputs, range(len(inputs)), max_pixels)
         made = _plan_images(record, inputs, preprocess, max_pixels, headers)
     if isinstance(record.run, OneSize):
         for shape in dict.fromkeys(made.shapes):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from service.byte_cache import Kept
+from service.byte_cache import ByteCache
 
 
 def test_what_was_used_least_recently_is_dropped() -> None:
-    kept: Kept[str, bytes] = Kept(10, len)
+    kept: ByteCache[str, bytes] = ByteCache(10, len)
     kept.put("a", b"1234")
     kept.put("b", b"1234")
     kept.put("b", b"123456")
@@ -19,7 +19,7 @@ def test_what_was_used_least_recently_is_dropped() -> None:
 
 
 def test_all_are_dropped() -> None:
-    kept: Kept[int, bytes] = Kept(10, len)
+    kept: ByteCache[int, bytes] = ByteCache(10, len)
     kept.put(1, b"1234")
     kept.clear()
     assert (kept.get(1), kept.bytes) == (None, 0)
