@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
@@ -42,6 +43,7 @@ class OutputInfo:
         stride: input pixels per position, where the value is a map.
         bytes_per_image: size at the graph's nominal input size.
         rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
+        tokens: the places that tokens ``[N, L, C]`` stand for; None where it is something else, or they cannot be told.
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -59,6 +61,7 @@ class OutputInfo:
     stride: int | None
     bytes_per_image: int
     rows_per_image: int
+    tokens: TokenGrid | None = None
 
 
 @dataclass(frozen=True)
@@ -207,4 +210,5 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> Out
         stride=stride_of(node, graph.input_size),
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],
+        tokens=token_grid(node) if node.meta["rows"] == 1 else None,
     )

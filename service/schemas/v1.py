@@ -247,6 +247,16 @@ class NodeList(BaseModel):
     )
 
 
+class TokenGrid(BaseModel):
+    """The grid of patches that tokens `[N, L, C]` are, row by row."""
+
+    node: str = Field(description="The map that was flattened.", examples=["conv_proj"])
+    height: int = Field(examples=[14])
+    width: int = Field(examples=[14])
+    prefix: int = Field(description="Tokens before the positions: a class token, registers.", examples=[1])
+    class_token: bool = Field(description="Whether the first of those is a class token.", examples=[True])
+
+
 class OutputDetail(BaseModel):
     """One output of an extractor; null in a shape is the number of images, or a size that follows the input."""
 
@@ -258,6 +268,9 @@ class OutputDetail(BaseModel):
     stride: int | None = Field(examples=[16])
     bytes_per_image: int | None = Field(examples=[802816])
     rows_per_image: int = Field(examples=[1])
+    tokens: TokenGrid | None = Field(
+        default=None, description="The places that tokens stand for; null where it is something else.", examples=[None]
+    )
 
 
 class ExtractorDetail(BaseModel):

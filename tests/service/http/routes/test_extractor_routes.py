@@ -41,6 +41,7 @@ def test_make_show_list_and_delete(client, name):
             "stride": 32,
             "bytes_per_image": 512 * 7 * 7 * 4,
             "rows_per_image": 1,
+            "tokens": None,
         },
         {
             "key": "a",
@@ -51,6 +52,7 @@ def test_make_show_list_and_delete(client, name):
             "stride": 16,
             "bytes_per_image": 256 * 14 * 14 * 4,
             "rows_per_image": 1,
+            "tokens": None,
         },
     ]
     assert detail["checks"]["reference"] == "eager float32"

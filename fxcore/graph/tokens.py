@@ -1,0 +1,83 @@
+"""Which places of the image the tokens ``[N, L, C]`` of a transformer stand for.
+
+A transformer flattens a map of patches, row by row, and puts tokens in front of it that stand for no place: a class
+token, registers. The graph shows both: the map is among the ancestors, and what is more than its positions is in front.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from fxcore.tracing.tracer import PATH
+
+_MOST_PREFIXES = 64
+"""More tokens than this in front of a map mean that it is another map: no published model has over 16 registers."""
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """The grid that tokens are.
+
+    Attributes:
+        node: the node whose map was flattened.
+        height, width: of that map, at the input size that the graph is annotated for.
+        prefix: how many tokens come before the positions.
+        class_token: whether the first of those is a class token.
+
+    >>> from fxcore import model_graph
+    >>> graph = model_graph("vit_b_16")
+    >>> token_grid(graph.by_name["encoder.ln"])
+    TokenGrid(node='conv_proj', height=14, width=14, prefix=1, class_token=True)
+    """
+
+    node: str
+    height: int
+    width: int
+    prefix: int
+    class_token: bool
+
+
+def token_grid(node: fx.Node) -> TokenGrid | None:
+    """The grid that the tokens of an annotated ``node`` are; None where its value is no such tokens."""
+    value = node.meta.get("value")
+    if node.meta.get("axes") != "NLC" or not isinstance(value, Tensor) or value.ndim != 3:
+        return None
+    length = value.shape[1]
+    ancestors = _ancestors(node)
+    # Not the nearest: the keys of some attention are of a smaller map.
+    grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]
+    fitting = [grid for grid in grids if length - _MOST_PREFIXES <= grid[0] <= length]
+    if not fitting:
+        return None
+    area, height, width, source = max(fitting, key=lambda grid: grid[0])
+    prefix = length - area
+    named = any(_is_class_token(n) for n in ancestors if n.op == "get_attr")
+    return TokenGrid(source.meta[PATH], height, width, prefix, prefix == 1 or (prefix > 1 and named))
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    seen = {node}
+    waiting = [node]
+    for found in waiting:
+        for above in found.all_input_nodes:
+            if above not in seen:
+                seen.add(above)
+                waiting.append(above)
+    return waiting
+
+
+def _sizes(node: fx.Node) -> list[tuple[int, int]]:
+    """Height and width of the map that ``node`` makes, if it makes one; more than one position, as pooled maps and
+    squeezed channels have."""
+    value, axes = node.meta.get("value"), node.meta.get("axes") or ""
+    if PATH not in node.meta or not isinstance(value, Tensor) or axes not in ("NCHW", "NHWC") or value.ndim != 4:
+        return []
+    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
+    return [(height, width)] if height * width > 1 else []
+
+
+def _is_class_token(node: fx.Node) -> bool:
+    name = str(node.target).rpartition(".")[2]
+    return "cls" in name or "class" in name
