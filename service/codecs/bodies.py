@@ -21,30 +21,32 @@ TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, s
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
 RunInPool = Callable[..., Awaitable[Inputs]]
 
-# Below this, parsing takes less time than going to another thread and back.
-_SMALL = 32 * 1024
+SMALL = 32 * 1024
+"""Below this, parsing takes less time than going to another thread and back."""
 
 _REMEMBERED = 256
 """Headers of requests, which most clients send alike."""
 
 
 @functools.lru_cache(_REMEMBERED)
-def check(content_type: str | None, content_encoding: str | None) -> tuple[str, Mapping[str, str]]:
+def check(
+    content_type: str | None, content_encoding: str | None, taken: tuple[str, ...] = TAKEN
+) -> tuple[str, Mapping[str, str]]:
     """A body's media type and its parameters by its headers, before a byte of it is read.
 
     Raises:
-        Refusal: 415 that lists what is taken.
+        Refusal: 415 that lists what is ``taken``.
     """
     encoding = (content_encoding or "").strip().lower()
     kind, parameters = media_type(content_type)
-    known = kind in TAKEN or (kind.startswith("image/") and len(kind) > len("image/"))
+    known = kind in taken or ("image/*" in taken and kind.startswith("image/") and len(kind) > len("image/"))
     if known and encoding in ("", "identity"):
         return kind, parameters
     what = f"Content-Encoding {encoding[:40]!r}" if known else f"a body of type {kind[:100] or '(none given)'!r}"
     raise Refusal(
         "unsupported-media-type",
-        f"{what} is not taken; send one of {', '.join(TAKEN)}, unencoded",
-        available=list(TAKEN),
+        f"{what} is not taken; send one of {', '.join(taken)}, unencoded",
+        available=list(taken),
     )
 
 
@@ -67,7 +69,7 @@ async def read(
         return await multipart.read(request.stream(), parameters)
     chunks = [chunk async for chunk in request.stream()]
     parse = _PARSERS.get(kind, _image)
-    if parse is _image or sum(map(len, chunks)) < _SMALL:
+    if parse is _image or sum(map(len, chunks)) < SMALL:
         return parse(chunks, first_input)
     return await run_in_pool(parse, chunks, first_input)
 

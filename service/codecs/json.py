@@ -36,7 +36,7 @@ def write(
         head = {"name": key, "node": nodes[key], "shape": list(tensor.shape), "datatype": V2_NAMES[tensor.dtype]}
         parts.append((b"," if index else b"") + orjson.dumps(head)[:-1] + b',"data":')
         if encoding == "base64":
-            parts += [b'"', *_base64(tensor), b'"}']
+            parts += [b'"', *base64(tensor), b'"}']
         else:
             parts += [b"[", *numbers(tensor), b"]}"]
     parts.append(b"]}")
@@ -59,7 +59,8 @@ def most_bytes(tensor: Tensor) -> int:
     return 15 * tensor.numel()
 
 
-def _base64(tensor: Tensor) -> Iterator[bytes]:
+def base64(tensor: Tensor) -> Iterator[bytes]:
+    """The little-endian bytes of a tensor as base64."""
     view = raw_bytes(tensor)
     for start in range(0, len(view), _BYTES_A_STEP):
         yield binascii.b2a_base64(view[start : start + _BYTES_A_STEP], newline=False)

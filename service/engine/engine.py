@@ -34,7 +34,6 @@ from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, warn_unknown_models
-from service.engine.registry.preload import preload_spec
 from service.engine.registry.weights import ModelStore
 from service.engine.requests import plan, sizes
 from service.engine.requests.admission import Admission, Ticket
@@ -44,6 +43,7 @@ from service.engine.requests.plan import Inputs, Plan
 from service.engine.rows import RowShape
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
+from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -383,7 +383,7 @@ class Engine:
         try:
             for text in self.settings.preload:
                 self._preload_trouble = f"preloading {text}"
-                record, _ = await self.extractor(preload_spec(text))
+                record, _ = await self.extractor(spec_of_text(text))
                 record.pinned = True
                 await self.load(record)
                 await self.settle(record)  # ready means as fast as it gets

@@ -36,7 +36,7 @@ OPEN = frozenset(
 
 _READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 # POSTs that change nothing: they carry images, or a question.
-_READ_POSTS = ("/features", "/infer", "/v2/repository/index")
+_READ_POSTS = ("/features", "/infer", "/embeddings", "/v2/repository/index")
 
 _KEY = "fxserve.key"
 

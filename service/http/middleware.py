@@ -49,7 +49,7 @@ MAX_OTHER_BYTES = 2 * 1024**2
 """Largest body without images: twice a spec of the most nodes with the longest names. Some bodies are parsed on the
 event loop, at 200 MB/s, into objects of ten times their size."""
 
-_WITH_IMAGES = ("/features", "/infer")
+_WITH_IMAGES = ("/features", "/infer", "/embeddings")
 
 # JSON and images run nothing and load nothing. Drawings bring their own styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"

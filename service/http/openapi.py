@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.http.access import OPEN
 from service.http.routes.v2 import routing
-from service.schemas import problems
+from service.schemas import embeddings, problems
 from service.schemas.v1 import ImagesBody, Problem
 
 _SECURITY_SCHEME = {
@@ -38,7 +38,13 @@ def install(app: FastAPI) -> None:
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
     # Routes refer to these by hand.
     _, shared = models_json_schema(
-        [(Problem, "serialization"), (ImagesBody, "validation")], ref_template="#/components/schemas/{model}"
+        [
+            (Problem, "serialization"),
+            (embeddings.OpenAIError, "serialization"),
+            (ImagesBody, "validation"),
+            (embeddings.EmbeddingsRequest, "validation"),
+        ],
+        ref_template="#/components/schemas/{model}",
     )
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -61,12 +67,17 @@ def _add_refusals(path: str, operation: dict[str, Any]) -> None:
         slugs += ["unauthorized", "forbidden"]
     if "requestBody" in operation:
         slugs += ["request-timeout", "body-too-large", "admission-full"]
-    is_v2 = path == "/v2" or path.startswith("/v2/")
-    if is_v2 and operation["responses"].pop("422", None) is not None:  # FastAPI's own; the protocol has no such status
+    documented, shape = problems.documented, "Problem"
+    if path == "/v2" or path.startswith("/v2/"):
+        documented, shape = routing.documented, "ErrorV2"
+    elif path == embeddings.PATH:
+        documented, shape = embeddings.documented, "OpenAIError"
+    # FastAPI's own; these have no such status.
+    if shape != "Problem" and operation["responses"].pop("422", None) is not None:
         slugs.append("invalid-request")
     # FastAPI adds the schema of a response's model itself; here it is too late for that.
-    schema = {"$ref": "#/components/schemas/ErrorV2" if is_v2 else "#/components/schemas/Problem"}
-    for status, response in (routing if is_v2 else problems).documented(*slugs).items():
+    schema = {"$ref": f"#/components/schemas/{shape}"}
+    for status, response in documented(*slugs).items():
         response.pop("model", None)
         there = operation["responses"].setdefault(str(status), response)
         for kind, content in response["content"].items():

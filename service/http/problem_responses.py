@@ -1,4 +1,4 @@
-"""Errors as answers: problems, and ``{"error": …}`` under ``/v2``."""
+"""Errors as answers: problems, ``{"error": …}`` under ``/v2``, and OpenAI's shape for embeddings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from fxcore.errors import FxError, finite
+from service.schemas import embeddings
 from service.schemas.problem_kinds import KINDS
 from service.schemas.problems import MEDIA_TYPE, Refusal, invalid_request, problem
 
@@ -24,14 +25,16 @@ log = logging.getLogger("fxserve")
 
 def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
     """``document`` as an answer, in the form that errors have under ``/v2`` or elsewhere."""
-    v2 = path == "/v2" or path.startswith("/v2/")
-    shown: Mapping[str, Any] = {"error": document["detail"]} if v2 else document
-    return Response(
-        json.dumps(finite(shown), default=str).encode(),
-        int(document["status"]),
-        dict(headers or {}),
-        "application/json" if v2 else MEDIA_TYPE,
-    )
+    shown, status, media_type = document, int(document["status"]), MEDIA_TYPE
+    headers = dict(headers or {})
+    if path == "/v2" or path.startswith("/v2/"):
+        shown, media_type = {"error": document["detail"]}, "application/json"
+    elif path == embeddings.PATH:
+        shown, media_type = embeddings.openai_error(document), "application/json"
+        if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients would try all of these again
+            headers["X-Should-Retry"] = "false"
+        status = embeddings.openai_status(status)
+    return Response(json.dumps(finite(shown), default=str).encode(), status, headers, media_type)
 
 
 def error_response(path: str, error: FxError | Refusal) -> Response:

@@ -172,8 +172,21 @@ class ModelSummary(BaseModel):
     loaded: bool = Field(description="Whether weights of this model are in memory now.", examples=[False])
 
 
+class OpenAIModel(BaseModel):
+    """A model as OpenAI lists it."""
+
+    id: str = Field(description="Its name; `NAME:NODE` is a model of `POST /v1/embeddings`.", examples=["resnet50"])
+    object: Literal["model"] = "model"
+    created: int = Field(description="0: when weights were made is not known.", examples=[0])
+    owned_by: str = Field(description="Where it comes from.", examples=["torchvision"])
+
+
 class ModelList(BaseModel):
+    """The models, and once more in OpenAI's shape."""
+
     models: list[ModelSummary]
+    object: Literal["list"] = "list"
+    data: list[OpenAIModel]
 
 
 class WeightsSummary(BaseModel):

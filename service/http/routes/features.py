@@ -6,7 +6,8 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -144,11 +145,13 @@ async def extract_in_one_step(
         image_size=asked.image_size,
     )
 
-    async def find() -> ExtractorRecord:
-        record, _ = await state.engine.extractor(spec, build=may_build(request))
-        return record
+    return await _answer(request, state, lambda: made_on_the_way(request, state, spec), asked, timeout)
 
-    return await _answer(request, state, find, asked, timeout)
+
+async def made_on_the_way(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
+    """The extractor that a request names by its spec, made if there is none yet and its key may."""
+    record, _ = await state.engine.extractor(spec, build=may_build(request))
+    return record
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:
@@ -182,19 +185,30 @@ async def _answer(
     timeout: float | None,
 ) -> Response:
     """Answer a request of either route within its deadline."""
-    seconds = min(timeout or math.inf, state.settings.request_timeout)
-    deadline = time.monotonic() + seconds
     encoding = joined_header(request.scope, b"content-encoding")
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
+    async with in_time(state, timeout) as deadline:
+        record = await find()
+        if record.run is None:
+            await state.engine.load(record)
+        accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
+        images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+        return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
+
+
+@asynccontextmanager
+async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
+    """Limit a request to its ``X-Request-Timeout`` and the service's own limit. Gives its deadline, on the clock of
+    ``time.monotonic()``.
+
+    Raises:
+        DeadlineExceeded: it took longer.
+    """
+    seconds = min(timeout or math.inf, state.settings.request_timeout)
     try:
         async with asyncio.timeout(seconds) as limit:
-            record = await find()
-            if record.run is None:
-                await state.engine.load(record)
-            accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
-            images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-            return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
+            yield time.monotonic() + seconds
     except TimeoutError:
         if limit.expired():
             raise DeadlineExceeded from None

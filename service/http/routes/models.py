@@ -59,6 +59,13 @@ async def list_models(
 ) -> Response:
     """All models that are served, by name."""
     loaded = {model for model, _ in state.engine.models_loaded()}
+    entries = [
+        entry
+        for entry in state.models()
+        if (task is None or entry.task == task)
+        and (source is None or source == _source(entry))
+        and (q is None or q.lower() in entry.name.lower())
+    ]
     found = [
         {
             "name": entry.name,
@@ -67,12 +74,11 @@ async def list_models(
             "default_weights": entry.default_weights,
             "loaded": entry.name in loaded,
         }
-        for entry in state.models()
-        if (task is None or entry.task == task)
-        and (source is None or source == ("torchvision" if is_torchvisions(entry.name) else "own"))
-        and (q is None or q.lower() in entry.name.lower())
+        for entry in entries
     ]
-    return _json(orjson.dumps({"models": found}))
+    # The same as OpenAI lists models, so that its clients can.
+    data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": _source(entry)} for entry in entries]
+    return _json(orjson.dumps({"models": found, "object": "list", "data": data}))
 
 
 @router.get(
@@ -158,6 +164,10 @@ async def show_graph(
         answer = await state.in_thread(lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth))
         state.graphs.put(key, answer)
     return graph_formats.response(answer, wanted, format)
+
+
+def _source(entry: ModelEntry) -> str:
+    return "torchvision" if is_torchvisions(entry.name) else "own"
 
 
 def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:

@@ -18,6 +18,7 @@ JPEG = {"content-type": "image/jpeg"}
 READS = {
     ("post", "/v1/models/{model}/features"),
     ("post", "/v1/extractors/{extractor}/features"),
+    ("post", "/v1/embeddings"),
     ("post", "/v2/models/{name}/infer"),
     ("post", "/v2/models/{name}/versions/{version}/infer"),
     ("post", "/v2/repository/index"),
@@ -64,7 +65,7 @@ def test_without_a_key_only_probes_and_the_reference_answer(locked, operations):
             continue
         assert answer.status_code == 401, path
         assert answer.headers["www-authenticate"] == 'Bearer realm="fxserve"'
-        if path.startswith("/v2"):
+        if path.startswith("/v2") or path == "/v1/embeddings":
             assert answer.json().keys() == {"error"}
         else:
             assert answer.headers["content-type"] == "application/problem+json"
@@ -126,6 +127,9 @@ def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
     assert (refused.status_code, refused.json()["type"]) == (403, "/problems/forbidden")
     document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [""]}]}
     document |= {"parameters": {"weights": "random"}, "outputs": [{"name": "features"}]}
+    embeddings = {"model": "squeezenet1_1@random:features", "input": base64.b64encode(photos["chelsea"]).decode()}
+    refused = locked.post("/v1/embeddings", json=embeddings, headers=headers["read"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
     infer = "/v2/models/squeezenet1_1/infer"
     refused = locked.post(infer, json=document, headers=headers["read"])
     assert (refused.status_code, refused.json().keys()) == (403, {"error"})

@@ -1,5 +1,6 @@
 """The OpenAPI document says everything that the service answers."""
 
+import base64
 import re
 
 import pytest
@@ -22,9 +23,9 @@ def test_every_parameter_has_an_example(document):
 
 
 def operations(document):
-    """All but the V2 protocol's, which says errors its own way."""
+    """All but the V2 protocol's and OpenAI's, which say errors their own way."""
     for path, methods in document["paths"].items():
-        if path == "/v2" or path.startswith("/v2/"):
+        if path in ("/v2", "/v1/embeddings") or path.startswith("/v2/"):
             continue
         for method, operation in methods.items():
             yield f"{method.upper()} {path}", operation
@@ -83,6 +84,7 @@ BUILDING = [
     ("get", "/v1/extractors/{extractor}/export"),
     ("post", "/v1/extractors/{extractor}/features"),
     ("post", "/v1/models/{model}/features"),
+    ("post", "/v1/embeddings"),
     ("post", "/v1/extractors"),
     ("post", "/v2/models/{name}/infer"),
     ("post", "/v2/models/{name}/versions/{version}/infer"),
@@ -127,13 +129,16 @@ def test_the_answers_of_an_extractor_that_failed_are_documented(client, document
             "headers": {"content-type": "image/jpeg"},
         },
         "/v2/models/{name}/infer": {"json": {"inputs": [tensor]}},
+        "/v1/embeddings": {"json": {"model": "failed", "input": base64.b64encode(photos["rocket"]).decode()}},
     }
     for method, path in BUILDING:
         if method == "get" or path in sent:
             url = path.format(extractor="failed", name="failed")
             answer = client.run(client.http.request(method, url, **sent.get(path, {})))
             assert kind in shown(document["paths"][path][method], answer.status_code), (path, answer.text)
-            if not path.startswith("/v2"):
+            if path == "/v1/embeddings":
+                assert answer.json()["error"]["code"] == kind.replace("-", "_")
+            elif not path.startswith("/v2"):
                 assert answer.json()["type"] == f"/problems/{kind}"
     client.delete("/v1/extractors/failed")
 

@@ -1,8 +1,8 @@
-"""What FXSERVE_PRELOAD says."""
+"""What FXSERVE_PRELOAD and embeddings' models say."""
 
 import pytest
 
-from service.engine.registry.preload import preload_spec
+from service.schemas.spec_text import spec_of_text
 
 
 @pytest.mark.parametrize(
@@ -16,11 +16,11 @@ from service.engine.registry.preload import preload_spec
     ],
 )
 def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: dict[str, str]) -> None:
-    spec = preload_spec(text)
+    spec = spec_of_text(text)
     assert (spec.model, spec.weights, spec.return_nodes) == (model, weights, nodes)
 
 
 @pytest.mark.parametrize("text", ["resnet50", "resnet50:", ":C4", "@random:C4", "resnet50@file:mine.pth", "a@file:b:"])
 def test_what_names_no_nodes_of_a_model(text: str) -> None:
     with pytest.raises(ValueError, match="write MODEL:NODE,NODE as in resnet50:C4,C5"):
-        preload_spec(text)
+        spec_of_text(text)

@@ -1,0 +1,100 @@
+"""Embeddings: OpenAI's body → encoded images, and vectors → OpenAI's answer."""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+from pydantic import ValidationError
+from torch import Tensor
+
+from service.codecs import json
+from service.schemas.embeddings import EmbeddingsRequest
+from service.schemas.problems import Refusal, invalid_body
+from service.schemas.v1 import MAX_IMAGES
+
+_MOST_COMMAS = 2 * MAX_IMAGES + 64
+"""One in each data URL and one between two, and some for the other fields: what has more becomes millions of objects in
+a parser."""
+
+_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,30}):")
+_LONGEST_HEAD = 256
+"""Most characters of a data URL before its data."""
+
+_HOW = 'send the image itself, as "data:image/jpeg;base64,…" or bare base64'
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, with its images decoded from base64.
+
+    Attributes:
+        model: as it was sent.
+        images: encoded as files.
+        encoding: ``float`` or ``base64``.
+        dimensions: how many of the first values are wanted; None is all.
+    """
+
+    model: str
+    images: Sequence[bytes]
+    encoding: str
+    dimensions: int | None
+
+
+def read(chunks: Sequence[bytes]) -> Asked:
+    """A body in OpenAI's shape.
+
+    Raises:
+        Refusal: it is no such body, or an image in it is no base64 or the URL of something else.
+    """
+    if sum(chunk.count(b",") for chunk in chunks) > _MOST_COMMAS:
+        raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} images; send fewer at a time")
+    try:
+        body = EmbeddingsRequest.model_validate(orjson.loads(b"".join(chunks)))
+    except orjson.JSONDecodeError as error:
+        raise Refusal("invalid-request", f"the body is not JSON: {error}") from error
+    except ValidationError as error:
+        raise invalid_body(error) from error
+    images = [_decoded(index, text) for index, text in enumerate(body.input)]
+    return Asked(body.model, images, body.encoding_format, body.dimensions)
+
+
+def _decoded(index: int, text: str) -> bytes:
+    scheme = _SCHEME.match(text)
+    if scheme is not None:
+        if scheme[1].lower() != "data":
+            reason = f"image {index} is a URL of the scheme {scheme[1]!r}, and this server fetches nothing: {_HOW}"
+            raise Refusal("bad-image", reason, index=index)
+        comma = text.find(",", 0, _LONGEST_HEAD)
+        if comma < 0 or not text[:comma].rstrip().lower().endswith(";base64"):
+            raise Refusal("bad-image", f"image {index} is a data URL without base64: {_HOW}", index=index)
+        text = text[comma + 1 :]
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:  # binascii.Error, and characters outside ASCII
+        reason = f"image {index} is neither a data URL nor base64 (RFC 4648, with padding): {error}; {_HOW}"
+        raise Refusal("bad-image", reason, index=index) from error
+
+
+def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:
+    """The parts of an answer.
+
+    Args:
+        vectors: float32 ``[n, values]`` on the CPU. As ``float``, what JSON has no number for (NaN, infinities)
+            becomes null.
+        model: as the request named it.
+        encoding: ``float`` for numbers, ``base64`` for the little-endian bytes.
+    """
+    parts: list[bytes | memoryview] = [b'{"object":"list","data":[']
+    for index, vector in enumerate(vectors):
+        parts.append(b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index))
+        if encoding == "base64":
+            parts += [b'"', *json.base64(vector), b'"}']
+        else:
+            parts += [b"[", *json.numbers(vector), b"]}"]
+    usage = b'],"model":%b,"usage":{"prompt_tokens":0,"total_tokens":0}}'
+    parts.append(usage % orjson.dumps(model))
+    return parts

@@ -1,0 +1,171 @@
+"""Embeddings: images in, one vector each, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from torch import Tensor
+from torch.nn import functional
+
+from service.codecs import bodies, embeddings, json
+from service.codecs.answers import PartsResponse
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.errors import UnknownExtractor
+from service.engine.requests.admission import claim_for_current_request
+from service.http.middleware import header, joined_header
+from service.http.route_cache import CachedRoute
+from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected
+from service.http.state import State, state_of
+from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
+from service.schemas.problems import Refusal
+from service.schemas.spec_text import spec_of_text
+from service.schemas.v1 import ExtractorSpec
+
+router = APIRouter(tags=["features"], route_class=CachedRoute)
+
+_TAKEN = ("application/json",)
+
+_WRITTEN_AT_ONCE = 16 * 1024
+"""Values that are written in less time than going to another thread and back takes."""
+
+_REMEMBERED = 1024
+
+_DOCUMENTATION: dict[str, Any] = {
+    "response_model": None,
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {"$ref": "#/components/schemas/EmbeddingsRequest"},
+                    "example": {
+                        "model": "resnet50:avgpool",
+                        "input": ["data:image/jpeg;base64,/9j/4AAQSkZJRg…"],
+                        "encoding_format": "float",
+                        "dimensions": 256,
+                    },
+                }
+            },
+        }
+    },
+    "responses": {
+        200: {"model": EmbeddingsDocument, "description": "A vector for each image."},
+        **documented(
+            *MAKING_PROBLEMS,
+            "unknown-extractor",
+            "image-too-large",
+            "request-too-large",
+            "response-too-large",
+            "unsupported-media-type",
+            "bad-image",
+            "admission-full",
+            "compute-failed",
+            "deadline-exceeded",
+        ),
+    },
+}
+
+
+@router.post(PATH, **_DOCUMENTATION)
+async def embed(request: Request, timeout: Timeout = None) -> Response:
+    """One vector an image, in OpenAI's shape, so that its clients work with this server as their `base_url`.
+
+    A map is averaged over its positions; of tokens it is the class token, where there is one, and else their mean.
+    Values are as the model gives them; `dimensions` makes them unit length.
+    """
+    state = state_of(request)
+    bodies.check(header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _TAKEN)
+    state.engine.admission.check()
+    async with in_time(state, timeout) as deadline:
+        chunks = [chunk async for chunk in request.stream()]
+        if sum(map(len, chunks)) < bodies.SMALL:
+            asked = embeddings.read(chunks)
+        else:
+            asked = await state.engine.run_in_encoder(embeddings.read, chunks)
+        del chunks
+        record = await _extractor(request, state, asked.model)
+        if record.run is None:
+            await state.engine.load(record)
+        return await while_connected(request, _embed(request, state, record, asked, deadline))
+
+
+async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
+    if ":" in model:
+        spec = _spec(model)
+        state.model(spec.model)  # refuses what is not served
+        return await made_on_the_way(request, state, spec)
+    try:
+        record = state.engine.find(model)
+    except UnknownExtractor as error:
+        if model.partition("@")[0] in {entry.name for entry in state.models()}:
+            raise Refusal(
+                "unknown-extractor",
+                f"{model!r} is a model: say which of its nodes, as in {model}:NODE; GET /v1/models/"
+                f"{model.partition('@')[0]}/nodes lists them",
+                suggestions=[],
+            ) from None
+        raise error
+    if len(record.return_nodes) != 1:
+        keys = ", ".join(record.return_nodes)
+        detail = f"the extractor {model!r} has {len(record.return_nodes)} outputs ({keys}), and an embedding is of one"
+        raise Refusal("invalid-request", detail, field="model")
+    return record
+
+
+@functools.lru_cache(_REMEMBERED)  # clients ask the same again and again
+def _spec(text: str) -> ExtractorSpec:
+    """The extractor that ``text`` names: ``resnet50:avgpool``, ``resnet50@random:C5``.
+
+    Raises:
+        Refusal: it is not written like that, or has several nodes.
+    """
+    try:
+        spec = spec_of_text(text)
+    except ValueError:
+        spec = None
+    if spec is None or len(spec.return_nodes) != 1:
+        raise Refusal(
+            "invalid-request",
+            f"{text[:200]!r} is not MODEL:NODE; write it as in resnet50:avgpool or resnet50@random:C5, with one node",
+            field="model",
+        )
+    return spec
+
+
+async def _embed(
+    request: Request, state: State, record: ExtractorRecord, asked: embeddings.Asked, deadline: float
+) -> Response:
+    tokens = record.outputs[0].tokens
+    options = _POOLED["cls" if tokens is not None and tokens.class_token else "avg"]
+    result = await state.engine.features(record, asked.images, options, deadline)
+    started = time.perf_counter()
+    vectors = _shortened(result.outputs[record.outputs[0].key].reshape(result.images, -1), asked.dimensions)
+    writing = (vectors, asked.model, asked.encoding)
+    if vectors.numel() <= _WRITTEN_AT_ONCE:
+        parts = embeddings.write(*writing)
+    else:
+        claim_for_current_request(json.most_bytes(vectors))
+        parts = await state.engine.run_in_encoder(embeddings.write, *writing)
+    timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
+    return PartsResponse(parts, json.MEDIA_TYPE, state.answer_headers(request.scope, record, timings))
+
+
+_POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}
+
+
+def _shortened(vectors: Tensor, dimensions: int | None) -> Tensor:
+    """The first values of each of ``vectors`` ``[n, values]``, unit length.
+
+    Raises:
+        Refusal: there are not so many.
+    """
+    if dimensions is None:
+        return vectors
+    if dimensions > vectors.shape[1]:
+        detail = f"these embeddings have {vectors.shape[1]} dimensions and {dimensions} are asked for: ask for fewer"
+        raise Refusal("invalid-request", detail, field="dimensions")
+    return functional.normalize(vectors[:, :dimensions], dim=1)

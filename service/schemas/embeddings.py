@@ -1,0 +1,179 @@
+"""Embeddings as they go over the wire, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from service.schemas.problem_kinds import KINDS
+from service.schemas.v1 import MAX_IMAGES
+
+PATH = "/v1/embeddings"
+"""The route whose errors have OpenAI's shape."""
+
+_EXAMPLE_IMAGE = "data:image/jpeg;base64,/9j/4AAQSkZJRg…"
+
+
+def _listed(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise PydanticCustomError(
+            "images", 'Input should be an image as a data URL ("data:image/jpeg;base64,…"), or a list of them'
+        )
+    return texts
+
+
+class EmbeddingsRequest(BaseModel):
+    """What to embed, and how to answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="The id or the name of an extractor with one output, or a model and one of its nodes: "
+        "`resnet50:avgpool`, with weights `resnet50@random:C5`.",
+        examples=["resnet50:avgpool"],
+    )
+    input: Annotated[
+        list[str],
+        BeforeValidator(_listed),
+        Field(min_length=1, max_length=MAX_IMAGES),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_IMAGES},
+                ]
+            }
+        ),
+    ] = Field(
+        description="One encoded image, or a list of them: data URLs, or bare base64. Nothing is fetched from URLs of "
+        "other schemes.",
+        examples=[_EXAMPLE_IMAGE],
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        default="float",
+        description="`base64`: the little-endian float32 values, which is what OpenAI's clients ask for by default.",
+        examples=["float"],
+    )
+    dimensions: int | None = Field(
+        default=None, ge=1, strict=True, description="The first values only, made unit length.", examples=[256]
+    )
+    user: str | None = Field(default=None, description="Ignored.", examples=["alice"])
+
+
+class Embedding(BaseModel):
+    """The vector of one image."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int = Field(description="The place of its image in the input.", examples=[0])
+    embedding: list[float | None] | str = Field(
+        description="`null` for NaN and infinities, which JSON has no numbers for; a string with "
+        "`encoding_format=base64`.",
+        examples=[[0.0132, 0.4471, 0.0]],
+    )
+
+
+class Usage(BaseModel):
+    """Images have no tokens."""
+
+    prompt_tokens: Literal[0] = 0
+    total_tokens: Literal[0] = 0
+
+
+class EmbeddingsDocument(BaseModel):
+    """The vectors, in the order of the images."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str = Field(description="As the request names it.", examples=["resnet50:avgpool"])
+    usage: Usage
+
+
+class OpenAIFault(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(examples=[KINDS["bad-image"].example])
+    type: str = Field(examples=["invalid_request_error"])
+    param: str | None = Field(description="The field of the body that is wrong.", examples=["input"])
+    code: str = Field(
+        description="The end of the problem's type, with underscores; OpenAI's own where it has one.",
+        examples=["bad_image"],
+    )
+
+
+class OpenAIError(BaseModel):
+    """An error of this route."""
+
+    error: OpenAIFault
+
+
+# Kinds of problem for which OpenAI has a code.
+_CODES = {
+    "unauthorized": "invalid_api_key",
+    "admission-full": "rate_limit_exceeded",
+    "unknown-model": "model_not_found",
+    "unknown-extractor": "model_not_found",
+}
+# The field that a problem is about, where the problem does not say.
+_OF_MODEL = frozenset(("unknown-model", "unknown-extractor", "unknown-node", "unknown-weights", "not-traceable"))
+_OF_INPUT = frozenset(("bad-image", "image-too-large", "bad-tensor"))
+
+
+def openai_status(status: int) -> int:
+    """OpenAI has no 422: its clients take what is wrong with a request as 400."""
+    return 400 if status == 422 else status
+
+
+def openai_error(problem: Mapping[str, Any]) -> dict[str, Any]:
+    """A problem document in OpenAI's shape.
+
+    >>> problem = {"type": "/problems/unknown-model", "status": 404, "detail": "there is no model 'x'"}
+    >>> openai_error(problem)["error"]["code"], openai_error(problem)["error"]["param"]
+    ('model_not_found', 'model')
+    """
+    slug = str(problem["type"]).rpartition("/")[2]
+    fields = [error["field"] for error in problem.get("errors", ())]
+    param = problem.get("field") or next((field.partition(".")[0] for field in fields if field), None)
+    if slug in _OF_MODEL:
+        param = "model"
+    elif slug in _OF_INPUT:
+        param = "input"
+    return {
+        "error": {
+            "message": problem["detail"],
+            "type": _type(int(problem["status"])),
+            "param": param,
+            "code": _CODES.get(slug, slug.replace("-", "_")),
+        }
+    }
+
+
+def _type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of the route that may answer these problems, with an example of each."""
+    responses: dict[int | str, dict[str, Any]] = {}
+    for slug in slugs:
+        kind = KINDS[slug]
+        status = openai_status(kind.status)
+        schema = {"$ref": "#/components/schemas/OpenAIError"}
+        response = responses.setdefault(
+            status,
+            {
+                "description": HTTPStatus(status).phrase,
+                "content": {"application/json": {"schema": schema, "examples": {}}},
+            },
+        )
+        shown = openai_error({"type": slug, "status": kind.status, "detail": kind.example, **kind.extra})
+        response["content"]["application/json"]["examples"][slug] = {"summary": kind.title, "value": shown}
+    return responses

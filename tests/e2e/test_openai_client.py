@@ -1,0 +1,216 @@
+"""Embeddings by OpenAI's own client, over a socket, against torchvision and a forward hook."""
+
+import asyncio
+import base64
+import io
+
+import httpx
+import openai
+import PIL.Image
+import pytest
+import torch
+import torchvision
+from torch.nn import functional
+
+from service.http import keys
+
+MODEL = "resnet18@random:layer4"
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(photos):
+    """layer4 of resnet18 by a hook, averaged over its positions, [3, 512]."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None).eval()
+    kept = []
+    model.layer4.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
+    with torch.inference_mode():
+        model(torch.stack([transform(PIL.Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.values()]))
+    return kept[0].mean(dim=(2, 3))
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def vectors(answer):
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    assert {one.object for one in answer.data} == {"embedding"}
+    return torch.tensor([one.embedding for one in answer.data])
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"user": "alice"}])
+def test_several_images(client, photos, expected, options):
+    answer = client.embeddings.create(model=MODEL, input=[data_url(image) for image in photos.values()], **options)
+    close(vectors(answer), expected)
+    assert (answer.object, answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("list", MODEL, 0, 0)
+
+
+@pytest.mark.parametrize("write", [data_url, lambda image: base64.b64encode(image).decode()])
+def test_one_image_as_a_data_url_or_as_base64(client, photos, expected, write):
+    close(vectors(client.embeddings.create(model=MODEL, input=write(photos["chelsea"]))), expected[:1])
+
+
+def test_base64_is_little_endian_float32(client, photos, expected):
+    answer = client.embeddings.create(model=MODEL, input=data_url(photos["chelsea"]), encoding_format="base64")
+    values = torch.frombuffer(bytearray(base64.b64decode(answer.data[0].embedding)), dtype=torch.float32)
+    close(values[None], expected[:1])
+
+
+def test_dimensions_are_the_first_ones_and_unit_length_again(client, photos, expected):
+    answer = client.embeddings.create(model=MODEL, input=[data_url(i) for i in photos.values()], dimensions=100)
+    close(vectors(answer), functional.normalize(expected[:, :100], dim=1))
+    assert torch.allclose(vectors(answer).norm(dim=1), torch.ones(3))
+
+
+def test_asynchronously(server, photos, expected):
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asked = (client.embeddings.create(model=MODEL, input=data_url(image)) for image in photos.values())
+            models = [model.id async for model in client.models.list()]
+            return await asyncio.gather(*asked), models
+
+    answers, models = asyncio.run(ask())
+    close(torch.cat([vectors(answer) for answer in answers]), expected)
+    assert "resnet18" in models
+
+
+def test_an_extractor_by_its_name(server, client, photos, expected):
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer4"], "name": "last"}
+    assert server.http.post("/v1/extractors", json=spec).status_code in (200, 201)
+    close(vectors(client.embeddings.create(model="last", input=data_url(photos["chelsea"]))), expected[:1])
+
+
+def test_tokens_are_the_class_token(client, photos, reference):
+    answer = client.embeddings.create(model="vit_b_32@random:encoder.ln", input=data_url(photos["chelsea"]))
+    close(vectors(answer), reference("vit_b_32", "encoder.ln", [photos["chelsea"]])[:, 0])
+
+
+def test_tokens_without_a_class_token_are_averaged(client, photos, reference):
+    answer = client.embeddings.create(model="vit_b_32@random:permute", input=data_url(photos["chelsea"]))
+    close(vectors(answer), reference("vit_b_32", "permute", [photos["chelsea"]]).mean(dim=1))
+
+
+def test_models_are_listed(server, client):
+    listed = client.models.list()
+    names = [model["name"] for model in server.http.get("/v1/models").json()["models"]]
+    assert [model.id for model in listed] == names
+    assert {(model.object, model.owned_by) for model in listed} == {("model", "torchvision")}
+    assert listed.object == "list"
+
+
+def refused(error, status, param, code):
+    assert error.value.status_code == status
+    assert set(error.value.body) == {"message", "type", "param", "code"}
+    assert (error.value.param, error.value.code) == (param, code)
+    return error.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "code", "said"),
+    [
+        ({"input": "https://example.org/cat.jpg"}, "input", "bad_image", "'https'"),
+        ({"input": ["file:///etc/passwd"]}, "input", "bad_image", "'file'"),
+        ({"input": "data:image/png,%89PNG"}, "input", "bad_image", "without base64"),
+        ({"input": "data:text/plain;base64,aGVsbG8="}, "input", "bad_image", "not an image"),
+        ({"input": "a photo of a cat"}, "input", "bad_image", "neither a data URL nor base64"),
+        ({"input": [1, 2, 3]}, "input", "invalid_request", "data URL"),
+        ({"input": []}, "input", "invalid_request", "at least 1"),
+        ({"model": "resnet18@random"}, "model", "model_not_found", "resnet18@random:NODE"),
+        ({"model": "resnet18@random:layer4,layer3"}, "model", "invalid_request", "one node"),
+        ({"model": "resnet18@random:layer9"}, "model", "unknown_node", "layer4"),
+        ({"model": "resnet18@V9:layer4"}, "model", "unknown_weights", "IMAGENET1K_V1"),
+        ({"model": "resnet5@random:layer4"}, "model", "model_not_found", "resnet50"),
+        ({"model": "nothing"}, "model", "model_not_found", "no extractor"),
+        ({"dimensions": 513}, "dimensions", "invalid_request", "512 dimensions"),
+        ({"dimensions": 0}, "dimensions", "invalid_request", "greater than or equal to 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "invalid_request", "'float' or 'base64'"),
+        ({"extra_body": {"task": "search"}}, "task", "invalid_request", "Extra inputs"),
+    ],
+)
+def test_what_is_wrong_is_said_in_its_shape(client, photos, asked, param, code, said):
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
+        client.embeddings.create(**{"model": MODEL, "input": data_url(photos["chelsea"]), **asked})
+    status = 404 if code == "model_not_found" else 400
+    assert said in refused(error, status, param, code)
+    assert error.value.type == "invalid_request_error"
+
+
+def test_several_outputs_are_no_embedding(server, client, photos):
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer3", "layer4"], "name": "two"}
+    assert server.http.post("/v1/extractors", json=spec).status_code in (200, 201)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.embeddings.create(model="two", input=data_url(photos["chelsea"]))
+    assert "layer3, layer4" in refused(error, 400, "model", "invalid_request")
+
+
+def test_weights_that_cannot_be_had_are_not_asked_for_again(server, photos):
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as client,
+        pytest.raises(openai.InternalServerError) as error,
+    ):
+        client.embeddings.create(model="resnet18:layer4", input=data_url(photos["chelsea"]))
+    assert "resnet18-" in refused(error, 503, None, "weights_unavailable")
+    assert error.value.type == "server_error"
+    assert error.value.response.request.headers["x-stainless-retry-count"] == "0"
+
+
+def test_other_statuses_have_its_shape_too(server, photos):
+    def asked(**options):
+        answer = server.http.request(options.pop("method", "POST"), "/v1/embeddings", **options)
+        assert set(answer.json()) == {"error"}, answer.text
+        return answer.status_code, answer.json()["error"]["code"]
+
+    body = {"model": MODEL, "input": data_url(photos["chelsea"])}
+    assert asked(content=photos["chelsea"], headers={"content-type": "image/jpeg"}) == (415, "unsupported_media_type")
+    assert asked(content=b"{", headers={"content-type": "application/json"}) == (400, "invalid_request")
+    assert asked(json=body, params={"pool": "avg"}) == (400, "invalid_request")
+    assert asked(json=body, headers={"X-Request-Timeout": "0"}) == (400, "invalid_request")
+    assert asked(json=body, headers={"X-Request-Timeout": "0.0001"}) == (504, "deadline_exceeded")
+    assert asked(json=body, headers={"Origin": "http://elsewhere.example"}) == (403, "forbidden")
+    assert asked(json=body, headers={"Host": "elsewhere.example"}) == (421, "misdirected")
+    assert asked(method="GET") == (405, "method_not_allowed")
+
+
+def test_limits_have_its_shape_too(start, photos):
+    small = start(max_body_bytes=100_000, max_pixels=10_000, max_inflight=1)
+    with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as error:
+            client.embeddings.create(model=MODEL, input=[data_url(photos["coffee"])] * 3)
+        refused(error, 413, None, "body_too_large")
+        with pytest.raises(openai.APIStatusError) as error:
+            client.embeddings.create(model=MODEL, input=data_url(photos["chelsea"]))
+        refused(error, 413, "input", "image_too_large")
+
+
+def test_keys(start, tmp_path, photos, expected):
+    lines, secrets = zip(*(keys.make(name, scope) for name, scope in (("ada", "admin"), ("rob", "read"))), strict=True)
+    file = tmp_path / "keys.txt"
+    file.write_text("\n".join(key.line for key in lines))
+    guarded = start(api_keys_file=file)
+    ada, rob, nobody = (
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=secret, max_retries=0) for secret in (*secrets, "sk-wrong")
+    )
+    asked = {"model": MODEL, "input": data_url(photos["chelsea"])}
+    with pytest.raises(openai.AuthenticationError) as error:
+        nobody.embeddings.create(**asked)
+    refused(error, 401, None, "invalid_api_key")
+    with pytest.raises(openai.PermissionDeniedError) as error:
+        rob.embeddings.create(**asked)
+    assert "scope admin" in refused(error, 403, None, "forbidden")
+    close(vectors(ada.embeddings.create(**asked)), expected[:1])
+    close(vectors(rob.embeddings.create(**asked)), expected[:1])
+    answer = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {secrets[1]}"}).text
+    assert 'route="/v1/embeddings"' in answer
