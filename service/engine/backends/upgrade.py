@@ -1,40 +1,41 @@
 """Answer at once, then get faster: which backend runs an extractor, and how another takes over.
 
 ``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered beside it, compared with eager
-float32 on photographs, and tried for speed; it takes over between two batches if it agrees and is faster, and the next
+float32 on photographs, and timed; it takes over between two batches if it agrees and is faster, and the next
 start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
 compared before the first request, and used or refused.
 
-Lowering runs in processes of its own, one at a time. Comparing and trying run on the device worker, one forward pass at
-a time and when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
+Lowering runs in processes of its own, one at a time; comparing and timing on the device worker, when nothing waits
+(:mod:`service.engine.backends.trials`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
 
-from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, Options, faster_than_eager
+from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, faster_than_eager
 from fxcore.backends.eager import EagerInt8
 from fxcore.errors import summarize
 from fxcore.extractor import Extractor
-from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, report
+from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
 from service.engine.backends.choice import chosen_backend, has_copy
 from service.engine.backends.fallback import OneSize, Plain, Swapped
 from service.engine.backends.int8_advice import Passing, shown, simulation
+from service.engine.backends.lowering import Lowering
+from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate
-from service.engine.device.queue import Queue, usual_size
+from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import BackendRefused, EngineError, is_shortage, shortage
 from service.engine.record import ExtractorRecord
@@ -43,23 +44,8 @@ from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
 
-T = TypeVar("T")
-
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
-
-_TRIAL_SECONDS = 0.5
-"""About the longest forward pass that requests are kept waiting for by a trial."""
-
-_WARM_SECONDS = 0.25
-"""Sizes of batch that take longer are not run once beforehand: of resnet50 the first pass over 8 rows takes 1.8 times
-as long as the next, over 16 only 1.3 times, and a start that waits for it takes a second longer."""
-
-_ROUNDS = 3
-
-_CLEAR = 0.6
-"""A candidate that took so much of eager's time is the faster one whatever further rounds would say: its first pass of
-a size, which compilers take longer for, is among what was measured, and requests wait while it is tried."""
 
 
 class Upgrades:
@@ -73,18 +59,16 @@ class Upgrades:
 
     def __init__(self, device: torch.device, queue: Queue, settings: Settings) -> None:
         self._device = device
-        self._queue = queue
         self._settings = settings
         self._verdicts = Verdicts(settings)
+        self._trials = Trials(queue, settings.max_batch)
+        self._lowering = Lowering(device, self._trials, settings)
         # What somebody waits for does not queue behind what nobody does.
         self._asked = Pool(1, "fxserve-lower", compute_on, device, 1)
         self._unasked = Pool(1, "fxserve-improve", compute_on, device, 1)
         # Called when another backend took over, which takes memory.
         self.on_upgrade: Callable[[], object] = lambda: None
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
-        self._lowering: dict[ExtractorRecord, threading.Event] = {}  # what ends it once set
-        # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
-        self._remade: set[tuple[str, str]] = set()
         self._checks: set[asyncio.Task[Candidate]] = set()
 
     def start(self) -> None:
@@ -94,8 +78,10 @@ class Upgrades:
 
     def close(self) -> None:
         """End what is being lowered."""
-        for record in {*self._improved, *self._lowering}:
-            self._end(record)
+        self._lowering.cancel_all()
+        for record in self._improved:
+            if record.upgrade is not None:
+                record.upgrade.cancel()
         for check in self._checks:
             check.cancel()
         for pool in (self._asked, self._unasked):
@@ -111,7 +97,7 @@ class Upgrades:
             record.check.cancel()
         searching = record.upgrade is not None and not record.upgrade.done()
         if searching or not record.users:
-            self._end(record)
+            self._cancel(record)
         if searching:
             self._unasked.submit(tidy)  # runs once what is being lowered there has released it
 
@@ -127,20 +113,24 @@ class Upgrades:
         Raises:
             BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
         """
-        spec = record.spec
-        backend = chosen_backend(spec, self._device)
-        if backend.name == "eager" and spec.precision != "int8":
+        backend = chosen_backend(record.spec, self._device)
+        if backend.name == "eager" and record.spec.precision != "int8":
             own = Candidate("eager", "serving")
             record.backend, record.checks = "eager", report(record, own, [own])
-            record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._options(record))
+            record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._lowering.options(record))
             self._begin(record, self._measured(record, original, run, own))
-            return
+        else:
+            await self._lowered_first(record, extractor, backend)
+
+    async def _lowered_first(self, record: ExtractorRecord, extractor: Extractor, backend: Backend) -> None:
+        """Lower before the first request, compare, and serve by it or refuse."""
+        spec = record.spec
         candidate = Candidate(backend.name)
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
-            lowered, reference = await self._lowered(record, extractor, backend, self._asked)
-            await self._compared(candidate, reference, lowered)
-            await self._warmed(reference, lowered)
+            lowered, reference = await self._lowering.lower(record, extractor, backend, self._asked)
+            await self._trials.compare(candidate, reference, lowered)
+            await self._trials.warm(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
             if is_shortage(error):
                 raise shortage(error) from error
@@ -155,7 +145,7 @@ class Upgrades:
         candidate.state = "serving"
         record.backend = backend.name
         record.checks = report(record, candidate, [candidate])
-        record.run = OneSize(lowered, reference.row_shapes) if not candidate.any_size else lowered
+        record.run = lowered if candidate.any_size else OneSize(lowered, reference.row_shapes)
         if isinstance(lowered, EagerInt8):
             record.checks |= shown(lowered.layers)
         elif spec.precision == "int8":
@@ -172,7 +162,7 @@ class Upgrades:
             # Not in a pool: what that is busy with takes longer than this does.
             rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
             reference = Reference(original, rows, record.spec.precision)
-            own.take(await self._on_worker(reference.compare, eager, range(1)), record.spec.precision)
+            await self._trials.compare_one(own, reference, eager)
             own.state, own.reason = "serving", None
             if record.run is eager:
                 record.checks = report(record, own, [own])
@@ -205,9 +195,10 @@ class Upgrades:
         """What to answer where int8 is too far from float32; finding what passes may take as long as lowering did."""
 
         async def attempt(module: fx.GraphModule) -> Candidate:
-            kept, _ = await self._lowered(record, replace(extractor, module=module), BACKENDS["eager"], self._asked)
+            changed = replace(extractor, module=module)
+            kept, _ = await self._lowering.lower(record, changed, BACKENDS["eager"], self._asked)
             found = Candidate("eager")
-            await self._compared(found, reference, kept)
+            await self._trials.compare(found, reference, kept)
             return found
 
         made = await in_pool(self._asked, simulation, record, extractor, self._settings.calibration_dir)
@@ -236,21 +227,21 @@ class Upgrades:
         return record.upgrade
 
     async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
+        """Try ``backends`` in turn until one takes over from eager."""
         eager = record.run
         if eager is None:
             return
         own = await record.check if record.check is not None else Candidate("eager", "serving")
         candidates = [own, *(Candidate(backend.name) for backend in backends)]
-        record.checks = report(record, own, candidates)
         for candidate, backend in zip(candidates[1:], backends, strict=True):
+            candidate.state = "lowering"
+            record.checks = report(record, own, candidates)
             try:
-                candidate.state = "lowering"
-                record.checks = report(record, own, candidates)
                 with record.in_use():
-                    lowered, reference = await self._lowered(record, extractor, backend, self._unasked)
-                    faster = await self._judged(record, own, candidate, reference, eager, lowered)
+                    lowered, reference = await self._lowering.lower(record, extractor, backend, self._unasked)
+                    faster = await self._faster(record, reference, own, eager, candidate, lowered)
                     if faster:
-                        await self._warmed(reference, lowered)
+                        await self._trials.warm(reference, lowered)
                 if faster and record.run is eager:  # else it was evicted meanwhile
                     own.state, candidate.state = "replaced", "serving"
                     shapes = None if candidate.any_size else reference.row_shapes
@@ -258,70 +249,34 @@ class Upgrades:
                     behind = Plain(extractor.module) if candidate.any_size else eager
                     record.run = Swapped(lowered, behind, shapes, self._retirer(record, own, candidate, candidates))
                     record.backend = candidate.backend
-                    own = candidate
                     log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
             except (LoweringFailed, EngineError, PassFailed) as error:
                 candidate.state, candidate.reason = "failed", getattr(error, "detail", str(error))
-                log.warning("extractor %s stays on %s: %s", record.id, record.backend, candidate.reason)
+                log.warning("extractor %s stays on eager: %s", record.id, candidate.reason)
             except Exception as error:
                 candidate.state, candidate.reason = "failed", summarize(error)
                 log.exception("looking for a faster backend for extractor %s failed", record.id)
-            record.checks = report(record, own, candidates)
-            if own.backend != "eager":
+            serving = candidate if candidate.state == "serving" else own
+            record.checks = report(record, serving, candidates)
+            if serving is candidate:
                 break
         del eager
         self.on_upgrade()
         await in_pool(self._unasked, tidy)
 
-    async def _lowered(
-        self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
-    ) -> tuple[Lowered, Reference]:
-        """Lower in ``pool``; with it come the photographs to compare on.
-
-        An artifact that was kept is tried on the first of them, since a damaged one may load and be wrong.
-        """
-        cancelled = self._lowering[record] = threading.Event()
-        if record.gone and not record.users:
-            cancelled.set()
-
-        def work(reuse: bool) -> tuple[Lowered, Reference]:
-            if cancelled.is_set():
-                raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
-            options = replace(self._options(record), cancelled=cancelled, reuse=reuse)
-            rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
-            two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
-            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
-            return lowered, Reference(extractor.module, rows, record.spec.precision)
-
-        try:
-            lowered, reference = await in_pool(pool, work, True)
-            remade = record.id, backend.name
-            if getattr(lowered, "recalled", False) and remade not in self._remade:
-                candidate = Candidate(backend.name)
-                with suppress(PassFailed):
-                    candidate.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
-                if not candidate.agrees:
-                    log.warning("the compiled model of extractor %s is wrong, and made again", record.id)
-                    self._remade.add(remade)
-                    lowered, reference = await in_pool(pool, work, False)
-            return lowered, reference
-        finally:
-            del self._lowering[record]
-
-    def _end(self, record: ExtractorRecord) -> None:
+    def _cancel(self, record: ExtractorRecord) -> None:
         """End what is being lowered for ``record``, and the search that it is for."""
-        if record in self._lowering:
-            self._lowering[record].set()
+        self._lowering.cancel(record)
         if record.upgrade is not None:
             record.upgrade.cancel()
 
-    async def _judged(
+    async def _faster(
         self,
         record: ExtractorRecord,
-        own: Candidate,
-        candidate: Candidate,
         reference: Reference,
+        own: Candidate,
         eager: Lowered,
+        candidate: Candidate,
         lowered: Lowered,
     ) -> bool:
         """Whether the candidate agrees and is faster: as was found before, if a photograph confirms it, or is now."""
@@ -329,52 +284,21 @@ class Upgrades:
         known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
-            now.take(await self._on_worker(reference.compare, lowered, range(1)), reference.precision)
+            await self._trials.compare_one(now, reference, lowered)
             if now.agrees:
                 for one, before in zip((own, candidate), known, strict=True):
                     one.recall(before)
                 return True
-        await self._compared(candidate, reference, lowered)
-        faster = candidate.agrees and await self._tried(own, candidate, reference, eager, lowered)
+        await self._trials.compare(candidate, reference, lowered)
+        faster = candidate.agrees and await self._trials.race(reference, own, eager, candidate, lowered)
         if faster:
             await asyncio.to_thread(self._verdicts.write, record, own, candidate)
         return faster
 
-    async def _compared(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
-        for photographs in reference.batches():
-            found = await self._on_worker(reference.compare, lowered, photographs)
-            candidate.take(found, reference.precision)
-        candidate.any_size = await self._on_worker(reference.takes_another_size, lowered)
-
-    async def _warmed(self, reference: Reference, lowered: Lowered) -> None:
-        """Run each size of batch once that does not take long, so that few requests wait for a first time."""
-        single = await self._on_worker(reference.timed, lowered, 1)
-        for rows in range(2, self._settings.max_batch + 1):
-            if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
-                await self._on_worker(reference.timed, lowered, rows)
-
-    async def _tried(
-        self, own: Candidate, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered
-    ) -> bool:
-        """Time both at one row and at a full batch, in turns until it is clear; whether the candidate is faster."""
-        rows = 1
-        for full in (False, True):
-            if full:
-                single = own.ms["1"] / 1000
-                rows = self._settings.max_batch
-                while rows > 2 and rows * single > _TRIAL_SECONDS:
-                    rows //= 2
-            for _ in range(_ROUNDS):
-                for run, one in ((eager, own), (lowered, candidate)):
-                    one.time(rows, await self._on_worker(reference.timed, run, rows))
-                if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
-                    break
-        return candidate.judge(own)
-
     def _retirer(
         self, record: ExtractorRecord, eager: Candidate, candidate: Candidate, candidates: list[Candidate]
     ) -> Callable[[BaseException], None]:
-        """What to do on the event loop when a backend that took over fails a batch: eager takes over again."""
+        """What the worker calls when a backend that took over fails a batch: eager serves again."""
         loop = asyncio.get_running_loop()
 
         def retire(error: BaseException) -> None:
@@ -388,14 +312,3 @@ class Upgrades:
             loop.call_soon_threadsafe(retire, error)
 
         return from_worker
-
-    def _options(self, record: ExtractorRecord) -> Options:
-        return Options(self._device, record.spec.precision, self._settings.compute_threads, self._settings.cache_dir)
-
-    async def _on_worker(self, function: Callable[..., T], *args: object) -> T:
-        try:
-            return await asyncio.wrap_future(self._queue.run_idle(lambda: function(*args)))
-        except EngineError:
-            raise
-        except Exception as error:
-            raise PassFailed(summarize(error)) from error

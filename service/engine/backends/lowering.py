@@ -1,0 +1,95 @@
+"""Lowering extractors to backends, each until it is done or nobody wants it any more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from fxcore.backends import Backend, Lowered, LoweringFailed, Options
+from fxcore.extractor import Extractor
+from service.engine.backends.checks import PassFailed, Reference, example_rows
+from service.engine.backends.trials import Trials
+from service.engine.candidate import Candidate
+from service.engine.device.threads import in_pool
+from service.engine.record import ExtractorRecord
+from service.settings import Settings
+
+log = logging.getLogger("fxserve.upgrades")
+
+
+class Lowering:
+    """Lowers extractors. For one event loop.
+
+    Args:
+        device: where extractors run.
+        trials: confirms artifacts that were kept.
+        settings: threads, cache, and the photographs for calibration.
+    """
+
+    def __init__(self, device: torch.device, trials: Trials, settings: Settings) -> None:
+        self._device = device
+        self._trials = trials
+        self._settings = settings
+        self._cancelled: dict[ExtractorRecord, threading.Event] = {}  # of what is being lowered
+        # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
+        self._remade: set[tuple[str, str]] = set()
+
+    def options(self, record: ExtractorRecord) -> Options:
+        """What a backend is told of ``record``."""
+        return Options(self._device, record.spec.precision, self._settings.compute_threads, self._settings.cache_dir)
+
+    async def lower(
+        self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
+    ) -> tuple[Lowered, Reference]:
+        """Lower in ``pool``; with it come the photographs to compare on.
+
+        An artifact that was kept is tried on the first of them, since a damaged one may load and be wrong.
+
+        Raises:
+            LoweringFailed: the backend does not take the model, or the lowering was cancelled.
+        """
+        cancelled = self._cancelled[record] = threading.Event()
+        if record.gone and not record.users:
+            cancelled.set()
+
+        def work(reuse: bool) -> tuple[Lowered, Reference]:
+            if cancelled.is_set():
+                raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
+            options = replace(self.options(record), cancelled=cancelled, reuse=reuse)
+            rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
+            two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
+            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
+            return lowered, Reference(extractor.module, rows, record.spec.precision)
+
+        try:
+            lowered, reference = await in_pool(pool, work, True)
+            artifact = record.id, backend.name
+            recalled = getattr(lowered, "recalled", False) and artifact not in self._remade
+            if recalled and not await self._confirmed(backend, reference, lowered):
+                log.warning("the compiled model of extractor %s is wrong, and made again", record.id)
+                self._remade.add(artifact)
+                lowered, reference = await in_pool(pool, work, False)
+            return lowered, reference
+        finally:
+            del self._cancelled[record]
+
+    def cancel(self, record: ExtractorRecord) -> None:
+        """End what is being lowered for ``record``, if anything is."""
+        if record in self._cancelled:
+            self._cancelled[record].set()
+
+    def cancel_all(self) -> None:
+        """End all that is being lowered."""
+        for cancelled in self._cancelled.values():
+            cancelled.set()
+
+    async def _confirmed(self, backend: Backend, reference: Reference, lowered: Lowered) -> bool:
+        candidate = Candidate(backend.name)
+        with suppress(PassFailed):
+            await self._trials.compare_one(candidate, reference, lowered)
+        return candidate.agrees

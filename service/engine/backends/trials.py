@@ -1,0 +1,93 @@
+"""Comparing a lowered extractor with eager and timing both, on the device worker, one forward pass at a time.
+
+A pass runs when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from fxcore.backends import Lowered
+from fxcore.errors import summarize
+from service.engine.backends.checks import PassFailed, Reference
+from service.engine.candidate import Candidate
+from service.engine.device.queue import Queue, usual_size
+from service.engine.errors import EngineError
+
+T = TypeVar("T")
+
+_SLOWEST_PASS = 0.5
+"""About the most seconds of a forward pass that is timed, as requests wait for it."""
+
+_WARM_SECONDS = 0.25
+"""Sizes of batch that take longer are not warmed: their first pass is little slower than the next, and a start that
+waits for it takes a second longer."""
+
+_ROUNDS = 3
+
+_CLEAR = 0.6
+"""A candidate that took so much of eager's time is the faster one whatever further rounds would say: its first pass of
+a size, which compilers take longer for, is among what was measured, and requests wait while it is timed."""
+
+
+class Trials:
+    """Runs comparisons and timings. Each method raises ``PassFailed`` where a forward pass raises.
+
+    Args:
+        queue: the device worker's.
+        max_batch: most rows of a batch.
+    """
+
+    def __init__(self, queue: Queue, max_batch: int) -> None:
+        self._queue = queue
+        self._max_batch = max_batch
+
+    async def compare(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
+        """Measure how far ``lowered`` is from the reference, on all photographs and for another size."""
+        for photographs in reference.batches():
+            candidate.take(await self._run(reference.compare, lowered, photographs), reference.precision)
+        candidate.any_size = await self._run(reference.takes_another_size, lowered)
+
+    async def compare_one(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
+        """Measure how far ``lowered`` is from the reference, on the first photograph."""
+        candidate.take(await self._run(reference.compare, lowered, range(1)), reference.precision)
+
+    async def warm(self, reference: Reference, lowered: Lowered) -> None:
+        """Run each size of batch once that does not take long, so that few requests wait for a first time."""
+        single = await self._run(reference.timed, lowered, 1)
+        for rows in range(2, self._max_batch + 1):
+            if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
+                await self._run(reference.timed, lowered, rows)
+
+    async def race(
+        self, reference: Reference, own: Candidate, eager: Lowered, candidate: Candidate, lowered: Lowered
+    ) -> bool:
+        """Time both at one row and at a full batch, in turns until it is clear; whether the candidate is faster.
+
+        Args:
+            own: takes the times of ``eager``.
+            candidate: takes the times of ``lowered``.
+        """
+        rows = 1
+        for full in (False, True):
+            if full:
+                single = own.ms["1"] / 1000
+                rows = self._max_batch
+                while rows > 2 and rows * single > _SLOWEST_PASS:
+                    rows //= 2
+            for _ in range(_ROUNDS):
+                for run, one in ((eager, own), (lowered, candidate)):
+                    one.time(rows, await self._run(reference.timed, run, rows))
+                if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
+                    break
+        return candidate.judge(own)
+
+    async def _run(self, function: Callable[..., T], *args: object) -> T:
+        try:
+            return await asyncio.wrap_future(self._queue.run_idle(lambda: function(*args)))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise PassFailed(summarize(error)) from error
