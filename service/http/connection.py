@@ -7,6 +7,7 @@ of any size in memory. It also loses the body of a request that offers an upgrad
 from __future__ import annotations
 
 import asyncio
+from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +20,7 @@ from service.engine.errors import Draining
 from service.http import heads
 from service.http.middleware import LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
 from service.http.problem_responses import error_response
+from service.http.send_timeout import SendTimeout
 from service.http.transport import HeadWithBody
 from service.schemas.problems import Refusal
 
@@ -37,9 +39,14 @@ HOLD_SECONDS = 2.0
 most for this long. Who comes back at once would have the server write nothing but refusals: of 400 such clients it
 answered a fifth of what it answers 128."""
 
-UNREAD_SECONDS, UNREAD_BYTES = 10.0, 256 * 1024
-"""A client that has to be waited for must read that many bytes of its answer in that time; pieces of it are that
-large."""
+
+class Phase(Enum):
+    """What the bytes that come next belong to."""
+
+    HEAD = auto()
+    BODY = auto()
+    NEXT = auto()  # a request that has not begun
+    NOTHING = auto()  # the connection ends; they are thrown away
 
 
 class Connection(HttpToolsProtocol):
@@ -47,58 +54,57 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._leaving = False
-        self._in_head = True
-        self._in_message = True
-        self._head_only = True
+        self._phase = Phase.HEAD
+        self._draining = False
         self._head_bytes = 0
-        self._thrown_away: int | None = None
-        self._unfinished: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        self._unread_bytes = 0
-        self._answering: RequestResponseCycle | None = None
-        self._fault: Refusal | None = None
         self._bytes_without_body = 0
-        self._held: asyncio.TimerHandle | None = None
+        self._bytes_thrown_away = 0
+        self._mixed = False  # whether the piece at hand begins with bytes of an earlier request
+        self._fault: Refusal | None = None
+        self._answering: RequestResponseCycle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
+        self._hold: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_end()
+        self._send_timeout = SendTimeout(transport, self.loop)
+        self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended()
-        self._read_on()
-        if self._held is not None:
-            self._held.cancel()
+        self._cancel_deadline()
+        self._send_timeout.stop()
+        if self._hold is not None:
+            self._hold.cancel()
         if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
-            _break_off(self._answering)
+            _disconnect(self._answering)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._thrown_away is not None:
-            self._thrown_away += len(data)
-            if self._thrown_away > LINGER_BYTES:
+        if self._phase is Phase.NOTHING:
+            self._bytes_thrown_away += len(data)
+            if self._bytes_thrown_away > LINGER_BYTES:
                 self.transport.abort()
             return
-        self._head_only = self._in_head or not self._in_message
+        self._mixed = self._phase is Phase.BODY
         self._bytes_without_body += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self._in_head = self._in_head or not self._in_message
+            if self._phase is Phase.NEXT:
+                self._phase = Phase.HEAD
             self._head_bytes += 1
             self._end(self._fault or heads.not_http())
             return
-        if self._in_head and not self.transport.is_closing():
-            # Where an earlier request ends in the same piece, it is not known how much of it belongs to this head.
-            self._head_bytes += len(data) if self._head_only else 1
+        if self._phase is Phase.HEAD and not self.transport.is_closing():
+            # It is not known how much of a piece with the end of an earlier request belongs to this head.
+            self._head_bytes += 1 if self._mixed else len(data)
             if self._head_bytes > heads.MAX_HEAD_BYTES:
                 self._end(heads.too_large())
             else:
-                self._expect_end()
-        elif self._in_message and self._bytes_without_body > heads.MAX_HEAD_BYTES:  # trailers, extensions of chunks
-            self._end(heads.too_large())
+                self._expect_head()
+        elif self._phase is Phase.BODY and self._bytes_without_body > heads.MAX_HEAD_BYTES:
+            self._end(heads.too_large())  # trailers, or extensions of chunks
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
@@ -123,11 +129,11 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RuntimeError("too many requests at once")  # which ends the parsing
         super().on_message_begin()
-        self._in_head = self._in_message = True
+        self._phase = Phase.HEAD
         self._head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # trailers come after what they would change has been decided
+        if self._phase is Phase.HEAD:  # trailers come after what they would change has been decided
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -141,12 +147,13 @@ class Connection(HttpToolsProtocol):
             self.expect_100_continue = False
         if self.parser.should_upgrade():  # see _parse
             return
-        self._in_head = self._head_only = False
-        self._ended()
+        self._phase = Phase.BODY
+        self._mixed = True
+        self._cancel_deadline()
         super().on_headers_complete()
         # An answer only writes and closes.
         self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
-        if self._leaving:
+        if self._draining:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -156,8 +163,8 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._in_message = False
-        self._ended()
+        self._phase = Phase.NEXT
+        self._cancel_deadline()
         super().on_message_complete()
         self._hold_if_refused()
 
@@ -168,23 +175,23 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # uvicorn reads on after each answer, and a client that sends faster than it is answered would fill the memory.
-        if self.pipeline or self._held is not None:
+        if self.pipeline or self._hold is not None:
             self.flow.pause_reading()
         self._hold_if_refused()
-        if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
-            self._expect_end()
+        if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
+            self._expect_head()
 
     def _hold_if_refused(self) -> None:
-        """Once the last request has been read to its end and refused."""
-        if self._in_message or not self.cycle.response_complete or self._held is not None:
+        """Stop reading for a while once the last request has been read to its end and refused."""
+        if self._phase is not Phase.NEXT or not self.cycle.response_complete or self._hold is not None:
             return
         wait: Any = self.cycle.scope.get(REFUSED)
         if wait is not None and not self.transport.is_closing():
             self.flow.pause_reading()
-            self._held = self.loop.call_later(min(wait, HOLD_SECONDS), self._resume)
+            self._hold = self.loop.call_later(min(wait, HOLD_SECONDS), self._resume)
 
     def _resume(self) -> None:
-        self._held = None
+        self._hold = None
         if not self.transport.is_closing():
             self.flow.resume_reading()
 
@@ -194,37 +201,38 @@ class Connection(HttpToolsProtocol):
         uvicorn closes a connection whose last request is answered at once. Under load the next one waits in the
         system's buffer then, and its client is reset: so were five or six of six clients that kept sending 300 KB at a
         time to a server that ended; zero to two are with this."""
-        self._leaving = True
-        if self._works():
+        self._draining = True
+        if self._busy():
             super().shutdown()
         else:
-            self.loop.call_later(LAST_SECONDS, self._leave)
+            self.loop.call_later(LAST_SECONDS, self._end_if_idle)
 
-    def _works(self) -> bool:
+    def _busy(self) -> bool:
         """Whether a request waits for its answer."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _leave(self) -> None:
-        if not self._works() and not self.transport.is_closing():
+    def _end_if_idle(self) -> None:
+        if not self._busy() and not self.transport.is_closing():
             self._end(Draining())
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._send_timeout.start()
 
     def resume_writing(self) -> None:
-        self._read_on()
+        self._send_timeout.stop()
         super().resume_writing()
 
-    def _expect_end(self) -> None:
-        if self._unfinished is None:
+    def _expect_head(self) -> None:
+        """Start the time limit for a head, or for what is left of a body whose request is answered."""
+        if self._deadline is None:
             why = Refusal("request-timeout", f"the request's head did not end within {HEAD_SECONDS:g} s")
-            self._unfinished = self.loop.call_later(HEAD_SECONDS, self._end, why)
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._end, why)
 
-    def _ended(self) -> None:
-        if self._unfinished is not None:
-            self._unfinished.cancel()
-            self._unfinished = None
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _end(self, why: Refusal | FxError) -> None:
         """Close the connection, and say why where a request has begun that has no answer. Requests before that one
@@ -233,19 +241,20 @@ class Connection(HttpToolsProtocol):
 
         Once it is said, the connection is closed for our side only, until the client has seen that and closes its own,
         because unread bytes would make it a reset, which can take the answer with it."""
-        self._ended()
-        unread = self.cycle if self._in_message and not self._in_head else None
+        self._cancel_deadline()
+        unread = self.cycle if self._phase is Phase.BODY else None
         before = [cycle for cycle in self._unanswered() if cycle is not unread]
+        head_begun = self._phase is Phase.HEAD and self._head_bytes > 0
         if unread is not None:
-            _break_off(unread)
+            _disconnect(unread)
         if before:
             before[-1].keep_alive = False
-            self._thrown_away = 0
-        elif (self._in_head and self._head_bytes) or (unread is not None and not unread.response_started):
+            self._phase = Phase.NOTHING
+        elif head_begun or (unread is not None and not unread.response_started):
             self.transport.write(_written(why))
             self.transport.write_eof()
-            self._thrown_away = 0
-            self._unfinished = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+            self._phase = Phase.NOTHING
+            self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
         else:
             self.transport.close()
 
@@ -254,24 +263,8 @@ class Connection(HttpToolsProtocol):
         running = [] if self._answering is None or self._answering.response_complete else [self._answering]
         return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
 
-    def _expect_reading(self) -> None:
-        self._read_on()
-        self._unread_bytes = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reading)
 
-    def _read_on(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-
-    def _check_reading(self) -> None:
-        if self._unread_bytes - self.transport.get_write_buffer_size() >= UNREAD_BYTES:
-            self._expect_reading()
-        else:  # closing would wait for it to read
-            self.transport.abort()
-
-
-def _break_off(cycle: RequestResponseCycle) -> None:
+def _disconnect(cycle: RequestResponseCycle) -> None:
     """Tell a request that it can neither be read nor answered further."""
     cycle.disconnected = True
     cycle.message_event.set()
