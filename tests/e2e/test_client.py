@@ -215,6 +215,7 @@ def test_an_extractor_outlives_the_servers_process(start, three, expected):
         agree(extractor(three), expected)
 
 
+@pytest.mark.exhaustive
 def test_every_process_of_a_server_is_asked(start, three, expected):
     server = start(workers=2)
     deadline = time.monotonic() + START_SECONDS

@@ -44,6 +44,7 @@ def noise(side: int) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
     start: Callable[..., Server],
     folder: Callable[..., Path],  # noqa: F811
@@ -81,6 +82,7 @@ class Slow(nn.Module):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
     start: Callable[..., Server],
     folder: Callable[..., Path],  # noqa: F811
@@ -101,6 +103,7 @@ def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
     )
 
 
+@pytest.mark.exhaustive
 def test_a_server_may_restart_and_another_one_end_for_good(
     start: Callable[..., Server],
     folder: Callable[..., Path],  # noqa: F811

@@ -227,6 +227,7 @@ def test_a_client_that_leaves_while_it_sends(small):
     assert "Traceback" not in small.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_accepted_work_is_finished_before_the_end(start, photos):
     server = start()
     photo = ("a.jpg", photos["chelsea"], "image/jpeg")
@@ -255,6 +256,7 @@ def test_who_has_begun_a_head_is_told_of_the_end(start):
     server.process.wait(60)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("grace", "status"), [(300, 201), (0.5, 503)])
 def test_what_waits_for_its_extractor_before_the_end(start, grace, status):
     """Building this one takes seconds."""

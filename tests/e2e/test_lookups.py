@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import pytest
 
 from tests.e2e.conftest import Server
 
 
+@pytest.mark.exhaustive
 def test_many_graphs_at_a_time_starve_nobody(server: Server) -> None:
     stop = threading.Event()
     statuses: Counter[int] = Counter()

@@ -92,6 +92,7 @@ def test_the_service_answers_without(name: str, without: Callable[..., Server], 
     assert np.linalg.norm(found - reference) < 1e-4 * np.linalg.norm(reference)
 
 
+@pytest.mark.exhaustive
 def test_int8_without_torch_ao(without: Callable[..., Server], photos: dict[str, bytes]) -> None:
     """By OpenVINO, with its report per layer; what only torch.ao can do says so."""
     pytest.importorskip("nncf")

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOAK = Path(__file__).parent.parent.parent / "benchmarks/soak.py"
 
 
+@pytest.mark.exhaustive
 def test_nothing_grows() -> None:
     command = [sys.executable, str(SOAK), "--small", "--seconds", "30", "--clients", "4"]
     environment = os.environ | {"FXSERVE_DEVICE": "cpu", "TORCH_HOME": "/nonexistent"}

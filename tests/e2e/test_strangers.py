@@ -70,6 +70,7 @@ def test_keys_are_read_again_on_sighup(guarded, keys):
     assert guarded.http.get("/v1/models", headers=bearer("one")).status_code == 200
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", [FEATURES, "/v1/extractors", "/v2/repository/index", "/v2/models/resnet18/infer"])
 def test_a_body_that_stops_is_answered(guarded, path):
     with guarded.connect() as connection:
@@ -156,6 +157,7 @@ def test_a_head_that_is_too_long_is_answered(guarded):
     connection_problem(received, 431, "head-too-large")
 
 
+@pytest.mark.exhaustive
 def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, photos):
     """Eighty requests of one key at a time and no end of them; another key's few are all served, in a few rounds."""
     server = start(api_keys_file=keys, max_inflight=64, max_batch=2)
@@ -218,6 +220,7 @@ class Held(nn.Module):
 """
 
 
+@pytest.mark.exhaustive
 def test_two_hundred_clients_that_vanish(start, photos, tmp_path, monkeypatch):
     """They send and are gone: at once, and again while their requests wait. Next to nothing is computed for them."""
     (tmp_path / "held_for_tests.py").write_text(HELD)

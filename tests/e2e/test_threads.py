@@ -64,6 +64,7 @@ def start_limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
         yield start
 
 
+@pytest.mark.exhaustive
 def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., LimitedServer], tmp_path: Path) -> None:
     server = start_limited(cache_dir=tmp_path)
     assert server.extractor("features.3", "openvino").status_code == 201

@@ -42,6 +42,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.exhaustive
 def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for name, data in photos.items():
@@ -61,6 +62,7 @@ def test_a_probe_reads_digits(url: str) -> None:
     assert float(match[1]) > 0.9
 
 
+@pytest.mark.exhaustive
 def test_a_head_finds_patches(url: str) -> None:
     model = "fasterrcnn_mobilenet_v3_large_320_fpn"
     said = run("detection_head", "--server", url, "--model", model, "--level", "P5", "--pictures", 200)

@@ -77,6 +77,7 @@ def test_a_device_thread_that_dies(clients: Clients, server: FaultyServer) -> No
     assert server.metric("fxserve_worker_restarts_total ") == restarts + 3
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_hangs(clients: Clients, server: FaultyServer, together: Path) -> None:
     """No thread can be ended from outside. Clients are told in time, and /readyz says so until it moves again."""
     made = server.http.post("/v1/extractors", json={"model": "faulty", "return_nodes": ["conv"]}).json()

@@ -47,6 +47,7 @@ def taken(server: FaultyServer, clients: Clients, model: str, cache: Path, weigh
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_download_that_stalls(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     weights.stall_after = len(weights.data) // 2
     weights.resumed.clear()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import until
 from tests.e2e.faults.app import HANGS
@@ -29,6 +30,7 @@ def draining(server: FaultyServer) -> bool:
     return "shutting down" in httpx.get(server.url + "/readyz").text
 
 
+@pytest.mark.exhaustive
 def test_killed_and_started_again_then_told_to_end(
     begin: Callable[..., FaultyServer], weights: Weights, together: Path
 ) -> None:
@@ -76,6 +78,7 @@ def test_killed_and_started_again_then_told_to_end(
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
     """At the end of the grace period it is told so, and the process ends all the same."""
     clients.ask(good=8)

@@ -87,6 +87,7 @@ def everything() -> nn.Module:
     return nn.Sequential(encoder(), kept(names=names, functions=functions, config=Config(), other=object()))
 
 
+@pytest.mark.exhaustive
 def test_other_processes_tell_them_apart_in_the_same_way() -> None:
     here = Path(__file__).parents[3]
     program = f"from {__name__} import everything, key_of; print(key_of(everything()))"

@@ -105,6 +105,7 @@ def test_inputs_of_any_memory_format(batch: torch.Tensor, small: Lowered) -> Non
     assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), small(strided).values(), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_inputs_that_are_copied_live_as_long_as_they_are_read(artifacts: Path) -> None:
     """Channels go last, so what comes with channels first is copied, and OpenVINO keeps none of its memory."""
 

@@ -68,6 +68,7 @@ def grown(cache: Path, **asked: Any) -> dict[str, int]:
 NODES = ["features.0", "features.1", "features.2"]
 
 
+@pytest.mark.exhaustive
 def test_threads_are_bounded(artifacts: Path) -> None:
     sizes = {"model": "mobilenet_v3_small", "nodes": NODES, "rows": [1, 2, 3, 4, 5, 6]}
     found = grown(artifacts, threads=2, most=2, **sizes)
@@ -76,11 +77,13 @@ def test_threads_are_bounded(artifacts: Path) -> None:
     assert found["threads"] == 0, found
 
 
+@pytest.mark.exhaustive
 def test_what_is_counted_is_what_they_take(artifacts: Path) -> None:
     found = grown(artifacts, threads=2, model="resnet18", nodes=["layer1", "layer4"], rows=[1, 2, 4, 16])
     assert 0.75 * found["bytes"] < found["counted"] < 2 * found["bytes"], found
 
 
+@pytest.mark.exhaustive
 def test_intermediate_values_are_bounded(
     extractor: Build, batch: torch.Tensor, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

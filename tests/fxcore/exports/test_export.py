@@ -235,6 +235,7 @@ def small(prepare: Callable[[nn.Conv2d], nn.Module]) -> Extractor:
     return build_extractor(graph, model, graph.resolve({"alone": "out"}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("format", ["fx", "torch_export"])
 @pytest.mark.parametrize("prepare", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrised_weights_are_exported_as_they_are(
@@ -291,6 +292,7 @@ def test_functions_of_this_package_are_refused() -> None:
         export(own, "fx")
 
 
+@pytest.mark.exhaustive
 def test_exporting_disturbs_nothing() -> None:
     """Inference in another thread meanwhile, and the module afterwards: torch traces in another process."""
     extractor = make("mobilenet_v3_small", {"C4": "C4"})

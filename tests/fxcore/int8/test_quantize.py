@@ -54,6 +54,7 @@ def small() -> tuple[Extractor, list[Inputs]]:
     return make("resnet18", ["C2", "C3"], 4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "cosines", "layers"), TABLE)
 def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> None:
     extractor, rows = make(name, list(cosines), 4)

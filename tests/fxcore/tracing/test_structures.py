@@ -59,6 +59,7 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
     give_back()
 
 
+@pytest.mark.exhaustive
 def test_the_models_that_their_weights_change() -> None:
     """Listing only what untrained models have would leave out googlenet's ``cat``, which can be extracted."""
     changed = {

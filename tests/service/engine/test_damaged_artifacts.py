@@ -12,6 +12,7 @@ pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
 
 
+@pytest.mark.exhaustive
 async def test_one_that_loads_and_is_wrong_is_made_again(engine: MakeEngine, tmp_path: Path) -> None:
     async with engine(cache_dir=tmp_path) as running:
         await built(running, "squeezenet1_1", ["features.3"], backend="openvino")

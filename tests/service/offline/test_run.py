@@ -45,6 +45,7 @@ def begin(root: Path, out: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

@@ -61,6 +61,7 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         assert far(after.outputs, before.outputs) < 1e-4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 async def test_inductor_serves_images_and_tensors_alike(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     """Images come with channels last, tensors with channels first, and a batch of either is compiled code's input."""
@@ -217,6 +218,7 @@ async def test_a_named_backend_of_one_size_says_which(
         assert (await running.features(record, jpegs)).images == len(jpegs)
 
 
+@pytest.mark.exhaustive
 async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) -> None:
     """An untrained mobilenet's activations are so small that int8 loses them."""
     pytest.importorskip("nncf")
@@ -236,6 +238,7 @@ async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) 
         }
 
 
+@pytest.mark.exhaustive
 async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, cache: Path) -> None:
     """Which it does not tell itself: it is simulated, beside the requests."""
     pytest.importorskip("nncf")

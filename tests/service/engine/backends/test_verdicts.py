@@ -92,6 +92,7 @@ async def test_a_backend_that_no_longer_agrees_is_not_taken(start: Callable[...,
     assert record.checks["candidates"][1]["max_rel_error"] == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("damage", ["", "{", "[]", "[{}, {}]", '[{"backend": "eager", "rows": 3}, {"backend": "x"}]'])
 async def test_a_damaged_verdict_is_none(start: Callable[..., Any], tmp_path: Path, damage: str) -> None:
     _, compared = await start()
