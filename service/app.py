@@ -22,7 +22,7 @@ from service.http.keys import Keys
 from service.http.middleware import BodyLimit, HeadAsGet, RequestContext
 from service.http.route_cache import RouteCache
 from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
-from service.http.routes.v2 import inference, repository
+from service.http.routes.v2 import discovery, inference, repository
 from service.http.state import State
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -85,7 +85,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.fxserve = state
     problem_responses.install(app)
     # Routes are tried in this order: what is asked most often comes first.
-    for noun in (features, embeddings, inference, models, extractors, operations, transforms, exports, repository):
+    nouns = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
+    for noun in nouns:
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(RouteCache)

@@ -16,7 +16,7 @@ from starlette.routing import Match
 from fxcore.errors import FxError, finite
 from service.schemas import embeddings
 from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import MEDIA_TYPE, Refusal, invalid_request, problem
+from service.schemas.problems import MEDIA_TYPE, Refusal, invalid_request, problem, status_without_422
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -24,16 +24,16 @@ log = logging.getLogger("fxserve")
 
 
 def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """``document`` as an answer, in the form that errors have under ``/v2`` or elsewhere."""
+    """``document`` as an answer, in the form and with the status that errors have on ``path``."""
     shown, status, media_type = document, int(document["status"]), MEDIA_TYPE
     headers = dict(headers or {})
     if path == "/v2" or path.startswith("/v2/"):
-        shown, media_type = {"error": document["detail"]}, "application/json"
+        shown, media_type, status = {"error": document["detail"]}, "application/json", status_without_422(status)
     elif path == embeddings.PATH:
         shown, media_type = embeddings.openai_error(document), "application/json"
         if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients would try all of these again
             headers["X-Should-Retry"] = "false"
-        status = embeddings.openai_status(status)
+        status = status_without_422(status)
     return Response(json.dumps(finite(shown), default=str).encode(), status, headers, media_type)
 
 

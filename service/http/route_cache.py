@@ -59,7 +59,7 @@ class RouteCache:
         await response(scope, receive, send)
 
 
-class CachedRoute(Route):
+class CachedRoute(APIRoute):
     """Validates the parameters of each distinct path, query and timeout once; from then on :class:`RouteCache` calls
     the endpoint with them.
 
@@ -88,6 +88,10 @@ class CachedRoute(Route):
         known = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
         answer.__signature__ = signature.replace(parameters=known, return_annotation=Response)  # type: ignore[attr-defined]
         return answer
+
+
+class StrictCachedRoute(CachedRoute, Route):
+    """A cached route that refuses query parameters it does not have."""
 
 
 def _asked(scope: Scope) -> Asked:

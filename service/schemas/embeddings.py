@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from service.schemas.problem_kinds import KINDS
+from service.schemas.problems import status_without_422
 from service.schemas.v1 import MAX_IMAGES
 
 PATH = "/v1/embeddings"
@@ -125,11 +126,6 @@ _OF_MODEL = frozenset(("unknown-model", "unknown-extractor", "unknown-node", "un
 _OF_INPUT = frozenset(("bad-image", "image-too-large", "bad-tensor"))
 
 
-def openai_status(status: int) -> int:
-    """OpenAI has no 422: its clients take what is wrong with a request as 400."""
-    return 400 if status == 422 else status
-
-
 def openai_error(problem: Mapping[str, Any]) -> dict[str, Any]:
     """A problem document in OpenAI's shape.
 
@@ -165,7 +161,7 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
     responses: dict[int | str, dict[str, Any]] = {}
     for slug in slugs:
         kind = KINDS[slug]
-        status = openai_status(kind.status)
+        status = status_without_422(kind.status)
         schema = {"$ref": "#/components/schemas/OpenAIError"}
         response = responses.setdefault(
             status,

@@ -116,3 +116,8 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
             schema = {"type": "integer"}
             response["headers"] = {"Retry-After": {"description": description, "schema": schema, "example": 2}}
     return responses
+
+
+def status_without_422(status: int) -> int:
+    """The status of a problem in a protocol that knows no 422 and has 400 instead: V2, OpenAI's."""
+    return 400 if status == 422 else status

@@ -16,7 +16,7 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
 from service.engine.requests.admission import claim_for_current_request
 from service.http.middleware import header, joined_header
-from service.http.route_cache import CachedRoute
+from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected
 from service.http.state import State, state_of
@@ -25,7 +25,7 @@ from service.schemas.problems import Refusal
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 
-router = APIRouter(tags=["features"], route_class=CachedRoute)
+router = APIRouter(tags=["features"], route_class=StrictCachedRoute)
 
 _TAKEN = ("application/json",)
 

@@ -22,7 +22,7 @@ from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
 from service.http.middleware import header, joined_header
-from service.http.route_cache import CachedRoute
+from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import BUILD_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
 from service.http.state import State, state_of
@@ -30,7 +30,7 @@ from service.schemas.node_pairs import node_pairs
 from service.schemas.problems import Refusal, documented
 from service.schemas.v1 import ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
 
-router = APIRouter(prefix="/v1", tags=["features"], route_class=CachedRoute)
+router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
 
 Result = TypeVar("Result")
 

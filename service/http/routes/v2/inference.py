@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, version 2, over REST, with binary tensors and the model named."""
+"""Inference by the Open Inference Protocol, version 2: JSON, with raw tensors after it where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,61 +6,31 @@ import asyncio
 import math
 import time
 from dataclasses import replace
-from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from fxcore.models.catalog import ModelEntry
 from service.codecs import compression, json, v2
 from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.errors import DeadlineExceeded, NotReady
+from service.engine.errors import DeadlineExceeded
 from service.engine.options import CHOICES
 from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
-from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.middleware import joined_header
+from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import MAKING_PROBLEMS
-from service.http.routes.features import while_connected
+from service.http.routes.features import Timeout, while_connected
 from service.http.routes.v2 import metadata as named
-from service.http.routes.v2.routing import TAG, Name, Route, body, documented
-from service.http.state import Shared, State, state_of
+from service.http.routes.v2.routing import TAG, Name, Version, body, documented
+from service.http.state import State, state_of
 from service.schemas.problems import Refusal
-from service.schemas.v2 import InferRequest, InferResponse, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
+from service.schemas.v2 import InferRequest, InferResponse
 
-router = APIRouter(prefix="/v2", tags=[TAG], route_class=Route)
+router = APIRouter(prefix="/v2", tags=[TAG], route_class=CachedRoute)
 
-# The protocol has every route of a model twice, with a version and without.
-_VERSION_PARAMETER = {
-    "name": "version",
-    "in": "path",
-    "required": True,
-    "description": "There is only version 1.",
-    "schema": {"type": "string"},
-    "example": named.VERSION,
-}
-_VERSIONED: dict[str, Any] = {"openapi_extra": {"parameters": [_VERSION_PARAMETER]}}
-
-
-def _found(request: Request, state: State, name: str) -> ExtractorRecord | ModelEntry:
-    target = named.find(state, name)
-    version = request.path_params.get("version", named.VERSION)
-    if version != named.VERSION:
-        detail = f"{name} has no version {version[:64]!r}, only {named.VERSION}"
-        raise Refusal("unknown-model", detail, suggestions=[name])
-    return target
-
-
-async def _find(request: Request, state: Shared, name: Name) -> ExtractorRecord | ModelEntry:
-    return _found(request, state, name)
-
-
-Target = Annotated[ExtractorRecord | ModelEntry, Depends(_find)]
-
-
-# Routes are tried in order, and this one is asked most often.
 _INFER: dict[str, Any] = {
     "response_model": InferResponse,
     "openapi_extra": body(
@@ -101,30 +71,27 @@ _INFER: dict[str, Any] = {
 
 
 @router.post("/models/{name}/infer", **_INFER)
-@router.post(
-    "/models/{name}/versions/{version}/infer",
-    **_INFER | {"openapi_extra": _INFER["openapi_extra"] | _VERSIONED["openapi_extra"]},
-)
-async def infer(
-    request: Request,
-    name: Name,
-    x_request_timeout: Annotated[
-        float | None,
-        Header(
-            gt=0, allow_inf_nan=False, description="Seconds after which the answer is of no more use.", examples=[10]
-        ),
-    ] = None,
-) -> Response:
+async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
     """Outputs for encoded images, or for the model's own input."""
+    return await _answer(request, name, named.VERSION, timeout)
+
+
+@router.post("/models/{name}/versions/{version}/infer", **_INFER)
+async def infer_version(request: Request, name: Name, version: Version, timeout: Timeout = None) -> Response:
+    """Outputs for encoded images, or for the model's own input."""
+    return await _answer(request, name, version, timeout)
+
+
+async def _answer(request: Request, name: str, version: str, timeout: float | None) -> Response:
     started = time.monotonic()
     state = state_of(request)
-    target = _found(request, state, name)
+    target = named.find(state, name, version)
     _check_query(request)
     encoding = _encoding(request)
     state.engine.admission.check()
-    timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
+    seconds = min(timeout or math.inf, state.settings.request_timeout)
     try:
-        async with asyncio.timeout(timeout) as limit:
+        async with asyncio.timeout(seconds) as limit:
             data = await _read(request)
             kind, _ = media_type(request.headers.get("content-type"))
             sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
@@ -136,79 +103,13 @@ async def infer(
                 asked = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
             claim_for_current_request(max(0, asked.bytes - len(data)))
             del data, sent
-            timeout = min(timeout, _own_timeout(asked))
-            limit.reschedule(asyncio.get_running_loop().time() + started + timeout - time.monotonic())
+            seconds = min(seconds, _own_timeout(asked))
+            limit.reschedule(asyncio.get_running_loop().time() + started + seconds - time.monotonic())
             packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-            work = _infer(request, state, target, name, asked, started + timeout, packed)
+            work = _infer(request, state, target, name, asked, started + seconds, packed)
             return await while_connected(request, work)
     except TimeoutError:
         raise DeadlineExceeded from None
-
-
-@router.get("", response_model=ServerMetadata)
-async def server_metadata() -> ServerMetadata:
-    """What this server is, and which extensions of the protocol it has."""
-    return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
-
-
-_VERSION = version("fxserve")
-
-
-@router.get("/health/live", response_model=Live)
-async def live() -> Live:
-    """The process is up."""
-    return Live(live=True)
-
-
-@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
-async def server_ready(state: Shared) -> Ready:
-    """Preloads are done and the device worker answers."""
-    ready, reason = state.engine.readiness()
-    if not ready:
-        raise NotReady(reason)
-    return Ready(ready=True)
-
-
-@router.get(
-    "/models/{name}",
-    response_model=ModelMetadata,
-    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
-)
-@router.get(
-    "/models/{name}/versions/{version}",
-    **_VERSIONED,
-    response_model=ModelMetadata,
-    responses=documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
-)
-async def model_metadata(state: Shared, name: Name, target: Target) -> Response:
-    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
-    key = name, target.id if isinstance(target, ExtractorRecord) else None
-    answer = state.metadata.get(key)
-    if answer is None:
-        tensors = await state.in_thread(lambda: named.describe(target))
-        described = ModelMetadata(
-            name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
-        )
-        answer = described.model_dump_json().encode()
-        state.metadata.put(key, answer)
-    return Response(answer, media_type="application/json")
-
-
-@router.get(
-    "/models/{name}/ready", response_model=ModelReady, responses=documented("unknown-model", "not-ready", "draining")
-)
-@router.get(
-    "/models/{name}/versions/{version}/ready",
-    **_VERSIONED,
-    response_model=ModelReady,
-    responses=documented("unknown-model", "not-ready", "draining"),
-)
-async def model_ready(state: Shared, name: Name, target: Target) -> ModelReady:
-    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
-    [entry] = named.entries(state, [target])
-    if entry.state != "READY":
-        raise NotReady(f"{name}: {entry.reason}")
-    return ModelReady(name=name, ready=True)
 
 
 async def _infer(

@@ -29,12 +29,20 @@ from service.schemas.v2 import RepositoryEntry, TensorMetadata
 VERSION = "1"
 
 
-def find(state: State, name: str) -> ExtractorRecord | ModelEntry:
+def find(state: State, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
     """The extractor of that id or name, else the model. A failed extractor does not hide a model of its name.
 
     Raises:
-        Refusal: 404: there is neither.
+        Refusal: 404: there is neither, or not in that version.
     """
+    target = _any_version(state, name)
+    if version != VERSION:
+        detail = f"{name} has no version {version[:64]!r}, only {VERSION}"
+        raise Refusal("unknown-model", detail, suggestions=[name])
+    return target
+
+
+def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
     record = state.engine.known(name)
     if record is not None and record.state != "failed":
         return record

@@ -15,13 +15,13 @@ from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata as named
-from service.http.routes.v2.routing import TAG, Name, Route, body, documented, small_json
+from service.http.routes.v2.routing import TAG, Name, body, documented, small_json
 from service.http.state import Shared, State
 from service.schemas.problems import Refusal, invalid_body
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
 
-router = APIRouter(prefix="/v2/repository", tags=[TAG], route_class=Route)
+router = APIRouter(prefix="/v2/repository", tags=[TAG])
 
 
 @router.post(

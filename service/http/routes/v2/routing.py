@@ -1,21 +1,16 @@
-"""What all routes under ``/v2`` have in common: their errors, their documentation and small JSON bodies."""
+"""What all routes under ``/v2`` have in common: their parameters, their documentation and small JSON bodies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import Path, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
+from fastapi import Path, Request
 from pydantic import BaseModel, ValidationError
 
-from fxcore.errors import FxError
-from service.http.problem_responses import error_response
 from service.http.state import State
 from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import Refusal, invalid_body, invalid_request
+from service.schemas.problems import Refusal, invalid_body, status_without_422
 from service.schemas.v2 import ErrorV2
 
 TAG = "Open Inference Protocol"
@@ -24,32 +19,12 @@ Name = Annotated[
     str, Path(description="An extractor's id or name, or a model's.", examples=["resnet50"], max_length=256)
 ]
 
+# The protocol has every route of a model twice, with a version and without.
+Version = Annotated[str, Path(description="There is only version 1.", examples=["1"])]
+
 Body = TypeVar("Body", bound=BaseModel)
 
 _MOST_JSON = 2 * 1024**2
-
-
-class Route(APIRoute):
-    """Says 400 where ``/v1`` says 422, a status that the protocol does not have."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except (FxError, Refusal) as error:
-                response = error_response(request.url.path, error)
-            except RequestValidationError as error:
-                response = error_response(request.url.path, invalid_request(error.errors()))
-            response.status_code = _status(response.status_code)
-            return response
-
-        return answer
-
-
-def _status(status: int) -> int:
-    return 400 if status == 422 else status
 
 
 def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
@@ -58,7 +33,7 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
     for slug in slugs:
         kind = KINDS[slug]
         response = responses.setdefault(
-            _status(kind.status),
+            status_without_422(kind.status),
             {"model": ErrorV2, "description": kind.title, "content": {"application/json": {"examples": {}}}},
         )
         example = {"summary": kind.title, "value": {"error": kind.example}}

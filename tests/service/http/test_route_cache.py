@@ -11,7 +11,7 @@ from pydantic import BaseModel, field_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http import problem_responses
-from service.http.route_cache import CachedRoute, RouteCache
+from service.http.route_cache import RouteCache, StrictCachedRoute
 from service.observability.metrics import route_template
 from service.schemas.problems import Refusal
 
@@ -46,7 +46,7 @@ class Asked(BaseModel):
 def client() -> httpx.AsyncClient:
     validated.clear()
     routes.clear()
-    router = APIRouter(prefix="/v1", route_class=CachedRoute)
+    router = APIRouter(prefix="/v1", route_class=StrictCachedRoute)
 
     @router.post("/{place}")
     async def answer(

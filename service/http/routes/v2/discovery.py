@@ -1,0 +1,108 @@
+"""What is served, by the Open Inference Protocol, version 2: the server, its health, and each model."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Response
+
+from fxcore.models.catalog import ModelEntry
+from service.engine import ExtractorRecord
+from service.engine.errors import NotReady
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.routes.v2 import metadata as named
+from service.http.routes.v2.routing import TAG, Name, Version, documented
+from service.http.state import Shared, State
+from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
+
+router = APIRouter(prefix="/v2", tags=[TAG])
+
+_VERSION = version("fxserve")
+
+_Target = ExtractorRecord | ModelEntry
+
+
+async def _find(state: Shared, name: Name) -> _Target:
+    return named.find(state, name)
+
+
+async def _find_version(state: Shared, name: Name, version: Version) -> _Target:
+    return named.find(state, name, version)
+
+
+Found = Annotated[_Target, Depends(_find)]
+FoundVersion = Annotated[_Target, Depends(_find_version)]
+_METADATA: dict[str, Any] = {
+    "response_model": ModelMetadata,
+    "responses": documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
+}
+_READY: dict[str, Any] = {
+    "response_model": ModelReady,
+    "responses": documented("unknown-model", "not-ready", "draining"),
+}
+
+
+@router.get("", response_model=ServerMetadata)
+async def server_metadata() -> ServerMetadata:
+    """What this server is, and which extensions of the protocol it has."""
+    return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
+
+
+@router.get("/health/live", response_model=Live)
+async def live() -> Live:
+    """The process is up."""
+    return Live(live=True)
+
+
+@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
+async def server_ready(state: Shared) -> Ready:
+    """Preloads are done and the device worker answers."""
+    ready, reason = state.engine.readiness()
+    if not ready:
+        raise NotReady(reason)
+    return Ready(ready=True)
+
+
+@router.get("/models/{name}", **_METADATA)
+async def model_metadata(state: Shared, name: Name, target: Found) -> Response:
+    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    return await _described(state, name, target)
+
+
+@router.get("/models/{name}/versions/{version}", **_METADATA)
+async def version_metadata(state: Shared, name: Name, target: FoundVersion) -> Response:
+    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    return await _described(state, name, target)
+
+
+@router.get("/models/{name}/ready", **_READY)
+async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
+    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    return _ready(state, name, target)
+
+
+@router.get("/models/{name}/versions/{version}/ready", **_READY)
+async def version_ready(state: Shared, name: Name, target: FoundVersion) -> ModelReady:
+    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    return _ready(state, name, target)
+
+
+async def _described(state: State, name: str, target: _Target) -> Response:
+    key = name, target.id if isinstance(target, ExtractorRecord) else None
+    answer = state.metadata.get(key)
+    if answer is None:
+        tensors = await state.in_thread(lambda: named.describe(target))
+        described = ModelMetadata(
+            name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
+        )
+        answer = described.model_dump_json().encode()
+        state.metadata.put(key, answer)
+    return Response(answer, media_type="application/json")
+
+
+def _ready(state: State, name: str, target: _Target) -> ModelReady:
+    [entry] = named.entries(state, [target])
+    if entry.state != "READY":
+        raise NotReady(f"{name}: {entry.reason}")
+    return ModelReady(name=name, ready=True)
