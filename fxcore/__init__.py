@@ -23,7 +23,7 @@ from fxcore.analysis.health import check_health
 from fxcore.analysis.profile import profile
 from fxcore.analysis.verify import verify
 from fxcore.errors import FxError
-from fxcore.extractor import Extractor, OutputInfo, build_extractor
+from fxcore.extractor import Extractor, OutputInfo, build_extractor, create_extractor
 from fxcore.graph.levels import Level
 from fxcore.graph.model_graph import ModelGraph, NodeInfo, model_graph
 from fxcore.images.files import open_image
@@ -56,6 +56,7 @@ __all__ = [
     "apply_transforms",
     "build_extractor",
     "check_health",
+    "create_extractor",
     "get_model",
     "list_models",
     "list_transforms",

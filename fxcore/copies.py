@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,3 +35,40 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
             if type(tensor) is nn.Parameter:
                 memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def shallow_copy(model: nn.Module) -> nn.Module:
+    """The same module over the same parts, whose own attributes can be set; not copy.copy, which some classes refuse.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2))
+    >>> other = shallow_copy(model)
+    >>> other.append(nn.ReLU())[0] is model[0], len(model)
+    (True, 1)
+    """
+    made: nn.Module = object.__new__(type(model))
+    made.__dict__.update(vars(model))
+    made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
+    return made
+
+
+def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
+    """A shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
+
+    torch.fx makes an input of every argument, and of ``mask=None`` one that is not None.
+
+    Args:
+        fixed: values of other arguments; what is in neither has its default.
+
+    >>> class Scaled(nn.Module):
+    ...     def forward(self, x, factor=2, bias=None):
+    ...         return x * factor if bias is None else x * factor + bias
+    >>> narrowed(Scaled(), ["x"], {"factor": 3})(5)
+    15
+    """
+    # torch.fx reads the names of the inputs off the code object.
+    scope: dict[str, Any] = {"forward": type(model).forward, "fixed": dict(fixed or {})}
+    passed = ", ".join(f"{name}={name}" for name in taken)
+    exec(f"def narrow(self, {', '.join(taken)}): return forward(self, {passed}, **fixed)", scope)
+    made = shallow_copy(model)
+    made.__class__ = type(type(model).__name__, (type(model),), {"forward": scope["narrow"]})
+    return made

@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
+from torch.utils import _pytree as pytree
 
+from fxcore.copies import narrowed
+from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
+from fxcore.graph.annotate import observe
 from fxcore.graph.layout import layout_name
-from fxcore.graph.levels import stride_of
+from fxcore.graph.levels import Level, stride_of
 from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.nodes import resolve
 from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.tensors import TensorSpec, dtype_name
+from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.parts import trace_model
-from fxcore.tracing.tracer import PATH, record
-from fxcore.transforms.base import APPLIED
-from fxcore.transforms.out_of_place import functionalize
+from fxcore.tracing.interpreter import Inputs, bound, positional
+from fxcore.tracing.parts import UntraceablePart, trace_model
+from fxcore.tracing.tracer import CLOSED, PATH, LeafModule, record, trace
+from fxcore.transforms.base import APPLIED, fork
+from fxcore.transforms.out_of_place import functionalize, out_of_place
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -132,11 +142,7 @@ def build_extractor(
     by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
     functionalize(whole, dict(graph.traced_modules))
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
-    needed = _ancestors(list(wanted.values()))
-    kept: dict[fx.Node, fx.Node] = {}
-    for node in whole.nodes:
-        if node in needed or node.op == "placeholder":
-            kept[node] = pruned.node_copy(node, lambda n: kept[n])
+    kept = _pruned(whole, list(wanted.values()), pruned)
     results = {key: kept[node] for key, node in wanted.items()}
     for key, node in wanted.items():
         if node.meta["value"].is_quantized:  # int8 models hand out the real numbers that their integers stand for
@@ -156,6 +162,151 @@ def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
     for node, annotated in zip(traced.nodes, graph.graph.nodes, strict=True):
         node.meta = annotated.meta
     return traced
+
+
+def create_extractor(
+    module: nn.Module,
+    return_nodes: Sequence[str] | Mapping[str, str],
+    example_inputs: Inputs,
+    *,
+    leaf_modules: Sequence[LeafModule] | str | None = None,
+    leaf_functions: Sequence[Callable[..., Any]] = (),
+) -> fx.GraphModule:
+    """A module that returns the values of chosen nodes of ``module``, in eval mode, whatever kind of module it is.
+
+    ``module`` is neither changed nor moved, nor is its mode: the result has its parameters, where they are. In-place
+    operations become others, so that no value depends on which others are asked for.
+
+    Args:
+        module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned.
+        return_nodes: names, which are their own keys, or name → key. A name is torchvision's name of a node
+            (``get_graph_node_names``), or a truncated path, which means the last node under it.
+        example_inputs: of one call: positional arguments, arguments by name, or the only one, on the module's device.
+            Arguments that hold no tensor keep the value that they have here, or their default, and are not inputs of
+            the result. The module runs on copies of them once.
+        leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
+
+    Returns:
+        A graph module that takes the tensors, by position or by name, and returns ``{key: value}`` in the order asked.
+        Its nodes have ``meta["tensor_meta"]``, as torch's ``ShapeProp`` writes it.
+
+    Raises:
+        NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
+        UnknownNode: there is no node of that name, or it makes no tensor.
+        DuplicateKey: two names share a key.
+        BadTensor: the module does not take ``example_inputs``.
+        CannotTransform: it writes to memory in a way that cannot be followed.
+
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.words, self.mix = nn.Embedding(10, 4), nn.Linear(4, 4)
+    ...     def forward(self, ids, mask=None, scale=1):
+    ...         x = self.mix(self.words(ids)) * scale
+    ...         return x if mask is None else x * mask
+    >>> extractor = create_extractor(Net(), {"words": "before", "mul": "after"}, {"ids": torch.tensor([[1, 2, 3]])})
+    >>> {key: tuple(value.shape) for key, value in extractor(ids=torch.zeros(2, 5, dtype=torch.int64)).items()}
+    {'before': (2, 5, 4), 'after': (2, 5, 4)}
+    """
+    if not isinstance(module, nn.Module):
+        raise NotAModule(f"an extractor is made of a module, not of {module!r:.100}")
+    if isinstance(module, fx.GraphModule):
+        inputs = positional(module, example_inputs)
+        traced = fork(module)
+    else:
+        model, inputs = _with_tensors_only(module, example_inputs)
+        traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
+    try:
+        observe(traced, inputs)
+    except Exception as error:
+        raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
+    named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
+    names = NodeNames(called(module), named or {n.name: n for n in traced.graph.nodes if n.op != "output"})
+    exact = names.resolve(return_nodes)
+    pure = out_of_place(traced)
+    by_fx_name = {n.name: n for n in pure.graph.nodes}
+    wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
+    pruned = fx.Graph()
+    kept = _pruned(pure.graph, list(wanted.values()), pruned)
+    pruned.output({key: kept[node] for key, node in wanted.items()})
+    for node in pruned.nodes:
+        value = node.meta.pop("value", None)
+        for key in ("memory", "carries", "mutates"):
+            node.meta.pop(key, None)
+        if isinstance(value, Tensor):
+            node.meta["tensor_meta"] = _extract_tensor_metadata(value)
+    result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
+    result.meta.update(module.meta if isinstance(module, fx.GraphModule) else {})
+    for part in result.modules():
+        if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are in eval mode
+            part.training = False
+    return result
+
+
+class NotAModule(FxError):
+    """A module was needed and something else was given."""
+
+
+class NodeNames:
+    """Names of a traced module's nodes, to look others up in.
+
+    Args:
+        model: what the module is called.
+        by_name: nodes by name, in order of execution; their values have been observed.
+    """
+
+    def __init__(self, model: str, by_name: dict[str, fx.Node]) -> None:
+        self.model = model
+        self.by_name = by_name
+        self.eval_nodes = list(by_name)
+        self.levels: dict[str, Level] = {}
+        self.closed = [UntraceablePart(str(n.target), n.meta[CLOSED]) for n in by_name.values() if CLOSED in n.meta]
+
+    def extractable(self, node: fx.Node) -> bool:
+        return bool(node.meta["carries"])
+
+    def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+        """Key → exact name, see :func:`fxcore.graph.nodes.resolve`."""
+        pairs = return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes))
+        for pair in pairs:
+            if not all(isinstance(name, str) for name in (pair if isinstance(return_nodes, Mapping) else pair[1:])):
+                raise UnknownNode(
+                    f"return_nodes are names, or a dictionary from names to keys, and hold {pair[-1]!r:.100}",
+                    name=str(pair[-1])[:100],
+                    suggestions=[],
+                )
+        return resolve(self, return_nodes)
+
+
+def _listed(names: Any) -> Sequence[Any]:
+    return names if isinstance(names, Sequence) else [names]
+
+
+def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
+    """``module`` with a forward that takes those of its arguments alone that hold tensors, and those."""
+    call = bound(module, inputs)
+    tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
+    kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
+    if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
+        raise BadTensor(f"{called(module)} takes any number of arguments, and a graph takes as many as it was made for")
+    if len(tensors) == len(kinds):
+        return module, tuple(tensors.values())
+    fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
+    return narrowed(module, list(tensors), fixed), tuple(tensors.values())
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _pruned(whole: fx.Graph, wanted: list[fx.Node], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Copy the inputs of ``whole`` and what ``wanted`` need to ``graph``; the copies."""
+    needed = _ancestors(wanted)
+    kept: dict[fx.Node, fx.Node] = {}
+    for node in whole.nodes:
+        if node in needed or node.op == "placeholder":
+            kept[node] = graph.node_copy(node, lambda n: kept[n])
+    return kept
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

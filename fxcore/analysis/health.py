@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.tracing.frozen import frozen
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.tracer import public_name
 
 # Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
@@ -78,13 +77,13 @@ class Health:
 
 
 def check_health(
-    module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, saturation: float = 0.99, limit: float | None = None
+    module: fx.GraphModule, inputs: Inputs, *, saturation: float = 0.99, limit: float | None = None
 ) -> Health:
     """Run ``module`` once on ``inputs`` and find the first node where numbers go bad.
 
     Args:
         module: in eval mode, on the inputs' device.
-        inputs: positional arguments, or the only one.
+        inputs: positional arguments, arguments by name, or the only one.
         saturation: from which share of saturated elements on a node counts as saturated.
         limit: magnitude from which on a single element saturates its node, such as ``torch.finfo(torch.float16).max``
             to learn whether a model can run in half precision; the largest number of the value's own type where not
@@ -105,7 +104,8 @@ def check_health(
     >>> check_health(model, torch.ones(1, 1)).first_saturated
     '_1'
     """
-    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    require_graph(module)
+    arguments = positional(module, inputs)
     watcher = _Watcher(module, limit)
     with torch.no_grad():
         watcher.run(*arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.tracer import public_name
 
 
@@ -60,14 +59,14 @@ class Profile:
         return sorted(self.nodes, key=lambda n: n.milliseconds, reverse=True)[:count]
 
 
-def profile(module: fx.GraphModule, inputs: Sequence[Any] | Tensor, *, runs: int = 5, warmup: int = 1) -> Profile:
+def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: int = 1) -> Profile:
     """Run ``module`` node by node on ``inputs`` and measure each.
 
     A node's time includes a few microseconds of Python.
 
     Args:
         module: in eval mode, on the inputs' device.
-        inputs: positional arguments, or the only one.
+        inputs: positional arguments, arguments by name, or the only one.
         runs: how many runs the medians are over.
         warmup: runs before those.
 
@@ -90,9 +89,10 @@ class Profiler:
         module, inputs: see there.
     """
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any] | Tensor) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Inputs) -> None:
+        require_graph(module)
         self._module = module
-        self._inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        self._inputs = positional(module, inputs)
         self._device = next((x.device for x in self._inputs if isinstance(x, Tensor)), torch.device("cpu"))
         self._watcher = _Watcher(module, self._device)
         self._whole: list[float] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Inputs, Interpreter, positional
 from fxcore.tracing.tracer import public_name
 
 
@@ -92,7 +92,7 @@ class Verification:
 def verify(
     original: Callable[..., Any],
     transformed: Callable[..., Any],
-    inputs: Sequence[Any] | Tensor,
+    inputs: Inputs,
     *,
     rtol: float = 1e-4,
     atol: float = 1e-4,
@@ -102,7 +102,7 @@ def verify(
 
     Args:
         original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
-        inputs: positional arguments, or the only one.
+        inputs: positional arguments, arguments by name, or the only one.
         rtol: tolerance in units of each element of the original.
         atol: tolerance in units of the largest magnitude of the whole output, since activations of 0.001 and of 1,000
             are both usual.
@@ -124,7 +124,8 @@ def verify(
     >>> verify(model, replace_op(model, torch.relu, torch.sigmoid), torch.ones(2)).first_divergence
     'relu'
     """
-    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    arguments = positional(original, inputs)
+    positional(transformed, arguments)
     with torch.no_grad():
         # Each gets inputs of its own: one that works in place would change what the other sees.
         expected = flat(original(*_copies(arguments)))

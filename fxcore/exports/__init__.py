@@ -10,13 +10,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxcore.errors import summarize
 from fxcore.exports.captured import written
-from fxcore.exports.description import CannotExport, ExportUnavailable, UnknownFormat, require_float
+from fxcore.exports.description import ExportUnavailable, UnknownFormat, require_float
 from fxcore.exports.folder import export_folder, folder_zip
+from fxcore.exports.subject import CannotExport, subject_of
 from fxcore.extractor import Extractor
+from fxcore.tracing.interpreter import Inputs
 
 __all__ = [
     "FORMATS",
@@ -66,10 +68,12 @@ FORMATS = {
 
 
 def export(
-    extractor: Extractor,
+    extractor: Extractor | fx.GraphModule,
     format: str,
     cancelled: threading.Event | None = None,
     calibration: Sequence[tuple[Tensor, ...]] = (),
+    *,
+    example_inputs: Inputs | None = None,
 ) -> bytes:
     """``extractor`` as the bytes of one file; it stays as it is, and other threads may run it meanwhile.
 
@@ -77,15 +81,21 @@ def export(
     to start.
 
     Args:
+        extractor: or any graph module of tensors, as :func:`~fxcore.extractor.create_extractor` and
+            :func:`~fxcore.tracing.tracer.trace` give it. What it returns gets keys: of a single tensor ``output``, of
+            a tuple ``0``, ``1``…
         format: a key of :data:`FORMATS`.
         cancelled: once set, an export that takes long ends early.
         calibration: for ``openvino``, inputs of one row each (:func:`fxcore.photos.calibration_rows`): it is written in
             int8 then, by NNCF, as the backend of that name computes it.
+        example_inputs: of one call of a graph module. Where their first dimension is over 1, it is the number of rows,
+            and free in the file.
 
     Raises:
         UnknownFormat: no such format.
         ExportUnavailable: a package that the format needs is not installed.
         CannotExport: this model cannot be written so.
+        NotAGraph, BadTensor: neither an extractor nor a graph module with its inputs.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")
@@ -94,11 +104,11 @@ def export(
     >>> zipfile.ZipFile(io.BytesIO(export(extractor, "fx"))).namelist()[:2]
     ['resnet18_extractor/README.md', 'resnet18_extractor/__init__.py']
     """
-    found = FORMATS.get(format)
+    found = FORMATS.get(format) if isinstance(format, str) else None
     if found is None:
         raise UnknownFormat(
-            f"there is no export format {format[:64]!r}; there are {', '.join(FORMATS)}",
-            format=format[:64],
+            f"there is no export format {str(format)[:64]!r}; there are {', '.join(FORMATS)}",
+            format=str(format)[:64],
             available=list(FORMATS),
         )
     packages = (*found.packages, "nncf") if calibration else found.packages
@@ -112,15 +122,19 @@ def export(
         )
     if calibration and format != "openvino":
         raise CannotExport(f"{format} is written as the extractor is; int8 is made of it for openvino", format=format)
+    try:
+        subject = subject_of(extractor, example_inputs)
+    except CannotExport as error:
+        raise CannotExport(error.detail, format=format) from None
     if not found.int8:
-        require_float(extractor, format)
+        require_float(subject, format)
     try:
         if format == "fx":
-            return folder_zip(extractor)
-        return written(extractor, format, found.named_outputs, cancelled, calibration)
+            return folder_zip(subject)
+        return written(subject, format, found.named_outputs, cancelled, calibration)
     except CannotExport:
         raise
     except Exception as error:  # code generation and pickling fail in many ways
         raise CannotExport(
-            f"{extractor.graph.entry.name} cannot be exported to {format}: {summarize(error)}", format=format
+            f"{subject.name} cannot be exported to {format}: {summarize(error)}", format=format
         ) from error

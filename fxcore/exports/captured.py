@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore import process
-from fxcore.exports.description import CannotExport, description_json
-from fxcore.extractor import Extractor
-from fxcore.photos import check_rows, photos
+from fxcore.exports.description import description_json
+from fxcore.exports.subject import CannotExport, Subject
 
 _JOB, _DESCRIPTION, _RESULT, _REFUSAL = "job.json", "description.json", "export", "refusal.json"
 
@@ -27,9 +26,9 @@ class Captured:
     Attributes:
         model: the model's name.
         module: on the CPU; returns a dict, or, for formats with named outputs, a tuple of tensors of their own.
-        inputs: two photographs as inputs of the nominal size, in the extractor's precision.
+        inputs: two rows or more to run it on; in an extractor's own precision two photographs.
         input_names, keys: names of inputs and outputs, in order.
-        description: JSON, see :func:`fxcore.exports.description.description`.
+        description: JSON, see :meth:`fxcore.exports.subject.Subject.description`.
         calibration: inputs, one row each, for a format that makes int8 of it; none where it stays as it is.
     """
 
@@ -43,13 +42,13 @@ class Captured:
 
 
 def written(
-    extractor: Extractor,
+    subject: Subject,
     format: str,
     named_outputs: bool,
     cancelled: threading.Event | None = None,
     calibration: Sequence[tuple[Tensor, ...]] = (),
 ) -> bytes:
-    """The file that a process of its own (:mod:`fxcore.exports.export_child`) makes of ``extractor``.
+    """The file that a process of its own (:mod:`fxcore.exports.export_child`) makes of ``subject``.
 
     Args:
         named_outputs: the format names its outputs itself and takes no dict.
@@ -61,24 +60,23 @@ def written(
     """
     job = {
         "format": format,
-        "model": extractor.graph.entry.name,
-        "input_names": [spec.name for spec in extractor.inputs],
-        "keys": [output.key for output in extractor.outputs],
+        "model": subject.name,
+        "input_names": [spec.name for spec in subject.inputs],
+        "keys": [output.key for output in subject.outputs],
     }
     with tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
-        module = as_tuple(extractor.module) if named_outputs else extractor.module
-        process.save_module(folder, module, inputs=example(extractor), calibration=list(calibration))
+        module = as_tuple(subject.module) if named_outputs else subject.module
+        process.save_module(folder, module, inputs=subject.examples(), calibration=list(calibration))
         (folder / _JOB).write_text(json.dumps(job))
-        (folder / _DESCRIPTION).write_bytes(description_json(extractor, bool(calibration)))
+        (folder / _DESCRIPTION).write_bytes(description_json(subject, bool(calibration)))
         try:
             process.run("fxcore.exports.export_child", folder, {}, cancelled)
         except process.ProcessFailed as error:
             if (folder / _REFUSAL).exists():
                 refusal = json.loads((folder / _REFUSAL).read_text())
                 raise CannotExport(refusal["detail"], **refusal["extra"]) from None
-            name = extractor.graph.entry.name
-            raise CannotExport(f"{name} cannot be exported to {format}: it {error}", format=format) from None
+            raise CannotExport(f"{subject.name} cannot be exported to {format}: it {error}", format=format) from None
         return (folder / _RESULT).read_bytes()
 
 
@@ -100,13 +98,6 @@ def finish(folder: Path, result: bytes) -> None:
 def refuse(folder: Path, error: CannotExport) -> None:
     """Leave the reason for the parent process."""
     (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
-
-
-def example(extractor: Extractor) -> tuple[Tensor, ...]:
-    """Two photographs as inputs of the nominal size, in the extractor's precision."""
-    graph = extractor.graph
-    rows = check_rows(graph.preprocessing, extractor.inputs, photos()[:2], graph.input_size)
-    return tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
 
 
 def as_tuple(module: fx.GraphModule) -> fx.GraphModule:

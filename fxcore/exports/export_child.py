@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fxcore import process
 from fxcore.exports import captured
-from fxcore.exports.description import CannotExport
 from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino
 from fxcore.exports.program import export_program
+from fxcore.exports.subject import CannotExport
 from fxcore.exports.torchscript import export_torchscript
 
 WRITERS = {

@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, fx, nn
 
-from fxcore.exports.description import CannotExport, description, description_json, require_float, zipped
+from fxcore.exports.description import description_json, require_float, zipped
+from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
+from fxcore.tensors import dtype_name
+from fxcore.tracing.interpreter import Inputs
 from fxcore.transforms.base import attribute, called_modules, hooked
 from fxcore.transforms.parametrized import with_plain_weights
 
@@ -112,11 +115,7 @@ Run it from the folder that holds `{package}`. `extractor.json` says all of this
 ## Inputs
 
 {inputs}
-
-Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
-
 {preprocessing}
-
 ## Outputs
 
 | key | node | shape | layout |
@@ -125,9 +124,19 @@ Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
 """
 
 
-def export_folder(extractor: Extractor, path: Path) -> None:
+_PREPROCESSING = """
+Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
+
+{}
+"""
+
+
+def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_inputs: Inputs | None = None) -> None:
     """Write the package ``path``: ``__init__.py``, ``module.py``, ``weights.safetensors``, ``extractor.json`` and a
     README. ``from name import load`` imports it.
+
+    Args:
+        example_inputs: of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
         CannotExport: a layer or function has no source outside this package.
@@ -148,21 +157,22 @@ def export_folder(extractor: Extractor, path: Path) -> None:
     True
     """
     path.mkdir(parents=True, exist_ok=True)
-    for name, data in folder_files(extractor, path.name).items():
+    for name, data in folder_files(subject_of(extractor, example_inputs), path.name).items():
         (path / name).write_bytes(data)
 
 
-def folder_zip(extractor: Extractor) -> bytes:
+def folder_zip(subject: Subject) -> bytes:
     """The folder as a zip."""
-    package = f"{extractor.graph.entry.name}_extractor"
-    return zipped({f"{package}/{name}": data for name, data in folder_files(extractor, package).items()})
+    package = re.sub(r"\W", "_", f"{subject.name}_extractor")
+    return zipped({f"{package}/{name}": data for name, data in folder_files(subject, package).items()})
 
 
-def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
+def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     """The folder's files by name."""
-    require_float(extractor, "fx")
-    module, about = with_plain_weights(extractor.module), description(extractor)
-    title = f"Features of {about['model']} ({about['weights']}): {', '.join(o.key for o in extractor.outputs)}."
+    require_float(subject, "fx")
+    module, about = with_plain_weights(subject.module), subject.description()
+    weights = f" ({about['weights']})" if about["weights"] else ""
+    title = f"Features of {subject.name}{weights}: {', '.join(o.key for o in subject.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
     code = module.graph.python_code("self", verbose=False)
     # torch.fx marks functions for its own tracer at the head of the code; inside a class that is an error.
@@ -170,36 +180,44 @@ def folder_files(extractor: Extractor, package: str) -> dict[str, bytes]:
     classes: dict[str, type] = {}
     layers = _layers(module, classes)
     imports = _imports(code.globals, forward, classes)
-    outputs = {o.key: o.node for o in extractor.outputs}
+    outputs = {o.key: o.node for o in subject.outputs}
     source = _HEAD.format(
         title=title,
         imports="\n".join(imports),
         outputs=repr(outputs),
-        inputs=", ".join(f"{i.name} {i.layout}" for i in extractor.inputs),
+        inputs=", ".join(f"{i.name} {i.layout}".strip() for i in subject.inputs),
         layers="\n".join(f"        {line}" for line in layers) or "        pass",
         forward=_indented(forward),
     )
     ast.parse(source)
+    types, preprocessing = [x.dtype for x in subject.examples()], about["preprocessing"]
     readme = _README.format(
         title=title,
         package=package,
         torchvision=", torchvision" if any("torchvision" in line for line in imports) else "",
-        call=", ".join(f"torch.zeros({[d or 1 for d in i.shape]}{_dtype(extractor)})" for i in extractor.inputs),
-        inputs="\n".join(f"- `{i.name}`: {i.layout}, {about['dtype']}, {list(i.shape)}" for i in extractor.inputs),
-        preprocessing="\n".join(f"- {key}: {value}" for key, value in about["preprocessing"].items()),
-        outputs="\n".join(f"| {o.key} | {o.node} | {o.shape} | {o.layout} |" for o in extractor.outputs),
+        call=", ".join(
+            f"torch.zeros({[d or 1 for d in i.shape]}{_dtype(t)})" for i, t in zip(subject.inputs, types, strict=True)
+        ),
+        inputs="\n".join(
+            f"- `{i.name}`: {', '.join([*filter(None, [i.layout]), dtype_name(t)])}, {list(i.shape)}"
+            for i, t in zip(subject.inputs, types, strict=True)
+        ),
+        preprocessing=_PREPROCESSING.format("\n".join(f"- {key}: {value}" for key, value in preprocessing.items()))
+        if preprocessing
+        else "",
+        outputs="\n".join(f"| {o.key} | {o.node} | {o.shape} | {o.layout} |" for o in subject.outputs),
     )
     return {
         "__init__.py": _INIT.format(title=title).encode(),
         "module.py": source.encode(),
         "weights.safetensors": save(_tensors(module)),
-        "extractor.json": description_json(extractor),
+        "extractor.json": description_json(subject),
         "README.md": readme.encode(),
     }
 
 
-def _dtype(extractor: Extractor) -> str:
-    return "" if extractor.dtype == torch.float32 else f", dtype={extractor.dtype}"
+def _dtype(dtype: torch.dtype) -> str:
+    return "" if dtype == torch.float32 else f", dtype={dtype}"
 
 
 def _indented(forward: str) -> str:

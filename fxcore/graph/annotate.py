@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
@@ -91,6 +92,28 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     with torch.no_grad():  # not inference mode, whose tensors have no versions
         _Recorder(module, remember).run(*_inputs(shapes, _BATCH, device))
         _Recorder(module, write).run(*_inputs(shapes, 1, device))
+
+
+def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Fill ``meta["value"]``, ``["memory"]``, ``["carries"]`` and ``["mutates"]`` of each node of ``module`` (see
+    :func:`annotate`) from one run on copies of ``inputs``.
+
+    Raises:
+        Exception: whatever the module raises for these inputs.
+
+    >>> model = fx.symbolic_trace(lambda x: x.view(-1).relu_())
+    >>> observe(model, [torch.zeros(2, 2)])
+    >>> [n.meta["mutates"] for n in model.graph.nodes]
+    [[], [], [0], []]
+    """
+
+    def write(node: fx.Node, value: Any) -> None:
+        node.meta["value"] = value
+        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
+        node.meta["carries"] = bool(node.meta["memory"])
+
+    with torch.no_grad():
+        _Recorder(module, write).run(*pytree.tree_map_only(Tensor, torch.clone, list(inputs)))
 
 
 def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> dict[fx.Node, int]:

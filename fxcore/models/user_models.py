@@ -35,7 +35,7 @@ from typing import Any
 from torch import nn
 from torchvision.transforms import InterpolationMode
 
-from fxcore.copies import shared_copy
+from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation, VideoClassification
@@ -326,10 +326,7 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
 
 
 def _with_inputs_only(model: nn.Module) -> nn.Module:
-    """The model with a forward that takes no argument which has a default.
-
-    torch.fx would make inputs of them all, and of ``mask=None`` one that is not None.
-    """
+    """The model with a forward that takes no argument which has a default."""
     forward = type(model).forward
     parameters = [*inspect.signature(forward).parameters.values()][1:]
     simple = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -338,8 +335,4 @@ def _with_inputs_only(model: nn.Module) -> nn.Module:
         return model
     if not needed:
         raise BadUserModel("its forward has no argument without a default, so nothing says what its input is")
-    # torch.fx reads the names of the inputs off the code object.
-    scope: dict[str, Any] = {"forward": forward}
-    exec(f"def narrowed(self, {', '.join(needed)}): return forward(self, {', '.join(needed)})", scope)
-    model.__class__ = type(type(model).__name__, (type(model),), {"forward": scope["narrowed"]})
-    return model
+    return narrowed(model, needed)

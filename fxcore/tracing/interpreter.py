@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx, nn
 
-from fxcore.errors import FxError
+from fxcore.errors import BadTensor, FxError
 
 
 class NotAGraph(FxError):
@@ -23,6 +25,50 @@ def require_graph(module: Any) -> None:
         raise NotAGraph(
             f"what runs node by node is a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
         )
+
+
+Inputs = Sequence[Any] | Mapping[str, Any] | Tensor
+"""Of one call: positional arguments, arguments by name, or the only one."""
+
+
+def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
+    """The arguments of one call of ``function`` by name.
+
+    Raises:
+        BadTensor: it takes other arguments.
+    """
+    if not isinstance(inputs, (Tensor, Mapping, Sequence)) or isinstance(inputs, str):
+        raise BadTensor(f"inputs are a tensor, a tuple of arguments, or a dictionary by name, not {inputs!r:.100}")
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError) as error:
+        raise BadTensor(
+            f"{name} is not a function whose arguments can be told; write a lambda that calls it"
+        ) from error
+    try:
+        if isinstance(inputs, Mapping):
+            return signature.bind(**inputs)
+        return signature.bind(*(inputs,) if isinstance(inputs, Tensor) else inputs)
+    except TypeError as error:
+        unknown = [key for key in inputs if key not in signature.parameters] if isinstance(inputs, Mapping) else []
+        why = f"there is no {unknown[0]!r}" if unknown else error
+        raise BadTensor(f"{name} takes {', '.join(signature.parameters) or 'nothing'}: {why}") from error
+
+
+def positional(function: Callable[..., Any], inputs: Inputs) -> tuple[Any, ...]:
+    """``inputs`` as the positional arguments of one call of ``function``.
+
+    Raises:
+        BadTensor: it takes other arguments.
+
+    >>> positional(lambda x, y, z=3: None, {"y": 2, "x": 1})
+    (1, 2)
+    """
+    call = bound(function, inputs)
+    if call.kwargs:
+        raise BadTensor(f"{', '.join(call.kwargs)} can only be given by name; write a lambda that does")
+    return call.args
 
 
 class Interpreter(fx.Interpreter):

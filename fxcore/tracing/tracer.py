@@ -24,12 +24,12 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.copies import shared_copy
+from fxcore.copies import shallow_copy, shared_copy
 from fxcore.errors import FxError, NotTraceable, summarize
 from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, Factories
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.leaves import kept_whole
+from fxcore.tracing.leaves import NotAFunction, kept_whole
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
@@ -250,7 +250,15 @@ def record(
         The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
         computes become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
     """
-    given = (leaf_modules,) if isinstance(leaf_modules, str) else tuple(leaf_modules or ())
+    given = _leaves(leaf_modules)
+    if not isinstance(leaf_functions, Sequence):
+        raise NotAFunction(f"leaf_functions is a list of functions, not {leaf_functions!r:.100}", name="leaf_functions")
+    if not isinstance(concrete_args, Mapping | None):
+        raise UnknownArgument(
+            f"concrete_args is a dictionary, argument to value, not {concrete_args!r:.100}",
+            name="concrete_args",
+            suggestions=[],
+        )
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
     concrete = dict(concrete_args or {})
@@ -280,11 +288,7 @@ def record(
 def _private(model: nn.Module, training: bool) -> nn.Module:
     """``model`` in the mode asked for, to be traced: its own attributes can be set, its parameters are the model's."""
     if all(part.training == training for part in model.modules()):
-        # Tracing sets attributes on the outermost module only. Not copy.copy, which some classes refuse.
-        made: nn.Module = object.__new__(type(model))
-        made.__dict__.update(vars(model))
-        made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
-        return made
+        return shallow_copy(model)  # tracing sets attributes on the outermost module only
     try:
         return shared_copy(model).train(training)
     except Exception as error:
@@ -370,6 +374,18 @@ def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None
             expression="",
             advice=advice,
         )
+
+
+def _leaves(given: Any) -> tuple[LeafModule, ...]:
+    leaves = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
+    for leaf in leaves if given is not None else ():
+        if not isinstance(leaf, str) and not (isinstance(leaf, type) and issubclass(leaf, nn.Module)):
+            raise UnknownArgument(
+                f"leaf_modules is a list of module classes and of paths, or 'auto', and holds {leaf!r:.100}",
+                name="leaf_modules",
+                suggestions=[],
+            )
+    return tuple(leaves) if given is not None else ()
 
 
 def _check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:

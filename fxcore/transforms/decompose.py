@@ -52,6 +52,10 @@ def decompose(
     >>> [n.name for n in decompose(model, ["relu"]).graph.nodes]
     ['input_1', 'gt', 'mul', 'output']
     """
+    if not isinstance(operations, Iterable) or not isinstance(rules, Mapping | None):
+        wrong, value = ("rules", rules) if isinstance(operations, Iterable) else ("operations", operations)
+        wants = "a dictionary, operation to function" if wrong == "rules" else "a list of names"
+        raise BadParameter(f"decompose: {wrong} is {wants}, not {value!r:.100}", transform="decompose", parameter=wrong)
     wanted = [operations] if isinstance(operations, str) else list(operations)
     for key, given in (rules or {}).items():
         if key in _CLASSES:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -68,12 +70,7 @@ def fold_normalization(
     >>> torch.allclose(folded(image), model((image - 0.5) / 0.2), atol=1e-5)
     True
     """
-    if (
-        len(mean) != len(std)
-        or not mean
-        or not all(s > 0 and math.isfinite(s) for s in std)
-        or not all(map(math.isfinite, mean))
-    ):
+    if not _finite(mean) or not _finite(std) or len(mean) != len(std) or min(std) <= 0:
         raise BadParameter(
             "mean and std must have a finite number for each channel, and each std must be positive",
             transform="fold_normalization",
@@ -95,6 +92,12 @@ def fold_normalization(
         _normalize_in_graph(module, images, readers, mean_at, std_at)
     module.meta[NORMALIZED] = {"mean": list(mean), "std": list(std)}
     return len(readers)
+
+
+def _finite(values: Any) -> bool:
+    """Whether these are finite numbers, one or more."""
+    numbers = isinstance(values, Sequence) and all(isinstance(v, Real) and math.isfinite(v) for v in values)
+    return numbers and len(values) > 0
 
 
 def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Module] | None:

@@ -1,0 +1,149 @@
+"""What is exported, and what a user of the file has to know: of an extractor, and of any graph module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.analysis.verify import flat
+from fxcore.errors import BadTensor, FxError, summarize
+from fxcore.extractor import Extractor, OutputInfo
+from fxcore.graph.annotate import observe
+from fxcore.photos import check_rows, photos
+from fxcore.process import holds_int8
+from fxcore.tensors import TensorSpec, dtype_name
+from fxcore.tracing.interpreter import Inputs, positional, require_graph
+from fxcore.tracing.tracer import public_name
+from fxcore.transforms.base import applied, fork
+
+
+class CannotExport(FxError):
+    """This model cannot be written in that ``format``."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is exported.
+
+    Attributes:
+        name: of the model.
+        module: takes tensors by position and returns a dict of tensors, its keys those of ``outputs``.
+        dtype: the floating-point type that it computes in.
+        inputs, outputs: in order; a size of None is free.
+        about: weights, fingerprint and preprocessing, for JSON; None of a module that has no such thing.
+        examples: makes tensors to run it on, two rows or more.
+    """
+
+    name: str
+    module: fx.GraphModule
+    dtype: torch.dtype
+    inputs: tuple[TensorSpec, ...]
+    outputs: list[OutputInfo]
+    about: dict[str, Any]
+    examples: Callable[[], tuple[Tensor, ...]]
+
+    def description(self, int8: bool = False) -> dict[str, Any]:
+        """What a user of the file has to know, for JSON: inputs, preprocessing, and which key is which node.
+
+        Args:
+            int8: whether writing it makes int8 of it.
+        """
+        dtype = dtype_name(self.dtype)
+        return {
+            "model": self.name,
+            **{key: self.about.get(key) for key in ("weights", "fingerprint")},
+            "dtype": dtype,
+            "arithmetic": "int8" if int8 or holds_int8(self.module) else dtype,
+            "inputs": [{"name": i.name, "layout": i.layout or None, "shape": list(i.shape)} for i in self.inputs],
+            "preprocessing": self.about.get("preprocessing"),
+            "outputs": [{"key": o.key, "node": o.node, "shape": o.shape, "layout": o.layout} for o in self.outputs],
+            "transforms": [{"name": a.name, "parameters": dict(a.parameters)} for a in applied(self.module)],
+        }
+
+
+def subject_of(source: Extractor | fx.GraphModule, example_inputs: Inputs | None) -> Subject:
+    """``source`` as it is exported.
+
+    Args:
+        example_inputs: of a graph module, see :func:`fxcore.exports.export`.
+
+    Raises:
+        NotAGraph: it is neither an extractor nor a graph module.
+        BadTensor: a graph module without inputs, or with others than it takes.
+        CannotExport: it takes or returns something else than tensors.
+    """
+    if isinstance(source, Extractor):
+        return _of_extractor(source)
+    require_graph(source)
+    if example_inputs is None:
+        raise BadTensor("give example_inputs, as example_inputs=(x,): a graph module says nothing of what it takes")
+    return _of_module(source, positional(source, example_inputs))
+
+
+def _of_extractor(extractor: Extractor) -> Subject:
+    graph = extractor.graph
+
+    def photographs() -> tuple[Tensor, ...]:
+        """Two photographs as inputs of the nominal size, in the extractor's precision."""
+        rows = check_rows(graph.preprocessing, extractor.inputs, photos()[:2], graph.input_size)
+        return tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
+
+    about = {
+        "weights": graph.weights,
+        "fingerprint": graph.fingerprint,
+        "preprocessing": graph.preprocessing.describe(),
+    }
+    outputs = extractor.outputs
+    return Subject(graph.entry.name, extractor.module, extractor.dtype, extractor.inputs, outputs, about, photographs)
+
+
+def _of_module(module: fx.GraphModule, inputs: tuple[Any, ...]) -> Subject:
+    name = type(module).__name__
+    private = fork(module)
+    placeholders = private.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(inputs) or not all(isinstance(value, Tensor) for value in inputs):
+        raise CannotExport(
+            f"{name} takes {', '.join(n.name for n in placeholders)}, each of which is a tensor in a file; give "
+            "other arguments their values in trace(…, concrete_args=…)"
+        )
+    try:
+        observe(private, inputs)
+    except Exception as error:
+        raise BadTensor(f"{name} cannot take these example inputs: {summarize(error)}") from error
+    output = private.graph.output_node()
+    returned = output.args[0]
+    found = {"output": returned} if isinstance(returned, fx.Node) else flat(returned)
+    wrong = [key for key, n in found.items() if not isinstance(n, fx.Node) or not isinstance(n.meta["value"], Tensor)]
+    if wrong or not found:
+        raise CannotExport(
+            f"{name} returns {'something else than a tensor as ' + wrong[0] if wrong else 'nothing'}; choose tensors "
+            "with create_extractor"
+        )
+    output.args = (found,)
+    rows = inputs[0].shape[0] if inputs[0].ndim else 0
+    specs = tuple(TensorSpec(str(n.target), "", _free(x, rows)) for n, x in zip(placeholders, inputs, strict=True))
+    outputs = [_output(key, node, rows) for key, node in found.items()]
+    floating = [t for t in (*inputs, *private.parameters()) if t.is_floating_point()]
+    dtype = floating[0].dtype if floating else torch.float32
+    for node in private.graph.nodes:
+        node.meta.pop("value")
+    private.recompile()
+    return Subject(name, private, dtype, specs, outputs, {}, lambda: tuple(x.clone() for x in inputs))
+
+
+def _output(key: str, node: fx.Node, rows: int) -> OutputInfo:
+    value: Tensor = node.meta["value"]
+    one = value.nbytes // rows if rows else value.nbytes
+    return OutputInfo(key, public_name(node), [*_free(value, rows)], dtype_name(value.dtype), None, None, one, 1)
+
+
+def _free(value: Tensor, rows: int) -> tuple[int | None, ...]:
+    """The shape of ``value``, None for a first dimension that may be another number of rows."""
+    shape: list[int | None] = list(value.shape)
+    if shape and rows > 1 and shape[0] == rows:
+        shape[0] = None
+    return tuple(shape)

@@ -1,0 +1,229 @@
+"""Extractors of modules in memory, against torchvision's own and against forward hooks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torchvision.models import mobilenet_v3_small, resnet18, swin_v2_t
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+
+import fxcore
+from fxcore.errors import BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
+from fxcore.exports import CannotExport, export, export_folder
+
+
+def hooked(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
+    """What the part at ``path`` returns in a run of the module itself."""
+    seen: list[Any] = []
+    handle = module.get_submodule(path).register_forward_hook(lambda m, i, o: seen.append(copy.deepcopy(o)))
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    finally:
+        handle.remove()
+    return seen[-1]
+
+
+class Captioner(nn.Module):
+    """Two inputs of different types, options, a module called twice, and an in-place operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 6)
+        self.image = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, image: Tensor, mask: Tensor | None = None, *, twice: bool = False) -> Tensor:
+        x = self.mix(self.words(ids)) + self.image(image).mean((2, 3))[:, None]
+        if mask is not None:
+            x = x * mask[..., None]
+        return self.mix(x) if twice else x
+
+
+@pytest.fixture
+def captioner() -> Captioner:
+    torch.manual_seed(0)
+    return Captioner().eval()
+
+
+IDS, IMAGE = torch.arange(10).view(2, 5), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v3_small, swin_v2_t])
+def test_the_values_of_torchvisions_extractor(build: Any) -> None:
+    model, x = build().eval(), torch.rand(2, 3, 64, 64)
+    names = get_graph_node_names(model)[1]
+    for name in [names[1], names[len(names) // 2], names[-1]]:
+        expected = create_feature_extractor(model, [name])(x)[name]
+        found = fxcore.create_extractor(model, {name: "key"}, x)(x)
+        assert list(found) == ["key"]
+        assert torch.equal(found["key"], expected), name
+
+
+def test_in_place_operations_do_not_change_what_was_asked_for() -> None:
+    model, x = resnet18().eval(), torch.rand(1, 3, 64, 64)
+    found = fxcore.create_extractor(model, ["layer1", "layer1.0.bn1"], x)(x)
+    model.layer1[0].relu.inplace = False  # the hook itself would see what the ReLU wrote
+    assert torch.equal(found["layer1.0.bn1"], hooked(model, "layer1.0.bn1", x))
+    assert torch.equal(found["layer1"], hooked(model, "layer1", x))
+
+
+def test_the_module_stays_as_it_is() -> None:
+    model = resnet18()  # in train mode, with in-place ReLUs
+    before = {key: (value, value.clone()) for key, value in model.state_dict(keep_vars=True).items()}
+    extractor = fxcore.create_extractor(model, ["layer4"], torch.rand(2, 3, 64, 64))
+    assert all(part.training for part in model.modules())
+    assert model.relu.inplace
+    for key, value in model.state_dict(keep_vars=True).items():
+        assert value is before[key][0], key
+        assert torch.equal(value, before[key][1]), key
+    assert extractor.get_submodule("layer4.1.conv2").weight is model.layer4[1].conv2.weight
+    assert not any(part.training for part in extractor.modules())
+    with pytest.raises(UnknownNode, match="layer4"):
+        fxcore.create_extractor(model, ["layer5"], torch.rand(1, 3, 64, 64))
+    assert all(part.training for part in model.modules())
+
+
+def test_any_inputs_by_position_and_by_name(captioner: Captioner) -> None:
+    mask = torch.ones(2, 5)
+    whole = {"ids": IDS, "image": IMAGE, "mask": mask}
+    extractor = fxcore.create_extractor(captioner, {"words": "w", "image.2": "i", "mul": "out"}, whole)
+    assert [n.name for n in extractor.graph.find_nodes(op="placeholder")] == ["ids", "image", "mask"]
+    found = extractor(**whole)
+    assert torch.equal(found["w"], hooked(captioner, "words", **whole))
+    assert torch.equal(found["i"], hooked(captioner, "image", **whole))
+    assert torch.equal(found["out"], captioner(**whole))
+    assert torch.equal(extractor(IDS, IMAGE, mask)["out"], found["out"])
+    options = {"ids": IDS, "image": IMAGE, "twice": True}
+    twice = fxcore.create_extractor(captioner, {"mix_1": "out"}, options)
+    assert torch.equal(twice(IDS, IMAGE)["out"], captioner(**options))
+    # What holds no tensor keeps its value, or its default: the branches are taken so.
+    bare = fxcore.create_extractor(captioner, {"add": "out"}, (IDS, IMAGE))
+    assert [n.name for n in bare.graph.find_nodes(op="placeholder")] == ["ids", "image"]
+    assert torch.equal(bare(IDS, IMAGE)["out"], captioner(IDS, IMAGE))
+
+
+def test_gradients_reach_the_modules_own_parameters(captioner: Captioner) -> None:
+    extractor = fxcore.create_extractor(captioner, ["words"], (IDS, IMAGE))
+    extractor(IDS, IMAGE)["words"].sum().backward()
+    assert captioner.words.weight.grad is not None
+
+
+def test_a_traced_module_with_parts_kept_whole() -> None:
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Gate(), nn.Tanh())).eval(), torch.rand(2, 4)
+    with pytest.raises(NotTraceable):
+        fxcore.create_extractor(model, ["1.1"], x)
+    for extractor in (
+        fxcore.create_extractor(model, ["1.0", "1.1"], x, leaf_modules="auto"),
+        fxcore.create_extractor(fxcore.trace(model, leaf_modules="auto"), ["1.0", "1.1"], x),
+    ):
+        assert torch.equal(extractor(x)["1.0"], hooked(model, "1.0", x))
+        assert torch.equal(extractor(x)["1.1"], hooked(model, "1.1", x))
+
+
+def test_shapes_are_drawn(captioner: Captioner) -> None:
+    extractor = fxcore.create_extractor(captioner, {"image.2": "maps"}, (IDS, IMAGE))
+    assert "[2, 6, 6, 6]" in fxcore.render(extractor, "table")
+    assert "maps: image.2" in fxcore.render(extractor, "mermaid")
+
+
+def test_the_tools_take_what_it_returns(captioner: Captioner) -> None:
+    extractor = fxcore.create_extractor(captioner, {"add": "out"}, {"ids": IDS, "image": IMAGE})
+    named = {"image": IMAGE, "ids": IDS}
+    assert fxcore.verify(captioner, lambda ids, image: extractor(ids, image)["out"], named).max_abs == 0.0
+    assert fxcore.verify(extractor, extractor, named).allclose
+    assert any(node.name == "mix" for node in fxcore.profile(extractor, named, runs=1).nodes)
+    assert fxcore.check_health(extractor, named).healthy
+    images = fxcore.create_extractor(captioner.image, {"2": "maps"}, IMAGE)
+    int8 = fxcore.quantize(images, IMAGE)
+    assert (
+        torch.nn.functional.cosine_similarity(
+            int8.module(IMAGE)["maps"].flatten(), captioner.image(IMAGE).flatten(), dim=0
+        )
+        > 0.99
+    )
+
+
+def test_export_of_modules_in_memory(captioner: Captioner, tmp_path: Path) -> None:
+    extractor = fxcore.create_extractor(captioner, {"words": "w", "add": "out"}, (IDS, IMAGE))
+    other = IDS[:1].flip(1), IMAGE[1:]
+    expected = captioner(*other)
+    session = onnxruntime.InferenceSession(export(extractor, "onnx", example_inputs=(IDS, IMAGE)))
+    out = session.run(["out"], {"ids": other[0].numpy(), "image": other[1].numpy()})[0]
+    assert torch.allclose(torch.from_numpy(out), expected, atol=1e-5)
+    program = torch.export.load(io.BytesIO(export(extractor, "torch_export", example_inputs=(IDS, IMAGE)))).module()
+    assert torch.allclose(program(*other)["out"], expected, atol=1e-5)
+    # What trace returns has a single output, not a dict.
+    traced = fxcore.trace(captioner.image)
+    export_folder(traced, tmp_path / "alone", example_inputs=IMAGE)
+    torch.save(IMAGE, tmp_path / "x.pt")
+    code = "import torch; from alone import load; print(load()(torch.load('x.pt'))['output'].double().sum().item())"
+    told = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(told.stdout) == pytest.approx(captioner.image(IMAGE).double().sum().item())
+    archive = export(traced, "fx", example_inputs=IMAGE)
+    assert "Preprocessing" not in zipfile.ZipFile(io.BytesIO(archive)).read("Sequential_extractor/README.md").decode()
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        return x + y, x.shape[0]
+
+
+def test_what_is_refused(captioner: Captioner) -> None:
+    x = torch.rand(2, 3)
+    pair = fxcore.trace(Pair())
+    for call, error, says in [
+        (lambda: fxcore.create_extractor(captioner, ["nowhere"], (IDS, IMAGE)), UnknownNode, "nowhere"),
+        (lambda: fxcore.create_extractor(Pair(), ["getattr"], (x, x)), UnknownNode, "getattr"),
+        (lambda: fxcore.create_extractor(captioner, 3, (IDS, IMAGE)), UnknownNode, "3"),  # type: ignore[arg-type]
+        (lambda: fxcore.create_extractor(captioner, [], (IDS, IMAGE)), UnknownNode, "at least one"),
+        (lambda: fxcore.create_extractor(captioner, {"mix": "a", "words": "a"}, (IDS, IMAGE)), DuplicateKey, "a"),
+        (lambda: fxcore.create_extractor(captioner, ["mix"], IDS), BadTensor, "image"),
+        (lambda: fxcore.create_extractor(captioner, ["mix"], {"idz": IDS}), BadTensor, "idz"),
+        (lambda: fxcore.create_extractor(captioner, ["mix"], (IMAGE, IDS)), BadTensor, "cannot take"),
+        (lambda: fxcore.create_extractor(lambda x: x, ["x"], x), FxError, "module"),  # type: ignore[arg-type]
+        (lambda: export(pair, "fx"), BadTensor, "example_inputs"),
+        (lambda: export(pair, "onnx", example_inputs=(x, x)), CannotExport, "returns"),
+        (lambda: export(nn.ReLU(), "fx"), FxError, "trace"),  # type: ignore[arg-type]
+        (lambda: fxcore.verify(pair, pair, (x,)), BadTensor, "y"),
+        (lambda: fxcore.profile(pair, (x, x, x)), BadTensor, "x"),
+        (lambda: fxcore.check_health(pair, {"z": x}), BadTensor, "z"),
+    ]:
+        with pytest.raises(error, match=says):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: fxcore.transforms.decompose(m, rules=3),
+        lambda m: fxcore.transforms.decompose(m, rules=[torch.relu]),
+        lambda m: fxcore.transforms.decompose(m, 3),
+        lambda m: fxcore.transforms.fold_normalization(m, mean="abc", std=3),
+        lambda m: fxcore.transforms.fold_normalization(m, mean=["a", "b", "c"], std=[1, 1, 1]),
+        lambda m: fxcore.transforms.fold_normalization(m, mean=[0, 0, 0], std=None),
+        lambda m: fxcore.trace(m, leaf_modules=3),
+        lambda m: fxcore.trace(m, leaf_modules=[nn.ReLU()]),
+        lambda m: fxcore.trace(m, leaf_modules=[int]),
+        lambda m: fxcore.trace(m, leaf_functions=len),
+        lambda m: fxcore.trace(m, concrete_args=["input"]),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_name(call: Any) -> None:
+    module: fx.GraphModule = fxcore.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+    with pytest.raises(FxError, match=r"rules|operations|mean|leaf_modules|leaf_functions|concrete_args"):
+        call(module)
