@@ -66,6 +66,10 @@ class BadImage(FxError):
     """Bytes that do not decode to an image."""
 
 
+class BadBox(FxError):
+    """A region that is no part of its image; ``box`` is its place in the list."""
+
+
 class ImageTooLarge(FxError):
     """An image with more ``pixels`` than the ``limit``, judged by its header before decoding."""
 

@@ -1,4 +1,4 @@
-"""From a feature map to one vector an image.
+"""From a feature map to one vector an image, or to one small map a region.
 
 What a pooling means depends on the layout of the map: the mean of an ``NCHW`` map is over its pixels, of ``tokens``
 over its tokens. Vectors are pooled already and pass through.
@@ -6,10 +6,13 @@ over its tokens. Vectors are pooled already and pass through.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
@@ -94,3 +97,65 @@ def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]
     if len(shape) <= 2:
         return shape
     return [shape[0], shape[channel_dim(layout, len(shape)) if method != "cls" else 2]]
+
+
+@dataclass(frozen=True)
+class MapGrid:
+    """The positions of a feature map over the model's input.
+
+    Attributes:
+        height, width: of the map.
+        stride_y, stride_x: pixels of the input from one position to the next.
+        prefix: tokens before those of the positions.
+    """
+
+    height: int
+    width: int
+    stride_y: float
+    stride_x: float
+    prefix: int = 0
+
+    def samples(self, boxes: Tensor, size: int) -> int:
+        """How many points of each channel :func:`pool_regions` takes: as many for each position of the result as there
+        are positions of the map under it, one at least."""
+        across, down = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+        each = (across / self.stride_x / size).ceil().clamp(1) * (down / self.stride_y / size).ceil().clamp(1)
+        return int(each.double().sum()) * size * size
+
+
+def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Sequence[Tensor], size: int) -> Tensor:
+    """Pool regions of feature maps by :func:`torchvision.ops.roi_align`, with ``aligned=True``.
+
+    Args:
+        tensor: floating: ``[N, C, H, W]``, ``[N, H, W, C]``, or tokens ``[N, L, C]``, whose places ``grid`` says.
+        layout: as an :class:`~fxcore.extractor.OutputInfo` says it.
+        grid: of the map.
+        boxes: ``[n, 4]`` for each of the N images: x1, y1, x2, y2 in pixels of the model's input.
+        size: positions a side of what each region becomes.
+
+    Returns:
+        ``[boxes, C, size, size]``, channels first whatever ``layout`` is, and ``[boxes, C]`` for a ``size`` of 1; in
+        the dtype of ``tensor``, computed in float32 or wider.
+
+    >>> grid = MapGrid(height=2, width=2, stride_y=16, stride_x=16)
+    >>> pool_regions(torch.arange(4.0).reshape(1, 1, 2, 2), "NCHW", grid, [torch.tensor([[0.0, 0.0, 32.0, 32.0]])], 1)
+    tensor([[1.5000]])
+    """
+    if layout == TOKENS:
+        positions = tensor[:, grid.prefix :].transpose(1, 2)
+        maps = positions.reshape(*positions.shape[:2], grid.height, grid.width)
+    else:
+        maps = tensor.movedim(channel_dim(layout, tensor.ndim), 1)
+    wide = maps.to(torch.promote_types(tensor.dtype, torch.float32))
+    placed = [one.to(wide.device, wide.dtype) for one in boxes]
+    scale = 1.0 / grid.stride_y
+    if grid.stride_x != grid.stride_y:
+        placed = [one * one.new_tensor([grid.stride_y / grid.stride_x, 1.0] * 2) for one in placed]
+    pooled: Tensor = roi_align(wide, placed, (size, size), spatial_scale=scale, aligned=True)
+    return (pooled.flatten(1) if size == 1 else pooled).to(tensor.dtype)
+
+
+def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
+    """The shape that :func:`pool_regions` gives for one box and a tensor of ``shape``."""
+    channels = shape[channel_dim(layout, len(shape))]
+    return [1, channels] if size == 1 else [1, channels, size, size]

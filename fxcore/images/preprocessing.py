@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.transforms import functional as F
 
 from fxcore.errors import BadTensor
+from fxcore.images.placement import Placement, cropped
 
 _PIL_BYTES = 4
 """A pixel of RGB in PIL."""
@@ -63,6 +64,10 @@ class Preprocessing(ABC):
         A long thin image grows without bounds where its shorter side is resized and the rest is cropped away later.
         """
         return self.output_size(height, width)
+
+    def placement(self, height: int, width: int) -> Placement:
+        """Where the pixels of an image of that size are in what :meth:`image` makes of it."""
+        return cropped((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def held(self, height: int, width: int) -> int:
         """Most bytes that :meth:`image` holds at a time beside an image of that size.
@@ -209,14 +214,20 @@ class DetectorPreprocessing(Preprocessing):
         return batch[0]
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
+        resized = self._resized(height, width)
+        multiple = self._transform.size_divisible
+        return -(-resized[0] // multiple) * multiple, -(-resized[1] // multiple) * multiple
+
+    def placement(self, height: int, width: int) -> Placement:
+        resized = self._resized(height, width)
+        return Placement((height, width), resized[0] / height, resized[1] / width, 0, 0, resized)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
         transform = self._transform
         if transform.fixed_size:
-            resized = (transform.fixed_size[1], transform.fixed_size[0])
-        else:
-            scale = min(transform.min_size[-1] / min(height, width), transform.max_size / max(height, width))
-            resized = (int(height * scale), int(width * scale))
-        multiple = transform.size_divisible
-        return -(-resized[0] // multiple) * multiple, -(-resized[1] // multiple) * multiple
+            return transform.fixed_size[1], transform.fixed_size[0]
+        scale = min(transform.min_size[-1] / min(height, width), transform.max_size / max(height, width))
+        return int(height * scale), int(width * scale)
 
     def nominal_size(self) -> tuple[int, int]:
         fixed = self._transform.fixed_size

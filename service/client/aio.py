@@ -163,6 +163,8 @@ class AsyncExtractor(Described):
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
+        boxes: Any = None,
+        roi_size: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """The features of one or more images, by key; the first dimension is the images in the order given.
@@ -170,9 +172,9 @@ class AsyncExtractor(Described):
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
         alone = not self.one_size or preprocess == "none"
-        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES, alone)
-        assembly = Assembly(todo[-1].start + todo[-1].rows)
-        query = feature_query(pool, dtype, normalize, preprocess)
+        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES, alone, boxes)
+        assembly = Assembly(todo[-1].end)
+        query = feature_query(pool, dtype, normalize, preprocess, roi_size)
         patience = self._client.patience
         await self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
         return assembly.tensors() if as_torch else assembly.arrays()

@@ -181,6 +181,8 @@ class Extractor(Described):
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
+        boxes: Any = None,
+        roi_size: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """The features of one or more images, by key; the first dimension is the images in the order given.
@@ -197,15 +199,19 @@ class Extractor(Described):
             normalize: ``l2``: unit length over the channels.
             preprocess: ``fast`` is quicker and within a grey level or two of the weights' own transform, colours less
                 so where the server runs on CUDA; ``none`` only scales pixels to [0, 1].
+            boxes: with ``pool="roi"``: ``[x1, y1, x2, y2]`` in pixels of the image, a list or array of them for each
+                image, or for the one image. The first dimension is the boxes then, and ``box_image`` says whose image
+                each is of. Images are files, bytes or PIL images.
+            roi_size: positions a side of what each box becomes, 7 where not given; 1 makes it a vector.
             as_torch: torch tensors instead of arrays.
 
         Raises:
             Problem: the server refused; nothing of the call is returned. Of an image: ``error.index``.
         """
         alone = not self.one_size or preprocess == "none"
-        todo = parts(images, self.rows(pool), MAX_BODY_BYTES, alone)
-        assembly = Assembly(todo[-1].start + todo[-1].rows)
-        query = feature_query(pool, dtype, normalize, preprocess)
+        todo = parts(images, self.rows(pool), MAX_BODY_BYTES, alone, boxes)
+        assembly = Assembly(todo[-1].end)
+        query = feature_query(pool, dtype, normalize, preprocess, roi_size)
         patience = self._client.patience
         self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
         return assembly.tensors() if as_torch else assembly.arrays()

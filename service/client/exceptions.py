@@ -141,6 +141,10 @@ class BadImage(OfImage, Invalid):
     """Bytes that are no image."""
 
 
+class BadBox(OfImage, Invalid):
+    """A region that is no part of its image; ``box`` in ``extra`` is its place in the image's list."""
+
+
 class ImageTooLarge(OfImage, TooLarge):
     """``pixels`` and ``limit`` in ``extra``."""
 

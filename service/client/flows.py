@@ -251,7 +251,7 @@ def extract(
             raise
         rows = _fitting(part.rows, problem)
     else:
-        yield Work(lambda: assembly.put(part.start, answer.content))
+        yield Work(lambda: assembly.put(part.place, answer.content, 0 if part.boxes is None else part.start))
         return
     del body, send
     for smaller in part.split(rows):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from service.client.flows import Held, Patience
 
-Pool = Literal["none", "avg", "max", "gem", "cls"]
+Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Preprocess = Literal["default", "fast", "none"]
@@ -98,9 +98,12 @@ class Described:
         return max(1, min(MAX_ROWS, MAX_ANSWER_BYTES // bytes_per_image))
 
 
-def feature_query(pool: Pool, dtype: Dtype | None, normalize: str | None, preprocess: str) -> dict[str, str]:
+def feature_query(
+    pool: Pool, dtype: Dtype | None, normalize: str | None, preprocess: str, roi_size: int | None
+) -> dict[str, str]:
     """The query of a request for features; what is left at its default is left out."""
-    asked = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess}
+    size = None if roi_size is None else str(roi_size)
+    asked = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess, "roi_size": size}
     return {
         name: value for name, value in asked.items() if value not in (None, "none" if name == "pool" else "default")
     }

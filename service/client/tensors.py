@@ -18,6 +18,8 @@ Array = NDArray[Any]
 
 MEDIA_TYPE = "application/x-safetensors"
 _BF16 = "BF16"
+_BOX_IMAGE = "box_image"
+"""The output that says whose image each row is of, where rows are boxes; the server gives no other that name then."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -60,9 +62,12 @@ class Assembly:
         self._loose: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
 
-    def put(self, start: int, content: NDArray[np.uint8]) -> None:
-        """Take the answer to the request whose first image is number ``start`` of the call."""
+    def put(self, start: int, content: NDArray[np.uint8], image: int = 0) -> None:
+        """Take the answer to a request, whose first row is number ``start`` of the call, and its first image number
+        ``image``."""
         for key, (name, part) in views(content).items():
+            if key == _BOX_IMAGE:  # counted from the request's first
+                part = part + image
             if len(part) == self._rows:
                 self._arrays[key] = name, part
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import binascii
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from fastapi import Request
@@ -14,12 +16,27 @@ from torch import Tensor
 from service.codecs import multipart, npy, safetensors
 from service.codecs.negotiation import media_type
 from service.schemas.problems import Refusal, invalid_body
-from service.schemas.v1 import MAX_IMAGES, ImagesBody
+from service.schemas.v1 import MAX_BOXES, MAX_IMAGES, ImagesBody
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
-RunInPool = Callable[..., Awaitable[Inputs]]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a body holds.
+
+    Attributes:
+        inputs: encoded images in the order sent, or tensors by input name.
+        boxes: of each image, ``x1, y1, x2, y2`` each; None where the body has none.
+    """
+
+    inputs: Inputs
+    boxes: Sequence[Sequence[Sequence[float]]] | None = None
+
+
+RunInPool = Callable[..., Awaitable[Sent]]
 
 SMALL = 32 * 1024
 """Below this, parsing takes less time than going to another thread and back."""
@@ -52,8 +69,8 @@ def check(
 
 async def read(
     request: Request, kind: str, parameters: Mapping[str, str], first_input: str, run_in_pool: RunInPool
-) -> Inputs:
-    """The encoded images of a body in the order sent, or its tensors by input name.
+) -> Sent:
+    """The encoded images of a body, or its tensors.
 
     Args:
         request: whose body is read.
@@ -66,7 +83,7 @@ async def read(
         ClientDisconnect: the client left before it had sent everything.
     """
     if kind == "multipart/form-data":
-        return await multipart.read(request.stream(), parameters)
+        return Sent(await multipart.read(request.stream(), parameters))
     chunks = [chunk async for chunk in request.stream()]
     parse = _PARSERS.get(kind, _image)
     if parse is _image or sum(map(len, chunks)) < SMALL:
@@ -74,22 +91,24 @@ async def read(
     return await run_in_pool(parse, chunks, first_input)
 
 
-def _image(chunks: list[bytes], first_input: str) -> list[bytes]:
-    return [b"".join(chunks)]
+def _image(chunks: list[bytes], first_input: str) -> Sent:
+    return Sent([b"".join(chunks)])
 
 
-def _npy(chunks: list[bytes], first_input: str) -> dict[str, Tensor]:
-    return {first_input: npy.read(bytearray().join(chunks))}
+def _npy(chunks: list[bytes], first_input: str) -> Sent:
+    return Sent({first_input: npy.read(bytearray().join(chunks))})
 
 
-def _safetensors(chunks: list[bytes], first_input: str) -> dict[str, Tensor]:
-    return safetensors.read(bytearray().join(chunks))
+def _safetensors(chunks: list[bytes], first_input: str) -> Sent:
+    return Sent(safetensors.read(bytearray().join(chunks)))
 
 
-def _json(chunks: list[bytes], first_input: str) -> list[bytes]:
-    # Base64 has no commas: there is one between two images, and none in what becomes millions of objects in a parser.
-    if sum(chunk.count(b",") for chunk in chunks) > MAX_IMAGES:
-        raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} images; send fewer at a time")
+def _json(chunks: list[bytes], first_input: str) -> Sent:
+    # Base64 has no commas: there is one between two images and four for each box, and no more in what becomes millions
+    # of objects in a parser.
+    if sum(chunk.count(b",") for chunk in chunks) > 2 * MAX_IMAGES + 4 * MAX_BOXES:
+        detail = f"the body has more than {MAX_IMAGES} images or {MAX_BOXES} boxes; send fewer at a time"
+        raise Refusal("invalid-request", detail)
     try:
         document = orjson.loads(b"".join(chunks))
     except orjson.JSONDecodeError as error:
@@ -105,10 +124,28 @@ def _json(chunks: list[bytes], first_input: str) -> list[bytes]:
         except ValueError as error:  # binascii.Error, and characters outside ASCII
             reason = f"image {index} is not base64 (RFC 4648, with padding and without line breaks): {error}"
             raise Refusal("bad-image", reason, index=index) from error
-    return images
+    return Sent(images, None if body.boxes is None else _checked(body.boxes))
 
 
-_PARSERS: dict[str, Callable[[list[bytes], str], Inputs]] = {
+def _checked(boxes: list[Any]) -> list[list[list[float]]]:
+    """``boxes``, which are lists of lists of lists of numbers.
+
+    Raises:
+        Refusal: they are not.
+    """
+    for index, of_image in enumerate(boxes):
+        if not isinstance(of_image, list):
+            raise Refusal("bad-box", f"image {index}: its boxes are a list of [x1, y1, x2, y2]", index=index)
+        for place, box in enumerate(of_image):
+            if not isinstance(box, list) or not all(type(value) in (int, float) for value in box):
+                reason = f"image {index}: box {place} is not four finite numbers: write [x1, y1, x2, y2]"
+                raise Refusal("bad-box", reason, index=index, box=place)
+    if sum(map(len, boxes)) > MAX_BOXES:
+        raise Refusal("invalid-request", f"the body has more than {MAX_BOXES} boxes; send fewer at a time")
+    return boxes
+
+
+_PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {
     "application/json": _json,
     npy.MEDIA_TYPE: _npy,
     safetensors.MEDIA_TYPE: _safetensors,

@@ -27,13 +27,13 @@ def write(
 
     Args:
         document: the fields before ``outputs``.
-        nodes: key → node name.
+        nodes: key → node name; null where an output is of none.
         outputs: key → CPU tensor. What JSON has no number for (NaN, infinities) becomes null.
         encoding: ``json`` for numbers, ``base64`` for the little-endian bytes.
     """
     parts: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
     for index, (key, tensor) in enumerate(outputs.items()):
-        head = {"name": key, "node": nodes[key], "shape": list(tensor.shape), "datatype": V2_NAMES[tensor.dtype]}
+        head = {"name": key, "node": nodes.get(key), "shape": list(tensor.shape), "datatype": V2_NAMES[tensor.dtype]}
         parts.append((b"," if index else b"") + orjson.dumps(head)[:-1] + b',"data":')
         if encoding == "base64":
             parts += [b'"', *base64(tensor), b'"}']

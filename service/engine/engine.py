@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from fxcore.errors import FxError, summarize
+from fxcore.errors import BadBox, FxError, summarize
 from fxcore.extractor import Extractor
 from fxcore.images.files import Header
 from fxcore.memory import use_one_heap
@@ -32,6 +32,7 @@ from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
+from service.engine.regions import Boxes, Regions
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, warn_unknown_models
 from service.engine.registry.weights import ModelStore
@@ -287,6 +288,7 @@ class Engine:
         images: Inputs,
         options: FeatureOptions | None = None,
         deadline: float | None = None,
+        boxes: Boxes | None = None,
     ) -> FeatureResult:
         """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
 
@@ -298,14 +300,20 @@ class Engine:
                 ``[N, C, H, W]``, or uint8 images ``[N, H, W, C]``.
             options: what to do with the outputs.
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
+            boxes: what ``pool=roi`` pools, of images.
 
         Raises:
-            BadImage, ImageTooLarge, BadTensor: of the first image it is about, ``index`` in ``extra``.
+            BadImage, BadBox, ImageTooLarge, BadTensor: of the first image it is about, ``index`` in ``extra``.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
             DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
             FxError: what the extractor's build failed of.
         """
         self._refuse_new_work()
+        options = options or FeatureOptions()
+        if (options.pool == "roi") != (boxes is not None):
+            raise BadBox(
+                "pool=roi and boxes go together: a JSON body of POST …/features with images has boxes, a list for each"
+            )
         trouble = self._worker.trouble(self.settings.request_timeout)
         if trouble is not None:
             raise NotReady(trouble)
@@ -314,7 +322,7 @@ class Engine:
         with self.admission.enter() as ticket, record.in_use(), self._in_flight:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
-                    return await self._features(record, images, options or FeatureOptions(), deadline, ticket)
+                    return await self._features(record, images, boxes, options, deadline, ticket)
             except TimeoutError:
                 if limit.expired():
                     raise DeadlineExceeded() from None
@@ -331,18 +339,26 @@ class Engine:
             return await in_pool(self._builders, function, *args)
 
     async def _features(
-        self, record: ExtractorRecord, images: Inputs, options: FeatureOptions, deadline: float, ticket: Ticket
+        self,
+        record: ExtractorRecord,
+        images: Inputs,
+        boxes: Boxes | None,
+        options: FeatureOptions,
+        deadline: float,
+        ticket: Ticket,
     ) -> FeatureResult:
         await self.load(record)
         started = time.monotonic()
         plan = await self._plan(record, images, options)
         known = all(shape in record.row_sizes for shape in set(plan.shapes))
-        sizing = (record, plan, options)
-        row_bytes, answer = self._sizes(*sizing) if known else await in_pool(self._intake, self._sizes, *sizing)
+        sizing = (record, plan, options, boxes)
+        at_hand = known and boxes is None
+        sized = self._sizes(*sizing) if at_hand else await in_pool(self._intake, self._sizes, *sizing)
+        row_bytes, answer, regions = sized
         at_once = plan.at_once(self.settings.decode_threads + 1, self.admission.max_bytes)  # and the device worker
         ticket.claim(plan.held(at_once), answer)
         waited = await ticket.turn()
-        job = Job(record, options, len(plan.shapes), deadline)
+        job = Job(record, options, len(plan.shapes), deadline, regions)
         Decoding(plan, job, self._queue, row_bytes, at_once).start(self._decoders)
         del plan  # from here on the decoders and the queue own what is decoded
         outputs = await job.answer()
@@ -356,6 +372,7 @@ class Engine:
             {key: outputs[key] for key in record.return_nodes if key in outputs},
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
+            None if regions is None else regions.box_image,
         )
 
     async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
@@ -369,10 +386,15 @@ class Engine:
             headers += await in_pool(self._intake, plan.read_headers, images, indices, most)
         return await in_pool(self._intake, plan.plan, record, images, preprocess, most, headers)
 
-    def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions) -> tuple[dict[RowShape, int], int]:
-        """The bytes that a row of each shape takes, and those of the answer."""
-        answer = sizes.answer_bytes(record, plan.shapes, options, self.settings.max_response_bytes)
-        return {shape: sizes.row_size(record, shape).bytes for shape in set(plan.shapes)}, answer
+    def _sizes(
+        self, record: ExtractorRecord, planned: Plan, options: FeatureOptions, boxes: Boxes | None
+    ) -> tuple[dict[RowShape, int], int, Regions | None]:
+        """The bytes that a row of each shape takes, those of the answer, and what the boxes are on the maps."""
+        shapes, limit = planned.shapes, self.settings.max_response_bytes
+        regions = None if boxes is None else plan.regions(record, planned, boxes, options.roi_size)
+        counts = None if regions is None else [len(one) for one in regions.boxes]
+        answer = sizes.answer_bytes(record, shapes, options, limit, counts)
+        return {shape: sizes.row_size(record, shape).bytes for shape in set(shapes)}, answer, regions
 
     def _refuse_new_work(self) -> None:
         if self.draining and not self._in_flight.includes_caller:

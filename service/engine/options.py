@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from fxcore.pooling import METHODS, channel_dim, check_poolable, pool, pooled_shape
+from fxcore.pooling import (
+    METHODS,
+    MapGrid,
+    channel_dim,
+    check_poolable,
+    pool,
+    pool_regions,
+    pooled_regions_shape,
+    pooled_shape,
+)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "pool": ("none", *METHODS),
+    "pool": ("none", *METHODS, "roi"),
     "dtype": (None, *DTYPES),
     "normalize": (None, "l2"),
     "preprocess": ("default", "fast", "none"),
@@ -26,7 +36,8 @@ class FeatureOptions:
     """What to do between the model and the answer.
 
     Attributes:
-        pool: ``none``, or a method of :func:`fxcore.pooling.pool`.
+        pool: ``none``, a method of :func:`fxcore.pooling.pool`, or ``roi``: the regions that come with the request.
+        roi_size: positions a side of what each region becomes; see :func:`fxcore.pooling.pool_regions`.
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
         normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
@@ -45,6 +56,7 @@ class FeatureOptions:
     normalize: str | None = None
     preprocess: str = "default"
     keys: frozenset[str] | None = None
+    roi_size: int = 7
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
@@ -55,13 +67,21 @@ class FeatureOptions:
         """Whether the output ``key`` is answered."""
         return self.keys is None or key in self.keys
 
-    def check(self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None) -> None:
+    def check(
+        self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None = None
+    ) -> None:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
 
         Raises:
             BadTensor: the pooling or the normalisation makes no sense for this output.
         """
         try:
+            if self.pool == "roi" and grid is None:
+                shown = " x ".join(map(str, shape[1:]))
+                raise BadTensor(
+                    f"pool=roi needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid) and this node "
+                    f"gives {shown} an image; ask for a node before the pooling, such as a level"
+                )
             if self.pool != "none":
                 check_poolable(layout, len(shape), dtype.is_floating_point, self.pool)
         except BadTensor as error:
@@ -71,18 +91,31 @@ class FeatureOptions:
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
         """Shape and dtype of what :meth:`finish` makes of a tensor of ``shape`` and ``dtype``."""
-        if self.pool != "none":
+        if self.pool == "roi":
+            shape = pooled_regions_shape(shape, layout, self.roi_size)
+        elif self.pool != "none":
             shape = pooled_shape(shape, layout, self.pool)
         if self.dtype is not None and dtype.is_floating_point:
             dtype = DTYPES[self.dtype]
         return shape, dtype
 
-    def finish(self, tensor: Tensor, layout: str | None) -> Tensor:
-        """Pool, normalise and cast, on the device the tensor is on. Each row's result depends on that row alone."""
-        if self.pool != "none":
+    def finish(
+        self, tensor: Tensor, layout: str | None, boxes: Sequence[Tensor] = (), grid: MapGrid | None = None
+    ) -> Tensor:
+        """Pool, normalise and cast, on the device the tensor is on. Each row's result depends on that row alone.
+
+        Args:
+            tensor: a row for each image.
+            layout: of ``tensor``.
+            boxes, grid: of :func:`fxcore.pooling.pool_regions`, where the rows of the result are regions.
+        """
+        if self.pool == "roi":
+            assert grid is not None  # as was checked
+            tensor, layout = pool_regions(tensor, layout, grid, boxes, self.roi_size), "NCHW"
+        elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool)
         if self.normalize == "l2":
-            dim = channel_dim(layout, tensor.ndim) if self.pool == "none" and tensor.ndim > 2 else tensor.ndim - 1
+            dim = channel_dim(layout, tensor.ndim) if tensor.ndim > 2 else tensor.ndim - 1
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype)
         if self.dtype is not None and tensor.is_floating_point():
@@ -94,6 +127,8 @@ class FeatureOptions:
         ways = []
         if self.pool == "none":
             ways.append("pool=avg")
+        if self.pool == "roi":
+            ways += ["roi_size=1", "fewer boxes"]
         if self.dtype not in ("float16", "bfloat16"):
             ways.append("dtype=float16")
         if images > 1:
@@ -112,8 +147,10 @@ class FeatureResult:
             sent; keys in the order asked for.
         timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
         images: how many images (or rows of tensors) there were.
+        box_image: with ``pool=roi``, whose image each row is of.
     """
 
     outputs: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     images: int = 0
+    box_image: Tensor | None = None

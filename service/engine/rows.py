@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.layout import TOKENS
+from fxcore.pooling import MapGrid
 
 RowShape = tuple[tuple[int, ...], ...]
 """The shape of one row of each input of a model, without the first dimension."""
@@ -21,15 +22,17 @@ class RowSize:
     Attributes:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
         bytes: input, outputs and largest activations; above zero, as batches are measured out by it.
+        grids: key → the places of the map, of the outputs that are maps.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
+    grids: dict[str, MapGrid]
 
 
 @dataclass(frozen=True)
 class AnswerSize:
-    """What one row is answered with.
+    """What one row is answered with; of an image, or of a region.
 
     Attributes:
         outputs: key → shape and bytes, of those that are answered.

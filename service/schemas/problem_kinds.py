@@ -21,10 +21,14 @@ KINDS: dict[str, Kind] = {
     "invalid-request": Kind(
         422,
         "Invalid request",
-        "query parameter 'pool': Input should be 'none', 'avg', 'max', 'gem' or 'cls'",
+        "query parameter 'pool': Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
         {
             "errors": [
-                {"in": "query", "field": "pool", "message": "Input should be 'none', 'avg', 'max', 'gem' or 'cls'"}
+                {
+                    "in": "query",
+                    "field": "pool",
+                    "message": "Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
+                }
             ]
         },
     ),
@@ -78,6 +82,12 @@ KINDS: dict[str, Kind] = {
         "Bad image",
         "image 1: these 12 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF",
         {"index": 1},
+    ),
+    "bad-box": Kind(
+        422,
+        "Bad box",
+        "image 1: box 0, [300, 40, 120, 200], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
+        {"index": 1, "box": 0},
     ),
     "bad-tensor": Kind(422, "Bad tensor", "input 'x' must be float32 [N, 3, H, W] or uint8 [N, H, W, 3]"),
     "unsupported": Kind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 # A node name, level or truncated path. The longest that torchvision gives has fewer than 100 characters.
@@ -51,7 +51,10 @@ MAX_DIMENSIONS = 8
 
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
-Pool = Literal["none", "avg", "max", "gem", "cls"]
+MAX_BOXES = 16384
+"""The most boxes a request may hold."""
+
+Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
 Preprocess = Literal["default", "fast", "none"]
@@ -78,7 +81,19 @@ class TransformStep(BaseModel):
 class FeatureQuery(BaseModel):
     """The query of a request for features."""
 
-    pool: Pool = Field(default="none", description="Make one vector an image of each map.", examples=["avg"])
+    pool: Pool = Field(
+        default="none",
+        description="Make one vector an image of each map; `roi`: a small map of each of the boxes in a JSON body, by "
+        "`torchvision.ops.roi_align`.",
+        examples=["avg"],
+    )
+    roi_size: int = Field(
+        default=7,
+        ge=1,
+        le=64,
+        description="With `pool=roi`: positions a side of what each box becomes; 1 makes it a vector.",
+        examples=[1],
+    )
     dtype: FeatureDtype | None = Field(
         default=None, description="Of floating outputs in the answer; as computed without it.", examples=["float16"]
     )
@@ -347,13 +362,37 @@ class ImagesBody(BaseModel):
         description="Base64 of one encoded image each.",
         examples=[["/9j/4AAQ…"]],
     )
+    boxes: (
+        Annotated[
+            list[Any],
+            Field(max_length=MAX_IMAGES),
+            WithJsonSchema(
+                {
+                    "type": "array",
+                    "maxItems": MAX_IMAGES,
+                    "items": {
+                        "type": "array",
+                        "items": {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4},
+                    },
+                }
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="With `pool=roi`: for each image a list of boxes `[x1, y1, x2, y2]`, in its pixels as it was sent, "
+        "after its EXIF orientation. Each is carried through resize and crop.",
+        examples=[[[[48, 32, 310, 290]]]],
+    )
 
 
 class FeatureTensor(BaseModel):
-    """One output tensor; the first dimension is the number of images."""
+    """One output tensor; the first dimension is the number of images, with `pool=roi` that of boxes."""
 
-    name: str = Field(examples=["C5"])
-    node: str = Field(examples=["layer4"])
+    name: str = Field(
+        description="Its key. With `pool=roi` there is also `box_image`: whose image each box is of.", examples=["C5"]
+    )
+    node: str | None = Field(description="null for `box_image`, which is of no node.", examples=["layer4"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
     data: list[float | None] | list[int] | list[bool] | str = Field(

@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 import torchvision
+from numpy.testing import assert_allclose
 
 from service.client import AsyncClient, Client, exceptions
 from tests.e2e.conftest import START_SECONDS
@@ -275,3 +276,31 @@ def test_a_cancelled_call_ends_at_once(server, three):
             assert served(server) == before  # nothing was waited for
 
     asyncio.run(main())
+
+
+def test_regions(client, three):
+    """Over several requests, some of which have no box; as each image alone."""
+    extractor = client.extractor("resnet18", {"layer3": "C4"}, weights="random")
+    images = three
+    boxes = [[[120, 40, 320, 260], [200, 100, 231, 131]], [], [[250.5, 120.25, 420, 300]]] * 12
+    found = extractor(images * 12, pool="roi", boxes=boxes, roi_size=2)
+    assert found["box_image"].tolist() == [image for image, of_image in enumerate(boxes) for _ in of_image]
+    assert found["C4"].shape == (36, 256, 2, 2)
+    for image in (0, 2):
+        alone = extractor(images[image], pool="roi", boxes=np.array(boxes[image]), roi_size=2)
+        assert alone["box_image"].tolist() == [0] * len(boxes[image])
+        for place in (image, image + 33):
+            assert_allclose(found["C4"][found["box_image"] == place], alone["C4"], rtol=1e-4, atol=1e-4)
+    opened = extractor(PIL.Image.open(io.BytesIO(images[0])), pool="roi", boxes=boxes[0], roi_size=2)
+    assert_allclose(
+        opened["C4"], extractor(images[0], pool="roi", boxes=boxes[0], roi_size=2)["C4"], rtol=0.1, atol=0.1
+    )
+    with pytest.raises(exceptions.BadBox, match=r"^image 31: box 1") as caught:
+        extractor(
+            [images[0]] * 40, pool="roi", boxes=[[[0, 0, 9, 9], [9, 9, 0, 0]] if i == 31 else [] for i in range(40)]
+        )
+    assert (caught.value.index, caught.value.extra["box"]) == (31, 1)
+    with pytest.raises(ValueError, match="3 images and boxes of 2"):
+        extractor(images, pool="roi", boxes=[[], []])
+    with pytest.raises(ValueError, match="not with arrays"):
+        extractor(np.zeros((9, 9, 3), np.uint8), pool="roi", boxes=[])

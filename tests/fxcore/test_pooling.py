@@ -1,9 +1,10 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
-from fxcore.pooling import METHODS, channel_dim, pool, pooled_shape
+from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_regions, pooled_shape
 
 SHAPES = {
     "NCHW": (2, 5, 3, 4),
@@ -74,3 +75,27 @@ def test_refusals() -> None:
         pool(torch.rand(1, 2, 3, 3), "NCHW", "sum")
     with pytest.raises(BadTensor, match="floating"):
         pool(torch.ones(1, 2, 3, 3, dtype=torch.int64), "NCHW", "avg")
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_regions_are_roi_align_of_the_whole_map(layout, dtype):
+    maps = torch.randn(2, 5, 6, 8).to(dtype)
+    given = {
+        "NCHW": maps,
+        "NHWC": maps.permute(0, 2, 3, 1),
+        "tokens": torch.cat([torch.randn(2, 3, 5).to(dtype), maps.flatten(2).transpose(1, 2)], dim=1),
+    }[layout]
+    grid = MapGrid(6, 8, 16, 16, 3 if layout == "tokens" else 0)
+    boxes = [torch.tensor([[3.0, 5.0, 80.0, 60.0], [0.0, 0.0, 16.0, 16.0]]), torch.tensor([[20.0, 1.0, 128.0, 96.0]])]
+    expected = roi_align(maps.float(), boxes, 3, spatial_scale=1 / 16, aligned=True)
+    assert torch.equal(pool_regions(given, layout, grid, boxes, 3), expected.to(dtype))
+    assert grid.samples(boxes[1], 3) == 9 * 3 * 2
+    vectors = roi_align(maps.float(), boxes, 1, spatial_scale=1 / 16, aligned=True)[:, :, 0, 0]
+    assert torch.equal(pool_regions(given, layout, grid, boxes, 1), vectors.to(dtype))
+
+
+def test_regions_of_maps_with_two_strides():
+    maps = torch.randn(1, 2, 4, 4)
+    pooled = pool_regions(maps, "NCHW", MapGrid(4, 4, 8, 16), [torch.tensor([[16.0, 8.0, 48.0, 24.0]])], 2)
+    assert torch.allclose(pooled, roi_align(maps, [torch.tensor([[1.0, 1.0, 3.0, 3.0]])], 2, aligned=True))

@@ -26,7 +26,8 @@ from service.schemas import graphs, v1
     [
         [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
         [v1.Backend, client.Backend, extract.Backend],
-        [v1.Pool, client.Pool, extract.Pool, CHOICES["pool"]],
+        [v1.Pool, client.Pool, CHOICES["pool"]],
+        [tuple(set(CHOICES["pool"]) - {"roi"}), extract.Pool],  # the command has no boxes
         [v1.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
         [v1.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
         [v1.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],

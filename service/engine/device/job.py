@@ -17,6 +17,7 @@ from service.engine.device.staging import copied, copy_rows
 from service.engine.errors import DeadlineExceeded, OutOfMemory, as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
+from service.engine.regions import Regions
 
 
 class Job:
@@ -31,13 +32,22 @@ class Job:
         options: what to do with its outputs.
         rows: how many rows the answer has.
         deadline: when the work becomes worthless, on the clock of ``time.monotonic()``.
+        regions: what is pooled of the rows, where not all of each is: the answer has a row for each region then.
     """
 
-    def __init__(self, record: ExtractorRecord, options: FeatureOptions, rows: int, deadline: float) -> None:
+    def __init__(
+        self,
+        record: ExtractorRecord,
+        options: FeatureOptions,
+        rows: int,
+        deadline: float,
+        regions: Regions | None = None,
+    ) -> None:
         self.record = record
         self.options = options
         self.rows = rows
         self.deadline = deadline
+        self.regions = regions
         self.queued = 0.0
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
@@ -64,9 +74,13 @@ class Job:
             self.fail(DeadlineExceeded())
         return not self._settled.locked()
 
+    def answered(self, rows: range) -> range:
+        """The rows of the answer that ``rows`` become."""
+        return rows if self.regions is None else self.regions.of(rows)
+
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
-        """Take the outputs ``[len(rows), ...]`` (on the CPU) of some rows. The last delivery makes the answer, which
-        :func:`announce` brings to the event loop."""
+        """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery makes the
+        answer, which :func:`announce` brings to the event loop."""
         if self._settled.locked():
             return
         for key, values in outputs.items():
@@ -74,12 +88,13 @@ class Job:
                 self._outputs[key] = self._own(values)
                 continue
             if key not in self._outputs:
-                self._outputs[key] = torch.empty((self.rows, *values.shape[1:]), dtype=values.dtype)
+                many = self.rows if self.regions is None else self.regions.count
+                self._outputs[key] = torch.empty((many, *values.shape[1:]), dtype=values.dtype)
             whole = self._outputs[key]
             if whole.shape[1:] != values.shape[1:]:
                 self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
                 return
-            copy_rows(whole, rows.start, values)
+            copy_rows(whole, self.answered(rows).start, values)
         self._missing -= len(rows)
         if self._missing == 0 and self._settled.acquire(blocking=False):
             self._outcome, self._outputs = self._outputs, {}

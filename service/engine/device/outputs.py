@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions
 
@@ -33,6 +34,14 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
         else:
             deliveries.append((item.job, item.rows))
     return deliveries
+
+
+def regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
+    """What :meth:`~service.engine.options.FeatureOptions.finish` pools of the output ``key`` of ``items``, which have
+    one input shape: the boxes of each row, and the places of the map."""
+    boxes = [regions.boxes[row] for item in items if (regions := item.job.regions) for row in item.rows]
+    first = items[0].job.regions
+    return boxes, None if first is None else first.grids[items[0].rows.start][key]
 
 
 def select_rows(values: Tensor, rows: list[int] | None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from fxcore.errors import summarize
 from service.engine.device.job import Item, Job, announce
-from service.engine.device.outputs import by_options, deliveries, on_cpu, select_rows, split_rows
+from service.engine.device.outputs import by_options, deliveries, on_cpu, regions_of, select_rows, split_rows
 from service.engine.device.queue import BackgroundTask, Queue, Undecoded
 from service.engine.device.staging import Staging
 from service.engine.device.threads import alone, compute_on
@@ -229,7 +229,7 @@ class DeviceWorker:
                 (
                     group,
                     {
-                        key: on_cpu(options.finish(select_rows(value, taken), layout))
+                        key: on_cpu(options.finish(select_rows(value, taken), layout, *regions_of(group, key)))
                         for key, layout, value in values
                         if options.wants(key)
                     },
@@ -242,7 +242,7 @@ class DeviceWorker:
             job.computed += spent
         for group, outputs in finished:
             parts = deliveries(group)
-            counts = [len(answered) for _, answered in parts]
+            counts = [len(job.answered(span)) for job, span in parts]
             pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
             for place, (job, answered) in enumerate(parts):
                 try:

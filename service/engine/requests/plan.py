@@ -15,15 +15,19 @@ from heapq import nlargest
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor, FxError, ImageTooLarge
+from fxcore.errors import BadBox, BadTensor, FxError, ImageTooLarge
 from fxcore.images.decoding import decode
 from fxcore.images.files import Header, has_plain_header, image_header, open_image
 from fxcore.images.nvjpeg import JpegBatches
+from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.pooling import pooled_regions_shape
 from fxcore.tensors import TensorSpec, dtype_name
 from service.engine.backends.fallback import OneSize
 from service.engine.record import ExtractorRecord
+from service.engine.regions import Boxes, Regions
 from service.engine.requests.jpeg_groups import decoding_bytes, groups
+from service.engine.requests.sizes import row_size
 from service.engine.rows import RowShape
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
@@ -39,6 +43,9 @@ _PARTS = 16
 
 _DECODING_SHARE = 1 / 4
 """Share of the bytes of all requests that one may take to decode several images at a time."""
+
+_MOST_SAMPLES = 2**31
+"""Values of maps that the boxes of a request may take: they hold up the device, two cores for four seconds."""
 
 _MAX_UPSCALE = 8
 """Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
@@ -58,6 +65,7 @@ class Plan:
         parts: rows of one shape, and what decodes them: a function to call in a decoder, in any order and at the same
             time. It gives one tensor ``[n, ...]`` for each input of the model, on the CPU or on the model's device;
             uint8 pixels ``[n, H, W, 3]`` are for :meth:`fxcore.images.decoding.Decoder.batch`.
+        placements: says where each image is in its row; of tensors nothing is known.
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so; each part is one
             row then.
     """
@@ -67,6 +75,7 @@ class Plan:
     costs: Sequence[int]
     parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
+    placements: Callable[[], Sequence[Placement]] = tuple
 
     def held(self, at_once: int) -> int:
         """Most bytes that are held while ``at_once`` parts at a time are decoded."""
@@ -84,6 +93,41 @@ def is_quick(images: Sequence[bytes]) -> bool:
     are read by PIL, and walked through as long as they are."""
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
+
+
+def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> Regions:
+    """The regions that ``boxes``, in pixels of the images as sent, are in the model's input and on its maps. The sizes
+    of the plan's rows must be known.
+
+    Args:
+        size: positions a side of what each box becomes.
+
+    Raises:
+        BadBox: one is wrong; ``index`` and ``box`` in ``extra`` say which. Or all together they take too long.
+    """
+    placements = planned.placements()
+    if len(boxes) != len(placements):
+        raise BadBox(
+            f"boxes has {len(boxes)} lists and the request has {len(placements)} images: give one list for each, "
+            "empty where there is no box"
+        )
+    carried: list[Tensor] = []
+    for index, (placement, given) in enumerate(zip(placements, boxes, strict=True)):
+        with _indexed(index):
+            carried.append(placement.carry(given))
+    rows = [row_size(record, shape) for shape in planned.shapes]
+    samples = 0
+    for row, of_image in zip(rows, carried, strict=True):
+        for info in record.outputs:
+            if (grid := row.grids.get(info.key)) is not None:
+                channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
+                samples += channels * grid.samples(of_image, size)
+    if samples > _MOST_SAMPLES:
+        raise BadBox(
+            f"pooling these boxes takes {samples:,} values of the maps, and at most {_MOST_SAMPLES:,} are taken in one "
+            "request: send fewer or smaller boxes, or ask for a coarser level"
+        )
+    return Regions(carried, [row.grids for row in rows])
 
 
 def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None:
@@ -171,6 +215,14 @@ def _plan_images(
     if pad is not None:
         decoded *= 2  # the rows, and the batch that is made of them
 
+    def placements() -> list[Placement]:
+        return [
+            Placement((height, width), 1.0, 1.0, 0, 0, (height, width))
+            if raw
+            else preprocessing.placement(height, width)
+            for height, width, _ in headers
+        ]
+
     def prepare(index: int) -> tuple[Tensor]:
         with _indexed(index):
             if raw:
@@ -196,7 +248,7 @@ def _plan_images(
         else:
             parts.append((group, partial(together, group, batches)))
             costs_of_parts.append(decoding_bytes([pixels[index] for index in group]))
-    return Plan([((3, *size),) for size in sizes], decoded, costs_of_parts, parts, pad)
+    return Plan([((3, *size),) for size in sizes], decoded, costs_of_parts, parts, pad, placements)
 
 
 def _decoding_bytes(header: Header, resized: tuple[int, int], preprocessing: Preprocessing | None) -> int:

@@ -12,6 +12,7 @@ from service.engine.device.job import cannot_stack
 from service.engine.errors import ResponseTooLarge
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
+from service.engine.regions import grid_of
 from service.engine.registry.graphs import graph_of
 from service.engine.rows import AnswerSize, RowShape, RowSize, row_layout, several_rows
 
@@ -24,7 +25,8 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
     """
     known = record.row_sizes.get(shape)
     if known is None:
-        values = graph_of(record).values_at(shape, set(record.return_nodes.values()))
+        graph = graph_of(record)
+        values = graph.values_at(shape, set(record.return_nodes.values()))
         per_value = {
             node: (dims, record.dtype if dtype.is_floating_point else dtype) for node, (dims, dtype) in values.items()
         }
@@ -32,16 +34,25 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
         for info in record.outputs:
             dims, dtype = per_value[info.node]
             outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
+        height, width = shape[0][-2:]
+        grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), graph.input_size) for i in record.outputs}
         inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
-        known = RowSize(outputs, max(1, whole))  # an image may have no pixels
+        maps = {key: grid for key, grid in grids.items() if grid is not None}
+        known = RowSize(outputs, max(1, whole), maps)  # an image may have no pixels
         record.row_sizes.put(shape, known)
     return known
 
 
-def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: FeatureOptions, limit: int) -> int:
-    """How many bytes the answer to rows of ``shapes`` has.
+def answer_bytes(
+    record: ExtractorRecord,
+    shapes: Sequence[RowShape],
+    options: FeatureOptions,
+    limit: int,
+    boxes: Sequence[int] | None = None,
+) -> int:
+    """How many bytes the answer to rows of ``shapes`` has; with a row for each of so many ``boxes`` of each image.
 
     Raises:
         BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
@@ -49,7 +60,12 @@ def answer_bytes(record: ExtractorRecord, shapes: Sequence[RowShape], options: F
     """
     total = 0
     first = _answered(record, shapes[0], options)
-    for shape, rows in Counter(shapes).items():
+    counts = Counter(shapes)
+    if boxes is not None:
+        counts = Counter({shape: 0 for shape in shapes})
+        for shape, many in zip(shapes, boxes, strict=True):
+            counts[shape] += many
+    for shape, rows in counts.items():
         for key, (dims, size) in _answered(record, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
@@ -69,7 +85,7 @@ def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions)
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info)
-                options.check(info.key, dims, dtype, layout)
+                options.check(info.key, dims, dtype, layout, row.grids.get(info.key))
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
         known = AnswerSize(outputs)

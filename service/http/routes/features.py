@@ -6,14 +6,13 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
-from torch import Tensor
 
 from fxcore.images.files import image_header
 from service.codecs import answers, bodies, heatmap, npy, safetensors
@@ -37,6 +36,10 @@ Result = TypeVar("Result")
 _UNWATCHED_SECONDS = 0.1
 """How long a request runs before it is watched for its client's leaving."""
 
+_BOX_IMAGE = "box_image"
+_NO_REGIONS = FeatureOptions.roi_size
+"""A size where no regions are asked for; requests share a batch's work where all options are equal."""
+
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
     "unknown-extractor",
@@ -47,6 +50,7 @@ _PROBLEMS = (
     "response-too-large",
     "unsupported-media-type",
     "bad-image",
+    "bad-box",
     "no-heat-map",
     "admission-full",
     "compute-failed",
@@ -71,7 +75,13 @@ def _documentation(*problems: str) -> dict[str, Any]:
                     },
                     "application/json": {
                         "schema": {"$ref": "#/components/schemas/ImagesBody"},
-                        "example": {"images": ["/9j/4AAQSkZJRg…"]},
+                        "examples": {
+                            "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
+                            "regions": {
+                                "summary": "With pool=roi",
+                                "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
+                            },
+                        },
                     },
                     npy.MEDIA_TYPE: _BINARY,
                     safetensors.MEDIA_TYPE: _BINARY,
@@ -193,8 +203,8 @@ async def _answer(
         if record.run is None:
             await state.engine.load(record)
         accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
-        images = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-        return await while_connected(request, _extract(request, state, record, images, asked, accepted, deadline))
+        sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+        return await while_connected(request, _extract(request, state, record, sent, asked, accepted, deadline))
 
 
 @asynccontextmanager
@@ -216,6 +226,11 @@ async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
 
 
 def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
+    if asked.pool == "roi" and _BOX_IMAGE in record.return_nodes:
+        detail = (
+            f"the answer of pool=roi has a {_BOX_IMAGE!r} of its own: give that output of the extractor another key"
+        )
+        raise Refusal("duplicate-key", detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs)
     accepted = answers.negotiate(accept, tuple(dtypes), asked.pool != "none")
@@ -229,11 +244,12 @@ async def _extract(
     request: Request,
     state: State,
     record: ExtractorRecord,
-    images: Sequence[bytes] | Mapping[str, Tensor],
+    sent: bodies.Sent,
     asked: FeatureQuery,
     accepted: str,
     deadline: float,
 ) -> Response:
+    images = sent.inputs
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn and (isinstance(images, Mapping) or len(images) != 1):
         raise Refusal(
@@ -241,10 +257,14 @@ async def _extract(
             "a heat-map is drawn over one encoded image: send one",
             available=list(answers.OFFERED[:-1]),
         )
-    options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess)
-    result = await state.engine.features(record, images, options, deadline)
+    roi_size = asked.roi_size if asked.pool == "roi" else _NO_REGIONS
+    options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess, roi_size)
+    result = await state.engine.features(record, images, options, deadline, sent.boxes)
     started = time.perf_counter()
     source = _source(record)
+    outputs = result.outputs
+    if result.box_image is not None:  # an npy file has no room for it, and the first output alone
+        outputs[_BOX_IMAGE] = result.box_image
     if drawn:
         assert not isinstance(images, Mapping)
         output = record.outputs[0]
@@ -252,14 +272,14 @@ async def _extract(
         header = await state.engine.run_in_encoder(image_header, images[0])
         claim_for_current_request(header.held)
         parts = await state.engine.run_in_encoder(
-            heatmap.write, images[0], preprocessing, result.outputs[output.key], output.layout
+            heatmap.write, images[0], preprocessing, outputs[output.key], output.layout
         )
     elif accepted in answers.IMMEDIATE:
-        parts = answers.write(accepted, source, result.outputs, result.images, asked.encoding)
+        parts = answers.write(accepted, source, outputs, result.images, asked.encoding)
     else:
-        claim_for_current_request(answers.written_bytes(accepted, result.outputs, asked.encoding))
+        claim_for_current_request(answers.written_bytes(accepted, outputs, asked.encoding))
         parts = await state.engine.run_in_encoder(
-            answers.write, accepted, source, result.outputs, result.images, asked.encoding
+            answers.write, accepted, source, outputs, result.images, asked.encoding
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.answer_headers(request.scope, record, timings), "Vary": "Accept"}
@@ -278,8 +298,8 @@ _sources: WeakKeyDictionary[ExtractorRecord, answers.Source] = WeakKeyDictionary
 
 
 @functools.cache  # there are few combinations
-def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str) -> FeatureOptions:
-    return FeatureOptions(pool, dtype, normalize, preprocess)
+def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str, roi_size: int) -> FeatureOptions:
+    return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
