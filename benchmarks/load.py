@@ -80,6 +80,13 @@ def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
     return http(port, path, head + element, "application/octet-stream", headers=headers)
 
 
+def embeddings(port: int, model: str, image: bytes) -> bytes:
+    """A request of one image in OpenAI's shape, with vectors in base64 as its clients ask for them."""
+    url = f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
+    body = json.dumps({"model": model, "input": url, "encoding_format": "base64"}).encode()
+    return http(port, "/v1/embeddings", body, "application/json")
+
+
 def run(
     port: int, requests: list[bytes], connections: int, seconds: float, warm: float = 1.0, wrk: bool = True
 ) -> Load:

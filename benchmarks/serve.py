@@ -129,22 +129,40 @@ class Benchmark:
         with servers.fxserve() as server:
             path, backend = extractor(server, spec, self.options.settle)
             infer = path.replace("/v1/extractors/", "/v2/models/").replace("/features", "/infer")
-            ways = (
-                self._requests(server, path),
-                [load.infer(server.port, infer, data, list(spec["return_nodes"].values())) for data in self.files],
-            )
-            for connections in _PROTOCOL_CONNECTIONS:
-                seconds, warm, wrk = self.options.seconds, self.options.warm, self.options.wrk
-                turns = [
-                    [load.run(server.port, requests, connections, seconds, warm, wrk=wrk) for requests in ways]
-                    for _ in range(_TURNS)
-                ]
-                ratio = statistics.median(theirs.rate / mine.rate for mine, theirs in turns)
-                for version, results in zip(("v1", "v2"), zip(*turns, strict=True), strict=True):
-                    found = sorted(results, key=lambda result: result.rate)[_TURNS // 2]
-                    say(f"v2-{connections}: /{version} ({backend}) {shown(found)}")
-                    told = (f"{ratio:.2f}", f"≥ {PROTOCOL_BAR}") if version == "v2" else ("", "")
-                    self.rows.append((f"v2-{connections}", f"fxserve /{version}, {backend}", *figures(found, 1), *told))
+            keys = list(spec["return_nodes"].values())
+            ways = {
+                "/v1": self._requests(server, path),
+                "/v2": [load.infer(server.port, infer, data, keys) for data in self.files],
+            }
+            self._in_turns("v2", server, ways, backend, PROTOCOL_BAR)
+
+    def embeddings(self) -> None:
+        """OpenAI's shape beside ``/features``: the same images, the same vectors."""
+        spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
+        spec |= {"return_nodes": {"features.12": "C5"}}
+        with servers.fxserve() as server:
+            path, backend = extractor(server, spec, self.options.settle)
+            name = path.split("/")[3]
+            ways = {
+                "/features": self._requests(server, f"{path}?pool=avg"),
+                "/embeddings": [load.embeddings(server.port, name, data) for data in self.files],
+            }
+            self._in_turns("embeddings", server, ways, backend, PROTOCOL_BAR)
+
+    def _in_turns(self, name: str, server: Server, ways: dict[str, list[bytes]], backend: str, bar: float) -> None:
+        """Two ways to ask one server for the same; the ratio is the second's rate to the first's."""
+        for connections in _PROTOCOL_CONNECTIONS:
+            seconds, warm, wrk = self.options.seconds, self.options.warm, self.options.wrk
+            turns = [
+                [load.run(server.port, requests, connections, seconds, warm, wrk=wrk) for requests in ways.values()]
+                for _ in range(_TURNS)
+            ]
+            ratio = statistics.median(second.rate / first.rate for first, second in turns)
+            for place, (way, results) in enumerate(zip(ways, zip(*turns, strict=True), strict=True)):
+                found = sorted(results, key=lambda result: result.rate)[_TURNS // 2]
+                say(f"{name}-{connections}: {way} ({backend}) {shown(found)}")
+                told = (f"{ratio:.2f}", f"≥ {bar}") if place else ("", "")
+                self.rows.append((f"{name}-{connections}", f"fxserve {way}, {backend}", *figures(found, 1), *told))
 
     def node_list(self) -> None:
         with servers.fxserve() as server:
@@ -267,7 +285,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def main() -> None:
-    names = [case.name for case in CASES] + ["v2", "nodes", "memory"]
+    names = [case.name for case in CASES] + ["v2", "embeddings", "nodes", "memory"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
     parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
@@ -286,6 +304,8 @@ def main() -> None:
         for name in options.cases:
             if name == "v2":
                 benchmark.protocol()
+            elif name == "embeddings":
+                benchmark.embeddings()
             elif name == "nodes":
                 benchmark.node_list()
             elif name == "memory":
