@@ -95,7 +95,7 @@ class Engine:
             self._upgrades,
             self.metrics,
             settings.models,
-            most_compiled(settings.compute_threads),
+            most_compiled=most_compiled(settings.compute_threads),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -177,7 +177,7 @@ class Engine:
         metrics.queue_size.set(len(self._queue))
         metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.models_loaded.set(len(self._models.loaded()))
-        metrics.memory_bytes.set(self._extractors.bytes())
+        metrics.memory_bytes.set(self._extractors.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
         states = Counter("evicted" if r.state == "ready" and r.run is None else r.state for r in self.list())
         for state in ("building", "ready", "failed", "evicted"):
@@ -276,7 +276,7 @@ class Engine:
 
     def make_room(self) -> None:
         """Evict down to the memory budget, after graphs were traced for listing or drawing."""
-        self._extractors.make_room()
+        self._extractors.eviction.make_room()
 
     def models_loaded(self) -> set[tuple[str, str]]:
         """(model, weights) of the weights in memory."""

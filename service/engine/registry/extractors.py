@@ -1,10 +1,8 @@
 """The extractors there are: finding, building, naming and forgetting them.
 
 An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
-of them live under one memory budget. What was used least recently goes first: a whole model with its extractors, or,
-where every model is in use, single extractors. Graphs of models that are not in memory are small and slow to trace:
-they go first where they take more than their share, and otherwise last. An evicted extractor keeps its id, its name and
-its description, and is built again by the next request for it.
+of them live under one memory budget, see :mod:`service.engine.registry.eviction`. An evicted extractor keeps its id,
+its name and its description, and is built again by the next request for it.
 """
 
 from __future__ import annotations
@@ -17,21 +15,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from fxcore.backends.openvino import THREADS_EACH
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
-from fxcore.graph.model_graph import ModelGraph, forget_graph
 from service.engine.backends.upgrade import Upgrades
-from service.engine.device.threads import MOST_THREADS, in_pool
+from service.engine.device.threads import in_pool
 from service.engine.errors import ExtractorFailed, Forbidden, NameTaken, UnknownExtractor
-from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
+from service.engine.record import PRECISIONS, ExtractorRecord
 from service.engine.registry.deleted import Deleted
+from service.engine.registry.eviction import Eviction
 from service.engine.registry.forgetting import forgettable
-from service.engine.registry.graphs import graph_bytes, graph_of, idle_graphs
+from service.engine.registry.graphs import graph_of
 from service.engine.registry.names import Names
 from service.engine.registry.resolving import resolve
 from service.engine.registry.transforms import steps, transformed
@@ -42,15 +39,7 @@ from service.schemas.v1 import ExtractorSpec
 
 log = logging.getLogger("fxserve.extractors")
 
-NODE_BYTES = 3 * 1024
-"""What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
-
-GRAPH_SHARE = 1 / 4
-"""Share of the memory budget that graphs of models not in memory may take."""
-
 _REMEMBERED_SPECS = 4096
-
-_TRY_AGAIN_SECONDS = 1.0
 
 
 class Extractors:
@@ -64,7 +53,10 @@ class Extractors:
         upgrades: decides what runs an extractor.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
-        most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
+        most_compiled: extractors that OpenVINO may run at a time.
+
+    Attributes:
+        eviction: keeps them under the memory budget.
     """
 
     def __init__(
@@ -76,20 +68,19 @@ class Extractors:
         upgrades: Upgrades,
         metrics: Metrics,
         allowed: Sequence[str] | None = None,
-        most_compiled: int = MOST_THREADS // THREADS_EACH,
+        *,
+        most_compiled: int,
     ) -> None:
         self._upgrades = upgrades
-        upgrades.on_upgrade = self.make_room
-        self._most_compiled = most_compiled
         self._evictions = metrics.evictions
-        self._later: asyncio.TimerHandle | None = None
         self._deleted = Deleted(pool)
         self._models = models
         self._device = device
         self._pool = pool
-        self._memory_budget = memory_budget
         self._allowed = None if allowed is None else frozenset(allowed)
         self._records: dict[str, ExtractorRecord] = {}
+        self.eviction = Eviction(models, self._records.values(), pool, memory_budget, metrics.evictions, most_compiled)
+        upgrades.on_upgrade = self.eviction.make_room
         self._names = Names()
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[bytes, str] = OrderedDict()
@@ -198,85 +189,7 @@ class Extractors:
     def close(self) -> None:
         """Make no more room."""
         self._deleted.close()
-        if self._later is not None:
-            self._later.cancel()
-
-    def bytes(self) -> int:
-        """What the loaded models, the built extractors and the traced graphs take."""
-        models = sum(model.bytes for model in self._models.loaded().values())
-        running = [record for record in self._records.values() if record.run is not None]
-        storages: dict[int, int] = {}
-        for record in running:
-            storages |= record.storages()
-        return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
-
-    def _graphs(self) -> Sequence[ModelGraph]:
-        return [record.held for record in self._records.values() if record.held is not None]
-
-    def make_room(self, wanted: int = 0) -> None:
-        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
-
-        Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
-        """
-        evicted = set()
-        while self.bytes() + wanted > self._memory_budget:
-            kind = self._evict_one()
-            if kind is None:
-                log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
-                if self._later is None:
-                    self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
-                break
-            evicted.add(kind)
-        if self._evict_compiled():
-            evicted.add("extractor")
-        if evicted - {"graph"}:
-            self._pool.submit(tidy)
-
-    def _evict_compiled(self) -> bool:
-        """Evict extractors that OpenVINO runs, each of which has threads of its own, down to as many as there may be;
-        whether there was one to evict."""
-        built = (record for record in self._records.values() if record.run is not None)
-        compiled = [record for record in built if record.backend == "openvino"]
-        idle = sorted(
-            (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
-        )
-        over = idle[: max(0, len(compiled) - self._most_compiled)]
-        for record in over:
-            self._unload(record, "threads")
-        return bool(over)
-
-    def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
-        """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
-        graphs = idle_graphs(self._graphs())
-        if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
-            self._forget_graph(graphs[0])
-            return "graph"
-        over: dict[ModelKey, list[ExtractorRecord]] = {}
-        for record in self._records.values():
-            if record.run is not None or record.build is not None:
-                over.setdefault(record.model_key, []).append(record)
-        idle = [
-            key for key in self._models.loaded() if not any(record.pinned_or_active for record in over.get(key, ()))
-        ]
-        if idle:
-            key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
-            for record in over.get(key, ()):
-                self._unload(record)
-            self._drop(key, "memory_budget")
-            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
-            return "weights"
-        loose = [record for records in over.values() for record in records if not record.pinned_or_active]
-        if loose:
-            self._unload(min(loose, key=lambda record: record.last_used))
-            return "extractor"
-        if graphs:
-            self._forget_graph(graphs[0])
-            return "graph"
-        return None
-
-    def _make_room_later(self) -> None:
-        self._later = None
-        self.make_room()
+        self.eviction.close()
 
     async def _build(self, record: ExtractorRecord) -> None:
         """Load the weights and build the extractor; afterwards the record is ready or failed."""
@@ -285,7 +198,7 @@ class Extractors:
                 # An estimate, so that what is evicted is gone before the weights are there.
                 default = record.entry.default_weights
                 params = record.entry.weights_info(default).num_params if default is not None else 0
-                self.make_room(params * PRECISIONS[record.spec.precision].itemsize)
+                self.eviction.make_room(params * PRECISIONS[record.spec.precision].itemsize)
             model = await self._models.get(record.entry, record.model_key)
             record.held = graph = await in_pool(self._pool, graph_of, record)
             extractor = await in_pool(
@@ -321,36 +234,20 @@ class Extractors:
             record.last_used = time.monotonic()
         if record.state == "ready":
             self._pool.submit(exempt)
-        self.make_room()
+        self.eviction.make_room()
 
     def _remove(self, record: ExtractorRecord) -> None:
         del self._records[record.id]
         self._names.forget(record.id)
 
-    def _unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
-        if record.run is not None:
-            self._evictions.labels("extractor", reason).inc()
-        record.extractor = record.held = None
-        record.run = record.upgrade = record.check = None
-        record.images = 0
-        record.forget_sizes()
-
     def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:
         """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
         if reason is not None:
-            self._drop(record.model_key, reason)
+            self.eviction.drop(record.model_key, reason)
         if reason is not None and not record.active:
             self._pool.submit(tidy)
         else:
             self._deleted.add(record)
-
-    def _forget_graph(self, graph: ModelGraph) -> None:
-        forget_graph(graph)
-        self._evictions.labels("graph", "memory_budget").inc()
-
-    def _drop(self, key: ModelKey, reason: str) -> None:
-        if self._models.drop(key):
-            self._evictions.labels("weights", reason).inc()
 
     def _name(self, record: ExtractorRecord, name: str) -> None:
         before = self.known(name)
@@ -378,8 +275,3 @@ def _kept(problem: FxError) -> FxError:
     """``problem`` without where it came from: frames whose variables are a model and what was built over it."""
     problem.__cause__ = problem.__context__ = None
     return problem.with_traceback(None)
-
-
-def _overhead(record: ExtractorRecord) -> int:
-    nodes = len(record.extractor.module.graph.nodes) if record.extractor is not None else 0
-    return nodes * NODE_BYTES + record.row_sizes.bytes + record.answer_sizes.bytes

@@ -55,7 +55,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         (model,) = running._extractors._models.loaded().values()
         weights = weakref.ref(model.module)
         del model
-        running._extractors._memory_budget = 1
+        running._extractors.eviction._memory_budget = 1
         running.make_room()
         tidy()
         assert weights() is None
@@ -96,7 +96,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
         assert running.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert running._extractors.bytes() <= 103 * MiB
+        assert running._extractors.eviction.bytes() <= 103 * MiB
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs
@@ -110,34 +110,34 @@ async def test_graphs_are_kept_under_the_budget(
         pinned = await built(running, "squeezenet1_1", ["features.3"], image_size=96)
         other = await built(running, "resnet18", ["layer4"])
         expected = (await running.features(other, jpegs[:1])).outputs["layer4"]  # what runs packs its weights
-        taken = running._extractors.bytes()
+        taken = running._extractors.eviction.bytes()
         listed = [model_graph(model) for model in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5")]
         maps = model_graph("vit_b_32").with_nodes_of("attention_maps")
         listed.append(model_graph("vit_b_32"))
-        assert running._extractors.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
+        assert running._extractors.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
         pinned.pinned = True
         own = [model_graph("squeezenet1_1"), model_graph("resnet18")]
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
-        monkeypatch.setattr("service.engine.registry.extractors.GRAPH_SHARE", listed[0].bytes / budget)
-        running._extractors._memory_budget = budget
+        monkeypatch.setattr("service.engine.registry.eviction.GRAPH_SHARE", listed[0].bytes / budget)
+        running._extractors.eviction._memory_budget = budget
         running.make_room()
         assert kept_graphs() == [*own, listed[0]]
         assert other.run is not None
 
-        running._extractors._memory_budget = 1
+        running._extractors.eviction._memory_budget = 1
         running.make_room()
         assert kept_graphs() == own[:1]
         assert (other.run, other.held) == (None, None)
         assert pinned.run is not None
 
-        running._extractors._memory_budget = taken
+        running._extractors.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
         assert other.held is model_graph("resnet18") is not own[1]
         assert other.fingerprint == own[1].fingerprint
-        assert running._extractors.bytes() == taken
+        assert running._extractors.eviction.bytes() == taken
 
 
 @pytest.mark.parametrize("how", ["delete", "unload"])
@@ -248,12 +248,12 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
-        running._extractors._memory_budget = running._extractors.bytes()
+        running._extractors.eviction._memory_budget = running._extractors.eviction.bytes()
         with records[-1].in_use():
             await built(running, nodes=["features.12"])
             assert records[0].run is None
             assert all(record.run is not None for record in records[-3:])
-            assert running._extractors.bytes() <= running._extractors._memory_budget
+            assert running._extractors.eviction.bytes() <= running._extractors.eviction._memory_budget
         assert (await running.features(records[0], jpegs)).images == 3
 
 

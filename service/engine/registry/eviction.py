@@ -1,0 +1,168 @@
+"""What leaves memory when it does not fit: weights, built extractors and traced graphs under one budget.
+
+What was used least recently goes first: a whole model with its extractors, or, where every model is in use, single
+extractors. Graphs of models that are not in memory are small and slow to trace: they go first where they take more than
+their share, and otherwise last. An evicted extractor keeps its id, its name and its description, and is built again by
+the next request for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from concurrent.futures import Executor
+from typing import Literal
+
+from prometheus_client import Counter
+
+from fxcore.graph.model_graph import ModelGraph, forget_graph
+from service.engine.record import ExtractorRecord, ModelKey
+from service.engine.registry.graphs import graph_bytes, idle_graphs
+from service.engine.registry.weights import ModelStore
+from service.garbage import tidy
+
+log = logging.getLogger("fxserve.eviction")
+
+NODE_BYTES = 3 * 1024
+"""What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
+
+GRAPH_SHARE = 1 / 4
+"""Share of the memory budget that graphs of models not in memory may take."""
+
+_TRY_AGAIN_SECONDS = 1.0
+
+
+class Eviction:
+    """Keeps models, extractors and graphs under a memory budget. For one event loop.
+
+    Args:
+        models: the loaded weights.
+        records: all extractors there are, whenever that is asked.
+        pool: the threads that collect what was evicted.
+        memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
+        evictions: counts what was evicted, by kind and reason.
+        most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
+    """
+
+    def __init__(
+        self,
+        models: ModelStore,
+        records: Collection[ExtractorRecord],
+        pool: Executor,
+        memory_budget: int,
+        evictions: Counter,
+        most_compiled: int,
+    ) -> None:
+        self._models = models
+        self._records = records
+        self._pool = pool
+        self._memory_budget = memory_budget
+        self._evictions = evictions
+        self._most_compiled = most_compiled
+        self._later: asyncio.TimerHandle | None = None
+
+    def bytes(self) -> int:
+        """What the loaded models, the built extractors and the traced graphs take."""
+        models = sum(model.bytes for model in self._models.loaded().values())
+        running = [record for record in self._records if record.run is not None]
+        storages: dict[int, int] = {}
+        for record in running:
+            storages |= record.storages()
+        return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
+
+    def make_room(self, wanted: int = 0) -> None:
+        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
+
+        Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
+        """
+        evicted = set()
+        while self.bytes() + wanted > self._memory_budget:
+            kind = self._evict_one()
+            if kind is None:
+                log.info("%d bytes are in use beside %d wanted, over the memory budget", self.bytes(), wanted)
+                if self._later is None:
+                    self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
+                break
+            evicted.add(kind)
+        if self._evict_compiled():
+            evicted.add("extractor")
+        if evicted - {"graph"}:
+            self._pool.submit(tidy)
+
+    def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
+        """Put what ``record`` runs out of memory; the next request for it builds it again."""
+        if record.run is not None:
+            self._evictions.labels("extractor", reason).inc()
+        record.extractor = record.held = None
+        record.run = record.upgrade = record.check = None
+        record.images = 0
+        record.forget_sizes()
+
+    def drop(self, key: ModelKey, reason: str) -> None:
+        """Put weights out of memory, once nothing runs over them any more."""
+        if self._models.drop(key):
+            self._evictions.labels("weights", reason).inc()
+
+    def close(self) -> None:
+        """Make no more room."""
+        if self._later is not None:
+            self._later.cancel()
+
+    def _graphs(self) -> Sequence[ModelGraph]:
+        return [record.held for record in self._records if record.held is not None]
+
+    def _evict_compiled(self) -> bool:
+        """Evict extractors that OpenVINO runs, each of which has threads of its own, down to as many as there may be;
+        whether there was one to evict."""
+        built = (record for record in self._records if record.run is not None)
+        compiled = [record for record in built if record.backend == "openvino"]
+        idle = sorted(
+            (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
+        )
+        over = idle[: max(0, len(compiled) - self._most_compiled)]
+        for record in over:
+            self.unload(record, "threads")
+        return bool(over)
+
+    def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
+        """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
+        graphs = idle_graphs(self._graphs())
+        if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
+            self._forget_graph(graphs[0])
+            return "graph"
+        over: dict[ModelKey, list[ExtractorRecord]] = {}
+        for record in self._records:
+            if record.run is not None or record.build is not None:
+                over.setdefault(record.model_key, []).append(record)
+        idle = [
+            key for key in self._models.loaded() if not any(record.pinned_or_active for record in over.get(key, ()))
+        ]
+        if idle:
+            key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
+            for record in over.get(key, ()):
+                self.unload(record)
+            self.drop(key, "memory_budget")
+            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
+            return "weights"
+        loose = [record for records in over.values() for record in records if not record.pinned_or_active]
+        if loose:
+            self.unload(min(loose, key=lambda record: record.last_used))
+            return "extractor"
+        if graphs:
+            self._forget_graph(graphs[0])
+            return "graph"
+        return None
+
+    def _make_room_later(self) -> None:
+        self._later = None
+        self.make_room()
+
+    def _forget_graph(self, graph: ModelGraph) -> None:
+        forget_graph(graph)
+        self._evictions.labels("graph", "memory_budget").inc()
+
+
+def _overhead(record: ExtractorRecord) -> int:
+    nodes = len(record.extractor.module.graph.nodes) if record.extractor is not None else 0
+    return nodes * NODE_BYTES + record.row_sizes.bytes + record.answer_sizes.bytes
