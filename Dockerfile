@@ -20,16 +20,17 @@ RUN /opt/fxserve/bin/pip install --no-deps .
 FROM python:3.11-slim-bookworm
 RUN groupadd --gid 10001 fxserve \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache --shell /usr/sbin/nologin fxserve \
- && install -d -o 10001 -g 10001 /cache /cache/torch /cache/compiled
+ && install -d -o 10001 -g 10001 /cache /cache/torch /cache/compiled /cache/extractors
 COPY --from=build /opt/fxserve /opt/fxserve
-# Weights are kept in /cache/torch and compiled models in /cache/compiled; nothing else is written but to /tmp, so the
-# root file system can be read-only.
+# Weights are kept in /cache/torch, compiled models in /cache/compiled and what extractors are made of in
+# /cache/extractors; nothing else is written but to /tmp, so the root file system can be read-only.
 ENV PATH=/opt/fxserve/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \
     TORCH_HOME=/cache/torch \
     FXSERVE_CACHE_DIR=/cache/compiled \
+    FXSERVE_EXTRACTORS=/cache/extractors \
     FXSERVE_HOST=0.0.0.0 \
     FXSERVE_PORT=8000
 VOLUME /cache

@@ -43,6 +43,12 @@ class ByteCache(Generic[K, V]):
             while self.bytes > self._limit:
                 self.bytes -= self._size(self._values.popitem(last=False)[1])
 
+    def drop(self, key: K) -> None:
+        """Keep nothing under ``key``."""
+        with self._guard:
+            value = self._values.pop(key, None)
+            self.bytes -= 0 if value is None else self._size(value)
+
     def clear(self) -> None:
         """Drop all values."""
         with self._guard:

@@ -57,8 +57,8 @@ class Settings(BaseSettings):
     workers: int = Field(
         default=1,
         ge=1,
-        description="Server processes that `fxserve serve` starts on one port. Each has its own models and extractors "
-        "and all the limits below for itself; cores are split among them.",
+        description="Server processes that `fxserve serve` starts on one port. Each has its own memory and all the "
+        "limits below for itself; extractors are known to all, cores are split among them.",
     )
     log_format: LogFormat = Field(default="text", description="Log lines of `fxserve serve`: text, or json.")
     tracing: bool = Field(
@@ -107,6 +107,12 @@ class Settings(BaseSettings):
         description="Extractors to build before /readyz says yes, separated by semicolons: "
         "resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4. Weights follow '@', as in "
         "resnet50@file:mine.pth:C4, a key follows '='.",
+    )
+    extractors: str | None = Field(
+        default=None,
+        description="Folder, or URL of a bucket (s3://, gs://, abfs://; needs s3fs, gcsfs or adlfs), that keeps what "
+        "extractors are made of, their names and deletions: every server process over the same one knows them all, "
+        "after a restart too. Without it, processes of one server share a temporary one.",
     )
     weights_dir: Path | None = Field(
         default=None, description="Folder that file:NAME weights are read from; without it there are none."
@@ -157,7 +163,9 @@ class Settings(BaseSettings):
         description="Bytes of weights, extractors and traced graphs kept; the least recently used go first.",
     )
 
-    @field_validator("cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", mode="before")
+    @field_validator(
+        "cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", mode="before"
+    )
     @classmethod
     def _no_folder(cls, value: object) -> object:
         return None if value == "" else value

@@ -96,14 +96,17 @@ def _check(settings: Settings) -> None:
     """
     from fxcore.errors import FxError
     from service.app import traces_type
+    from service.engine.registry.store import Store, StoreTrouble
     from service.http.keys import Keys
 
     try:
+        if settings.extractors is not None:
+            Store(settings.extractors).open()
         if settings.api_keys_file is not None:
             Keys(settings.api_keys_file)
         if settings.tracing:
             traces_type()
-    except ValueError as error:
+    except (ValueError, StoreTrouble) as error:
         raise FxError(str(error)) from error
 
 

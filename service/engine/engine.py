@@ -35,6 +35,7 @@ from service.engine.record import ExtractorRecord
 from service.engine.regions import Boxes, Regions
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, warn_unknown_models
+from service.engine.registry.store import Store, Stored
 from service.engine.registry.weights import ModelStore
 from service.engine.requests import plan, sizes
 from service.engine.requests.admission import Admission, Ticket
@@ -96,6 +97,7 @@ class Engine:
             self.metrics,
             settings.models,
             most_compiled=most_compiled(settings.compute_threads),
+            store=None if settings.extractors is None else Store(settings.extractors),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -121,6 +123,7 @@ class Engine:
         await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()
+        await self._extractors.start()
         self._preloading = asyncio.create_task(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
@@ -165,8 +168,17 @@ class Engine:
         """Whether requests can be served now, and if not, why."""
         if self.draining:
             return False, "the service is shutting down"
-        trouble = self._preload_trouble or self._worker.trouble(self.settings.request_timeout) or thread_trouble()
-        return trouble is None, trouble or "ready"
+        trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
+        trouble = self._extractors.never_opened() or self._preload_trouble or trouble
+        if trouble is not None:
+            return False, trouble
+        # Where the store is away it is so for all replicas at a time, and what they have in memory is better than none.
+        away = self._extractors.store_trouble()
+        return True, "ready" if away is None else f"ready with what is in memory: {away}"
+
+    def device_trouble(self) -> str | None:
+        """Why the device worker answers nothing, if so: it hangs, or ended and could not be replaced."""
+        return self._worker.trouble(self.settings.request_timeout)
 
     def sample(self) -> None:
         """Bring the metrics that are levels, not counts, up to date."""
@@ -195,7 +207,7 @@ class Engine:
         metrics.gpu_memory_total_bytes.labels(name).set(total)
 
     async def extractor(
-        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True
+        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True, keep: bool = False
     ) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, made if there is none yet.
 
@@ -203,6 +215,7 @@ class Engine:
             spec: what to build.
             wait: seconds to wait for its build; when they are over the record is returned in state ``building``.
             build: whether one may be made.
+            keep: whether the store, where there is one, must have it afterwards.
 
         Returns:
             The record and whether it is new. A build that failed is told by ``state`` and ``problem``, not raised.
@@ -210,20 +223,38 @@ class Engine:
         Raises:
             FxError: the spec itself is wrong: an unknown model, node, weights; a backend that is not served; a name
                 that is taken; there is none and none may be made.
+            NotReady: it cannot be kept.
             Draining: the service is shutting down.
         """
         self._refuse_new_work()
-        record, created = await self._extractors.get(spec, build)
+        record, created = await self._extractors.get(spec, build, keep)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created
 
     def known(self, id_or_name: str) -> ExtractorRecord | None:
-        """The extractor of that id or name, if there is one."""
+        """The extractor of that id or name, if this process knows one."""
         return self._extractors.known(id_or_name)
 
+    async def look_up(self, id_or_name: str) -> ExtractorRecord:
+        """The extractor of that id or name, which another process may have made; then its build has begun here.
+
+        Raises:
+            UnknownExtractor: there is none.
+            NotReady: there may be one, and the store cannot be read.
+        """
+        return self._extractors.known(id_or_name) or await self._extractors.look_up(id_or_name)
+
+    async def namesake(self, model: str) -> ExtractorRecord | None:
+        """The extractor that has a model's name, if there is one and the store can be read."""
+        return await self._extractors.namesake(model)
+
+    async def elsewhere(self) -> list[tuple[Stored, str | None]]:
+        """The extractors that other processes made and this one has not been asked for, each with a name it has."""
+        return await self._extractors.elsewhere()
+
     def find(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name.
+        """The extractor of that id or name, of those that this process knows.
 
         Raises:
             UnknownExtractor: there is none.
@@ -231,16 +262,17 @@ class Engine:
         return self._extractors.find(id_or_name)
 
     def list(self) -> list[ExtractorRecord]:
-        """All extractors, in the order they were made."""
+        """All extractors that this process knows, in the order they came to be known."""
         return self._extractors.list()
 
     async def delete(self, id_or_name: str) -> None:
-        """Forget an extractor; requests on their way through it end normally.
+        """Forget an extractor, in all processes; requests on their way through it end normally.
 
         Raises:
             UnknownExtractor: there is none.
+            NotReady: the store cannot be written, and nothing was deleted.
         """
-        self._extractors.delete(id_or_name)
+        await self._extractors.delete(id_or_name)
 
     async def unload(self, id_or_name: str) -> None:
         """Give back an extractor's memory; it stays known and is built again by the next request for it.
@@ -405,7 +437,10 @@ class Engine:
         try:
             for text in self.settings.preload:
                 self._preload_trouble = f"preloading {text}"
-                record, _ = await self.extractor(spec_of_text(text))
+                record = await self._extractors.preload(spec_of_text(text))
+                if record is None:
+                    log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
+                    continue
                 record.pinned = True
                 await self.load(record)
                 await self.settle(record)  # ready means as fast as it gets

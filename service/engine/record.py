@@ -80,6 +80,8 @@ class ExtractorRecord:
         images: how many it has answered.
         upgrade: the search for a faster backend, once that has begun.
         transformed: what the transforms did, where there are any.
+        token: of what the store has of it; None where it is in no store.
+        adopted: whether another process made it and this one found it in the store.
         gone: whether it was deleted or unloaded; what is on its way through it ends, and nothing more begins.
     """
 
@@ -111,6 +113,8 @@ class ExtractorRecord:
     images: int = 0
     upgrade: asyncio.Task[None] | None = None
     transformed: Transformed | None = None
+    token: str | None = None
+    adopted: bool = False
     gone: bool = False
 
     @property

@@ -6,12 +6,16 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from functools import partial
 from socket import socket
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.http import protocol_choice
 from service.observability import logs
@@ -38,15 +42,21 @@ def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
     """Serve with several processes, which read their settings from the environment, until a signal.
 
-    They count together: whichever is asked for ``/metrics`` answers for all.
+    They count together: whichever is asked for ``/metrics`` answers for all. They know the same extractors, which they
+    keep in a folder of their own where the settings name no store.
     """
-    with tempfile.TemporaryDirectory(prefix="fxserve-metrics-") as folder:
-        os.environ.setdefault(SHARED_DIR, folder)
+    with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
+        for name in ("metrics", "extractors"):
+            os.mkdir(os.path.join(folder, name))
+        os.environ.setdefault(SHARED_DIR, os.path.join(folder, "metrics"))
+        if settings.extractors is None:
+            os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
         # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
         # has to be imported and each model of one's own to be tried, on a machine that is busy.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
-        uvicorn.run("service.app:create_app", factory=True, workers=settings.workers, **options)
+        config = uvicorn.Config("service.app:create_app", factory=True, workers=settings.workers, **options)
+        _Supervisor(config, [config.bind_socket()]).run()
 
 
 def _options(settings: Settings, log_level: str) -> dict[str, Any]:
@@ -83,6 +93,38 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             print(_greeting(host, port, self._device), flush=True)
+
+
+class _Supervisor(Multiprocess):
+    """Replaces a server process as soon as it has ended, also while it or another is silent.
+
+    uvicorn asks each in turn for a sign of life and waits for it. That a process was killed in the meantime is not
+    noticed then, because the parent holds the other end of its pipe, too.
+    """
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
+        super().__init__(config, sockets)
+        self._asked: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
+
+    def keep_subprocess_alive(self) -> None:
+        for process in self.processes:
+            process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
+        super().keep_subprocess_alive()
+
+    def _is_alive(self, process: Process, timeout: float) -> bool:
+        """Whether ``process`` runs, and answered what it was asked no longer than ``timeout`` seconds ago."""
+        if not process.process.is_alive():
+            return False
+        try:
+            while process.parent_conn.poll():
+                process.parent_conn.recv()
+                self._asked.pop(process, None)
+            if process not in self._asked:
+                process.parent_conn.send(b"ping")
+                self._asked[process] = time.monotonic()
+        except (OSError, EOFError):
+            return False
+        return time.monotonic() - self._asked[process] < timeout
 
 
 def _end(number: int, frame: FrameType | None) -> None:

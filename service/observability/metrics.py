@@ -76,6 +76,8 @@ class Metrics:
         self.evictions = counter(
             "evictions", "What was put out of memory (weights, extractor, graph, record), and why.", ("kind", "reason")
         )
+        self.store_errors = counter("store_errors", "What the store of extractors failed at.", ("operation",))
+        self.store_up = gauge("store_up", "Processes that can read the store of extractors.")
         self.inflight_requests = gauge("inflight_requests", "Requests admitted and not answered yet.")
         self.inflight_bytes = gauge("inflight_bytes", "Bytes that these decode to and answer with, by prediction.")
         self.queue_size = gauge("queue_size", "Items that wait for the device.")

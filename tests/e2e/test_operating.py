@@ -94,8 +94,7 @@ def test_two_processes_count_as_one(serve: Serve) -> None:
 
     victim = answered.pop()
     os.kill(victim, signal.SIGKILL)
-    # Killed while the parent waits for its sign of life, it is missed when that wait ends, after two minutes.
-    until(lambda: "died" in serve.log.read_text(), 300)
+    until(lambda: "died" in serve.log.read_text(), 10)
 
     def two_again() -> bool:
         with contextlib.suppress(httpx.TransportError):

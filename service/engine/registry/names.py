@@ -34,12 +34,12 @@ class Names:
 
     def give(self, name: str, id: str) -> None:
         """Make ``name`` the last one of ``id``, whichever had it before."""
-        self._free(name)
+        self.free(name)
         self._ids[name] = id
         own = self._names.setdefault(id, {})
         own[name] = None
         if len(own) > MOST_NAMES:
-            self._free(next(iter(own)))
+            self.free(next(iter(own)))
 
     def forget(self, id: str) -> None:
         """Free all names of ``id``."""
@@ -57,7 +57,8 @@ class Names:
         """
         return get_close_matches(wrong[:128], islice(chain(reversed(self._ids), ids), COMPARED), n=3, cutoff=0.5)
 
-    def _free(self, name: str) -> None:
+    def free(self, name: str) -> None:
+        """Take ``name`` from whichever has it."""
         id = self._ids.pop(name, None)
         if id is not None:
             del self._names[id][name]

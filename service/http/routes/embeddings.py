@@ -99,7 +99,7 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
         state.model(spec.model)  # refuses what is not served
         return await made_on_the_way(request, state, spec)
     try:
-        record = state.engine.find(model)
+        record = await state.engine.look_up(model)
     except UnknownExtractor as error:
         if model.partition("@")[0] in {entry.name for entry in state.models()}:
             raise Refusal(

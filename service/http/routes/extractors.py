@@ -15,6 +15,7 @@ from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
 from service.engine.errors import NotReady
 from service.engine.registry.graphs import graph_of
+from service.engine.registry.store import Stored
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.queries import Route
@@ -84,6 +85,35 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
     }
 
 
+def described_elsewhere(stored: Stored, name: str | None) -> dict[str, Any]:
+    """An extractor that this process has not been asked for, as :func:`described` says it."""
+    unknown = {"shape": None, "dtype": None, "layout": None, "stride": None, "bytes_per_image": None}
+    return {
+        "id": stored.id,
+        "name": name,
+        "state": "ready",
+        "model": stored.spec.model,
+        "weights": stored.spec.weights,
+        "device": None,
+        "backend": None,
+        "precision": stored.spec.precision,
+        "outputs": [
+            {"key": key, "node": node, **unknown, "rows_per_image": 1} for key, node in stored.return_nodes.items()
+        ],
+        "preprocessing": None,
+        "fingerprint": stored.fingerprint,
+        "checks": None,
+        "problem": None,
+    }
+
+
+async def described_once_built(state: State, record: ExtractorRecord) -> dict[str, Any]:
+    """:func:`described`, after its build where another process made it and this one has just been asked for it."""
+    if record.build is not None and not record.outputs and record.adopted:
+        await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
+    return described(record)
+
+
 async def require_json(request: Request) -> None:
     """A dependency that refuses bodies without a JSON content type, such as a browser's form.
 
@@ -145,7 +175,7 @@ async def make_extractor(
     ] = DEFAULT_WAIT,
 ) -> Response:
     """Make an extractor: a model, cut down to what the chosen nodes need."""
-    record, created = await state.engine.extractor(spec, wait)
+    record, created = await state.engine.extractor(spec, wait, keep=True)
     if record.problem is not None:
         raise copy(record.problem)
     if record.check is not None and wait > 0:
@@ -158,24 +188,36 @@ async def make_extractor(
 
 @router.get("", response_model=ExtractorList, responses=documented("invalid-request"))
 async def list_extractors(state: Shared) -> Response:
-    """All extractors, in whatever state."""
-    answer = orjson.dumps({"extractors": [described(record) for record in state.engine.list()]})
+    """All extractors, in whatever state. Of those that only other processes were asked for, their outputs' shapes are
+    not known."""
+    others = await state.engine.elsewhere()
+    answer = orjson.dumps(
+        {
+            "extractors": [
+                *(described(record) for record in state.engine.list()),
+                *(described_elsewhere(stored, name) for stored, name in others),
+            ]
+        }
+    )
     return Response(answer, media_type="application/json")
 
 
 @router.get(
-    "/{extractor}", response_model=ExtractorDetail, responses=documented("unknown-extractor", "invalid-request")
+    "/{extractor}",
+    response_model=ExtractorDetail,
+    responses=documented("unknown-extractor", "not-ready", "invalid-request"),
 )
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
-    """One extractor."""
-    return Response(orjson.dumps(described(state.engine.find(extractor))), media_type="application/json")
+    """One extractor. The first process that is asked for what another made builds it before it answers."""
+    record = await state.engine.look_up(extractor)
+    return Response(orjson.dumps(await described_once_built(state, record)), media_type="application/json")
 
 
 @router.delete(
     "/{extractor}",
     status_code=204,
     response_class=Response,
-    responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "invalid-request")},
+    responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "not-ready", "invalid-request")},
 )
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Forget an extractor; requests that it is working on are still answered."""
@@ -212,7 +254,7 @@ async def show_graph(
     wanted = graph_formats.chosen_format(format, request)
     if profile and wanted != "json":
         raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
-    record = state.engine.find(extractor)
+    record = await state.engine.look_up(extractor)
     answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
     return graph_formats.response(answer, wanted, format)
 
@@ -230,7 +272,7 @@ async def show_graph(
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
     """The Python that torch.fx generated for an extractor's forward."""
-    return Response(await _drawn(state, state.engine.find(extractor), "code"), media_type="text/plain")
+    return Response(await _drawn(state, await state.engine.look_up(extractor), "code"), media_type="text/plain")
 
 
 async def _profiled(state: State, record: ExtractorRecord) -> bytes:

@@ -134,7 +134,7 @@ async def extract(
     state = state_of(request)
 
     async def find() -> ExtractorRecord:
-        return state.engine.find(extractor)
+        return await state.engine.look_up(extractor)
 
     return await _answer(request, state, find, asked, timeout)
 

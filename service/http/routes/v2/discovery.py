@@ -24,11 +24,11 @@ _Target = ExtractorRecord | ModelEntry
 
 
 async def _find(state: Shared, name: Name) -> _Target:
-    return named.find(state, name)
+    return await named.find(state, name)
 
 
 async def _find_version(state: Shared, name: Name, version: Version) -> _Target:
-    return named.find(state, name, version)
+    return await named.find(state, name, version)
 
 
 Found = Annotated[_Target, Depends(_find)]

@@ -85,7 +85,7 @@ async def infer_version(request: Request, name: Name, version: Version, timeout:
 async def _answer(request: Request, name: str, version: str, timeout: float | None) -> Response:
     started = time.monotonic()
     state = state_of(request)
-    target = named.find(state, name, version)
+    target = await named.find(state, name, version)
     _check_query(request)
     encoding = _encoding(request)
     state.engine.admission.check()

@@ -21,6 +21,7 @@ from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
 from service.engine.errors import UnknownExtractor
 from service.engine.registry.graphs import graph_of
+from service.engine.registry.store import Stored
 from service.http.state import OwnTensors, State
 from service.schemas.problems import Refusal
 from service.schemas.v1 import ExtractorSpec
@@ -29,33 +30,35 @@ from service.schemas.v2 import RepositoryEntry, TensorMetadata
 VERSION = "1"
 
 
-def find(state: State, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
+async def find(state: State, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
     """The extractor of that id or name, else the model. A failed extractor does not hide a model of its name.
 
     Raises:
         Refusal: 404: there is neither, or not in that version.
+        NotReady: there is no such model, there may be such an extractor, and the store cannot be read.
     """
-    target = _any_version(state, name)
+    target = await _any_version(state, name)
     if version != VERSION:
         detail = f"{name} has no version {version[:64]!r}, only {VERSION}"
         raise Refusal("unknown-model", detail, suggestions=[name])
     return target
 
 
-def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
+async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
     record = state.engine.known(name)
     if record is not None and record.state != "failed":
         return record
     try:
-        return state.model(name)
+        model = state.model(name)
     except UnknownModel as no_model:
         try:
-            return state.engine.find(name)
+            return await state.engine.look_up(name)
         except UnknownExtractor as no_extractor:
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
             hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
             detail = f"there is no extractor or model {name!r}{hint}"
             raise Refusal("unknown-model", detail, suggestions=near) from None
+    return await state.engine.namesake(name) or model if record is None else model
 
 
 def own_nodes(graph: ModelGraph) -> list[str]:
@@ -178,6 +181,13 @@ def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> It
         else:
             reason = problem.detail if problem is not None else "it is not loaded"
             yield RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+
+
+def elsewhere(stored: Stored, name: str | None) -> RepositoryEntry:
+    """An extractor that only other processes were asked for."""
+    return RepositoryEntry(
+        name=name or stored.id, version=VERSION, state="UNAVAILABLE", reason="it is not loaded in this process"
+    )
 
 
 def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:

@@ -31,10 +31,13 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     responses=documented("invalid-request", "body-too-large"),
 )
 async def repository_index(request: Request, state: Shared) -> Response:
-    """Every extractor and every model. A model is ready where its default weights are loaded."""
+    """Every extractor and every model. A model is ready where its default weights are loaded, both in the process that
+    answers: others have their own."""
     asked = await small_json(request, state, IndexRequest)
     targets: list[ExtractorRecord | ModelEntry] = [*state.engine.list(), *state.models()]
     entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
+    if not asked.ready:
+        entries += [named.elsewhere(stored, name) for stored, name in await state.engine.elsewhere()]
     return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
 
 
@@ -59,9 +62,9 @@ async def load(
     try:
         async with asyncio.timeout(timeout):
             if config is not None:
-                record, _ = await state.engine.extractor(await _configured(state, name, config))
+                record, _ = await state.engine.extractor(await _configured(state, name, config), keep=True)
             else:
-                target = named.find(state, name)
+                target = await named.find(state, name)
                 if isinstance(target, ModelEntry):
                     target, _ = await state.engine.extractor(await named.own_spec(state, target))
                 record = target
@@ -74,14 +77,15 @@ async def load(
 @router.post(
     "/models/{name}/unload",
     response_model=ModelReady,
-    responses=documented("unknown-model"),
+    responses=documented("unknown-model", "not-ready"),
 )
 async def unload(state: Shared, name: Name) -> ModelReady:
     """Free what an extractor, or all extractors without a name over a model's default weights, hold in memory.
 
-    They stay in the index and can be loaded again. Requests on their way through them are still answered.
+    Only in the process that answers. They stay in the index and can be loaded again. Requests on their way through them
+    are still answered.
     """
-    target = named.find(state, name)
+    target = await named.find(state, name)
     for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
         await state.engine.unload(record.id)
     return ModelReady(name=name, ready=False)

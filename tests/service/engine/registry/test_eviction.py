@@ -45,7 +45,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
 
     monkeypatch.setattr(BACKENDS["eager"], "lower", fail)
     monkeypatch.setattr(
-        "service.engine.registry.extractors.log.exception", lambda *said: None
+        "service.engine.registry.building.log.exception", lambda *said: None
     )  # pytest keeps what is logged
     async with engine() as running:
         record, _ = await running.extractor(spec(precision=precision, backend="eager"), PATIENCE)
@@ -184,7 +184,7 @@ async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypat
         left.append(weakref.ref(rest))
         return build_extractor(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("service.engine.registry.extractors.build_extractor", build)
+    monkeypatch.setattr("service.engine.registry.building.build_extractor", build)
     async with engine() as running:
         await built(running)
         await until(lambda: left[0]() is None)

@@ -1,0 +1,88 @@
+"""Building an extractor: weights, the graph cut down to its nodes, its transforms, and what runs it first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from fxcore.errors import FxError, summarize
+from fxcore.extractor import build_extractor
+from service.engine.backends.upgrade import Upgrades
+from service.engine.device.threads import in_pool
+from service.engine.errors import ExtractorFailed
+from service.engine.record import PRECISIONS, ExtractorRecord
+from service.engine.registry.graphs import graph_of
+from service.engine.registry.transforms import steps, transformed
+from service.engine.registry.weights import ModelStore
+from service.garbage import exempt
+
+log = logging.getLogger("fxserve.extractors")
+
+
+async def build(
+    record: ExtractorRecord,
+    models: ModelStore,
+    upgrades: Upgrades,
+    pool: Executor,
+    make_room: Callable[[int], None],
+) -> None:
+    """Load the weights and build the extractor; afterwards the record is ready or failed.
+
+    Args:
+        record: what to build.
+        models: the loaded weights.
+        upgrades: decides what runs it first.
+        pool: the threads that build.
+        make_room: evicts until so many bytes more fit into memory.
+    """
+    try:
+        if record.model_key not in models.loaded():
+            # An estimate, so that what is evicted is gone before the weights are there.
+            default = record.entry.default_weights
+            params = record.entry.weights_info(default).num_params if default is not None else 0
+            make_room(params * PRECISIONS[record.spec.precision].itemsize)
+        model = await models.get(record.entry, record.model_key)
+        record.held = graph = await in_pool(pool, graph_of, record)
+        extractor = await in_pool(
+            pool,
+            build_extractor,
+            graph,
+            model.module,
+            record.return_nodes,
+            record.dtype,
+        )
+        original: Callable[..., Any] = extractor.module
+        if record.spec.transforms:
+            extractor, record.transformed, original = await in_pool(
+                pool, transformed, record, graph, extractor, steps(record.spec)
+            )
+        record.outputs = extractor.outputs
+        record.extractor = extractor
+        await upgrades.first(record, extractor, original, pool)
+        record.state = "ready"
+    except FxError as problem:
+        record.state, record.problem = "failed", _kept(problem)
+    except Exception as error:
+        log.exception("building extractor %s over %s failed", record.id, record.spec.model)
+        record.state = "failed"
+        record.problem = ExtractorFailed(
+            f"extractor {record.id} over {record.spec.model} could not be built: {summarize(error)}",
+            problem={"error": summarize(error)},
+        )
+    finally:
+        if record.state == "failed":
+            record.held = record.extractor = None
+        record.build = None
+        record.last_used = time.monotonic()
+    if record.state == "ready":
+        pool.submit(exempt)
+    make_room(0)
+
+
+def _kept(problem: FxError) -> FxError:
+    """``problem`` without where it came from: frames whose variables are a model and what was built over it."""
+    problem.__cause__ = problem.__context__ = None
+    return problem.with_traceback(None)

@@ -1,0 +1,314 @@
+"""Extractors that several server processes know: made by one, named, asked for, deleted and forgotten by all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.conftest import Reference
+from tests.e2e.conftest import Server, until
+
+MODEL = "squeezenet1_1"
+KINDS = [{"return_nodes": {f"features.{number}": "map"}} for number in (3, 6, 8, 9)]
+
+
+class Workers(Server):
+    """``fxserve serve`` with three processes."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--workers", "3", "--log-level", "info"]
+
+    def ask(self, method: str, path: str, **rest: Any) -> httpx.Response:
+        """Over a connection of its own, which any of the processes may take."""
+        return httpx.request(method, self.url + path, timeout=120, **rest)
+
+    def children(self) -> list[int]:
+        """The server processes that live."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if "resource_tracker" not in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
+        return found
+
+
+def made(server: Server, **spec: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec}, timeout=120)
+    assert answer.status_code in (200, 201), answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    home = tmp_path_factory.mktemp("workers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(home))
+        server = Workers(home)
+    server.wait()
+    until(lambda: server.metric("fxserve_ready") == 3)
+    yield server
+    server.stop()
+
+
+async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[str]]:
+    """``count`` requests by eight clients that make, name, ask for and delete extractors; what went wrong, and the ids
+    that are left."""
+    order = random.Random(7)
+    wrong: list[str] = []
+    alive: dict[str, str] = {}
+    lock = asyncio.Lock()
+    left = iter(range(count))
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        own = f"client-{number}"
+        for step in left:
+            # A connection of its own for each, so that any of the processes answers it.
+            request = ["make", "features", "features", "named", "show", "one step"][step % 6]
+            if step % 40 == 39 and own in alive:
+                request = "delete"
+            if request == "make" or own not in alive:
+                spec = {"return_nodes": {f"features.{3 + number}": f"key{step}"}, "name": None}
+                if own not in alive:
+                    spec["name"] = own
+                answer = await client.post(f"{url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec})
+                if answer.status_code != 201:
+                    wrong.append(f"make {answer.status_code} {answer.text}")
+                elif own not in alive:
+                    alive[own] = answer.json()["id"]
+                else:
+                    alive[f"{own}.{step}"] = answer.json()["id"]
+                continue
+            if request == "delete":
+                id = alive.pop(own)
+                answer = await client.delete(f"{url}/v1/extractors/{own}")
+                if answer.status_code != 204:
+                    wrong.append(f"delete {answer.status_code} {answer.text}")
+                await asyncio.sleep(2)
+                for asked in (id, own):
+                    for _ in range(6):
+                        answer = await client.get(f"{url}/v1/extractors/{asked}")
+                        if answer.status_code != 404:
+                            wrong.append(f"deleted, and {answer.status_code} {answer.text}")
+                continue
+            async with lock:
+                id = order.choice([id for name, id in alive.items() if name.startswith(own)])
+            headers = {"content-type": "image/jpeg"}
+            if request == "features":
+                answer = await client.post(
+                    f"{url}/v1/extractors/{id}/features?pool=avg", content=photo, headers=headers
+                )
+            elif request == "named":
+                answer = await client.post(
+                    f"{url}/v1/extractors/{own}/features?pool=avg", content=photo, headers=headers
+                )
+            elif request == "show":
+                answer = await client.get(f"{url}/v1/extractors/{id}")
+            else:
+                answer = await client.post(
+                    f"{url}/v1/models/{MODEL}/features?weights=random&pool=avg&nodes=features.12",
+                    content=photo,
+                    headers=headers,
+                )
+            if answer.status_code != 200:
+                wrong.append(f"{request} {id} {own} {answer.status_code} {answer.text[:300]}")
+
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        await asyncio.gather(*(one(client, number) for number in range(8)))
+    return wrong, set(alive.values())
+
+
+def test_a_thousand_requests_to_three_processes(
+    workers: Workers, photos: dict[str, bytes], reference: Reference
+) -> None:
+    """None is told 404 but those who ask for what was deleted, and those are."""
+    wrong, ids = asyncio.run(_traffic(workers.url, photos["chelsea"], 1000))
+    assert wrong == []
+    for _ in range(6):
+        listed = workers.ask("GET", "/v1/extractors").json()["extractors"]
+        assert ids <= {extractor["id"] for extractor in listed}
+        index = workers.ask("POST", "/v2/repository/index").json()
+        assert {entry["name"] for entry in index} >= {extractor["name"] or extractor["id"] for extractor in listed}
+    assert workers.metric("fxserve_store_up") == 3
+
+    extractor = made(workers, return_nodes={"features.12": "map"}, name="last")
+    expected = reference(MODEL, "features.12", [photos["chelsea"]]).mean((2, 3))
+    for _ in range(6):
+        answer = workers.ask(
+            "POST",
+            "/v1/extractors/last/features?pool=avg&preprocess=default",
+            content=photos["chelsea"],
+            headers={"content-type": "image/jpeg"},
+        ).json()
+        assert answer["extractor"] == extractor["id"]
+        torch.testing.assert_close(torch.tensor([answer["outputs"][0]["data"]]), expected, rtol=1e-3, atol=1e-3)
+        assert workers.ask("GET", "/v2/models/last").json()["name"] == "last"
+        assert workers.ask("POST", "/v2/repository/models/last/load").json() == {"name": "last", "ready": True}
+
+
+def test_a_name_has_one_owner(workers: Workers) -> None:
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+            specs = [{"model": MODEL, "weights": "random", "name": "contested", **kind} for kind in KINDS * 2]
+            return list(
+                await asyncio.gather(*(client.post(f"{workers.url}/v1/extractors", json=spec) for spec in specs))
+            )
+
+    answers = asyncio.run(ask())
+    winners = {answer.json()["id"] for answer in answers if answer.status_code in (200, 201)}
+    assert len(winners) == 1, [answer.text for answer in answers]
+    for answer in answers:
+        if answer.status_code not in (200, 201):
+            assert (answer.status_code, answer.json()["extractor"]) == (409, *winners), answer.text
+    for _ in range(6):
+        assert {workers.ask("GET", "/v1/extractors/contested").json()["id"]} == winners
+
+
+def test_a_killed_process_is_replaced_within_seconds_and_knows_all(workers: Workers, photos: dict[str, bytes]) -> None:
+    extractor = made(workers, return_nodes=["features.10"], name="before")
+    gone = made(workers, return_nodes=["features.11"])
+    assert workers.ask("DELETE", f"/v1/extractors/{gone['id']}").status_code == 204
+    before = workers.children()
+    assert len(before) == 3
+    killed = before[:2]
+    os.kill(before[2], signal.SIGSTOP)  # a silent one does not keep the others from being replaced
+    for process in killed:
+        os.kill(process, signal.SIGKILL)
+    began = time.monotonic()
+    until(lambda: len(set(workers.children()) - set(before)) == 2, 10)
+    assert time.monotonic() - began < 10
+    path, headers = "/v1/extractors/before/features?pool=avg", {"content-type": "image/jpeg"}
+
+    def answered() -> httpx.Response | None:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.post(workers.url + path, content=photos["chelsea"], headers=headers, timeout=20)
+        return None
+
+    answer = until(answered)  # by a new one: the only other is stopped
+    os.kill(before[2], signal.SIGCONT)
+    assert (answer.status_code, answer.json()["extractor"]) == (200, extractor["id"]), answer.text
+    until(lambda: workers.metric("fxserve_ready") == 3)
+    for _ in range(9):
+        assert workers.ask("GET", "/v1/extractors/before").status_code == 200
+        assert workers.ask("GET", f"/v1/extractors/{gone['id']}").status_code == 404
+
+
+def test_their_folder_ends_with_them(workers: Workers) -> None:
+    assert list(workers.log.parent.glob("fxserve-*/extractors/specs/*.json"))
+    workers.stop()
+    assert workers.process.returncode == 0
+    assert not list(workers.log.parent.glob("fxserve-*"))
+
+
+def test_two_servers_over_one_folder(start: Callable[..., Server], tmp_path: Path, photos: dict[str, bytes]) -> None:
+    """One is killed and started again: it knows what the other made, and not what the other deleted."""
+    folder = tmp_path / "extractors"
+    preload = f"{MODEL}@random:features.4"
+    one = start(extractors=folder, preload=preload)
+    other = start(extractors=folder, preload=preload)
+    both = (one, other)
+
+    def asked(server: Server, id: str) -> int:
+        body = {"content": photos["coffee"], "headers": {"content-type": "image/jpeg"}}
+        return server.http.post(f"/v1/extractors/{id}/features?pool=avg", **body).status_code
+
+    for server in both:
+        until(lambda server=server: server.http.get("/readyz").status_code == 200)
+    ids = [
+        made(server, **kind, name=f"r{place}")["id"]
+        for place, (server, kind) in enumerate(zip(both * 2, KINDS, strict=True))
+    ]
+    for server in both:
+        assert [asked(server, id) for id in ids] == [200] * 4
+        assert [asked(server, f"r{place}") for place in range(4)] == [200] * 4
+    again = other.http.post("/v1/extractors", json={"model": MODEL, "weights": "random", **KINDS[0]})
+    assert (again.status_code, again.json()["id"], again.json()["name"]) == (200, ids[0], "r0")
+    [preloaded] = [e["id"] for e in one.http.get("/v1/extractors").json()["extractors"] if e["id"] not in ids]
+
+    one.process.kill()
+    one.process.wait()
+    for id in (ids[0], "r1", preloaded):
+        assert other.http.delete(f"/v1/extractors/{id}").status_code == 204
+    new = made(other, return_nodes=["features.5"], name="new")["id"]
+    one.begin()
+    one.wait()
+    until(lambda: one.http.get("/readyz").status_code == 200)
+    assert [asked(one, id) for id in (ids[0], "r0", ids[1], "r1", preloaded)] == [404] * 5
+    assert [asked(one, id) for id in (ids[2], "r3", "new", new)] == [200] * 4
+    assert (
+        one.http.get("/v1/extractors/new").json()["outputs"] == other.http.get("/v1/extractors/new").json()["outputs"]
+    )
+
+    # Made anew by a user, and named anew; seen by the other at once, and its deletion within two seconds.
+    assert made(one, **KINDS[0], name="r1")["id"] == ids[0]
+    assert [asked(other, id) for id in (ids[0], "r1")] == [200] * 2
+    assert one.http.delete("/v1/extractors/r1").status_code == 204
+    time.sleep(2)
+    assert [asked(server, id) for server in both for id in (ids[0], "r1")] == [404] * 4
+
+
+def test_a_store_that_is_away_takes_nothing_from_memory(
+    start: Callable[..., Server], tmp_path: Path, photos: dict[str, bytes]
+) -> None:
+    folder, aside = tmp_path / "extractors", tmp_path / "aside"
+    server = start(extractors=folder)
+    known = made(server, return_nodes=["features.3"], name="known")["id"]
+    lost = made(server, return_nodes=["features.6"])["id"]
+    assert server.http.get("/readyz").json() == {"ready": True, "reason": "ready"}
+
+    def features(path: str) -> httpx.Response:
+        headers = {"content-type": "image/jpeg"}
+        return server.http.post(f"/v1/{path}", content=photos["coffee"], headers=headers)
+
+    (folder / "specs" / f"{lost}.json").write_text("{")  # in memory it is as it was
+    assert features(f"extractors/{lost}/features?pool=avg").status_code == 200
+    folder.rename(aside)
+    until(lambda: "store.json is missing" in server.http.get("/readyz").json()["reason"], 10)
+    assert server.http.get("/readyz").status_code == 200
+    assert server.metric("fxserve_store_up") == 0
+    assert server.metric('fxserve_store_errors_total{operation="watch"}') > 0
+    time.sleep(2)
+    for name in (known, "known", lost):
+        assert features(f"extractors/{name}/features?pool=avg").status_code == 200
+    assert features(f"models/{MODEL}/features?weights=random&nodes=features.9&pool=avg").status_code == 200
+    for answer in (
+        server.http.get("/v1/extractors/other"),
+        server.http.post("/v1/extractors", json={"model": MODEL, "weights": "random", "return_nodes": ["features.8"]}),
+        server.http.delete("/v1/extractors/known"),
+    ):
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready"), answer.text
+        assert str(folder) in answer.json()["detail"]
+        assert answer.headers["retry-after"]
+    answer = server.http.get("/v2/models/other")
+    assert (answer.status_code, list(answer.json())) == (503, ["error"])
+    assert server.http.get(f"/v2/models/{MODEL}").status_code == 200
+    assert len(server.http.get("/v1/extractors").json()["extractors"]) == 3
+
+    aside.rename(folder)
+    until(lambda: server.http.get("/readyz").json()["reason"] == "ready", 10)
+    assert server.metric("fxserve_store_up") == 1
+    assert server.http.get("/v1/extractors/other").status_code == 404
+    made_meanwhile = until(lambda: {file.stem for file in (folder / "specs").glob("*.json")} - {known, lost}, 10)
+    assert len(made_meanwhile) == 1
+    assert server.http.delete("/v1/extractors/known").status_code == 204
+
+
+def test_what_cannot_be_a_store_is_said_at_the_start(tmp_path: Path) -> None:
+    server = Server(tmp_path, extractors="/proc/nothing")
+    assert server.process.wait(120) == 1
+    server.stop()
+    [line] = [line for line in server.log.read_text().splitlines() if line]
+    assert line.startswith("fxserve: the store of extractors /proc/nothing cannot be opened: ")

@@ -1,0 +1,112 @@
+"""Two engines over one store, on a folder and on a real S3 server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from service.engine.errors import Forbidden, NameTaken, NotReady, UnknownExtractor
+from service.engine.registry import extractors, sharing
+from service.engine.registry.store import Store
+from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["folder", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    return str(tmp_path / "store")
+
+
+async def test_what_one_makes_the_other_builds_once(
+    engine: MakeEngine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = []
+    resolve = extractors.resolve
+
+    def counting(*args: object) -> object:
+        resolved.append(args)
+        return resolve(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(extractors, "resolve", counting)
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, created = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+        assert created
+        resolved.clear()
+        asked = [record.id, "r"] * 8
+        found = await asyncio.gather(*(other.look_up(name) for name in asked))
+        assert {id(one) for one in found} == {id(found[0])}
+        assert len(resolved) == 1
+        assert (found[0].id, found[0].name) == (record.id, "r")
+        expected = await one.features(record, tensors(1))
+        given = await other.features(found[0], tensors(1))
+        for key, value in expected.outputs.items():
+            assert value.equal(given.outputs[key])
+        again, created = await other.extractor(spec(name="again"), PATIENCE, keep=True)
+        assert (again, created) == (found[0], False)
+        assert await one.look_up("again") is record
+
+        with pytest.raises(NameTaken):
+            await other.extractor(spec("resnet18", ["layer4"], name="r"), keep=True)
+        assert len(Store(url).ids()) == 1
+        with pytest.raises(Forbidden):  # a key of scope read makes nothing
+            await other.extractor(spec("resnet18", ["layer4"]), build=False)
+
+
+async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url: str) -> None:
+    preload = "mobilenet_v3_small@random:features.8"
+    async with engine(extractors=url, preload=preload) as one, engine(extractors=url, preload=preload) as other:
+        await until(lambda: one.readiness()[0] and other.readiness()[0])
+        [record] = one.list()
+        await one.delete(record.id)
+        # The S3 server is written in Python, beside whatever else this machine does.
+        await asyncio.wait_for(until(lambda: not other.list()), 10 if url.startswith("s3") else 2)
+        async with engine(extractors=url, preload=preload) as later:  # takes the place of one that died
+            await until(lambda: later.readiness()[0])
+            assert later.list() == []
+            with pytest.raises(UnknownExtractor):
+                await later.look_up(record.id)
+            await built(later, nodes=["features.8"])
+            assert (await one.look_up(record.id)).id == record.id
+            # Before the news of it can have come, the other makes anew what was deleted.
+            await later.delete(record.id)
+            _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
+            assert created
+            assert (await later.look_up("anew")).id == record.id
+            await asyncio.sleep(2 * sharing.REMOTE_POLL_SECONDS + 0.5)
+            assert one.known("anew") is not None
+
+
+async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, url: str) -> None:
+    """Though others asked before, and were told that there is none."""
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+
+        async def ask() -> None:
+            with pytest.raises(UnknownExtractor):
+                await other.look_up("r")
+
+        await ask()
+        before = asyncio.gather(*(ask() for _ in range(4)))
+        await before
+        record, _ = await one.extractor(spec(name="r"), keep=True)
+        assert (await other.look_up("r")).id == record.id
+
+
+async def test_what_was_made_while_the_store_is_away_is_kept_later(engine: MakeEngine, tmp_path: Path) -> None:
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
+        folder.rename(aside)
+        await until(lambda: one.readiness()[1] != "ready")
+        record = await built(one)
+        with pytest.raises(NotReady, match=r"store\.json is missing"):
+            await other.look_up(record.id)
+        with pytest.raises(NotReady):
+            await one.extractor(spec(name="r"), keep=True)
+        aside.rename(folder)
+        await until(lambda: record.token is not None)
+        await until(lambda: other.readiness()[1] == "ready")
+        assert (await other.look_up(record.id)).id == record.id
