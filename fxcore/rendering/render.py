@@ -7,22 +7,23 @@ highlighted. Labels come from models that anyone may have written, so every one 
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.graph.model_graph import ModelGraph, target_name
-from fxcore.rendering.svg import Box, draw, printable
+from fxcore.rendering import modules
+from fxcore.rendering.boxes import Box
+from fxcore.rendering.svg import draw, printable
 from fxcore.tensors import dtype_name
 from fxcore.tracing.interpreter import require_graph
 from fxcore.tracing.tracer import PATH, public_name
 
-Format = Literal["table", "code", "dot", "svg", "mermaid"]
+Format = Literal["table", "code", "dot", "svg", "mermaid", "layout"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _COLUMNS = ("opcode", "name", "target", "args", "kwargs", "shape", "dtype", "node")
@@ -33,7 +34,12 @@ _WIDEST = 60
 _CODE_LOCK = threading.Lock()
 
 
-def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth: int | None = None) -> str:
+def render(
+    graph: fx.Graph | fx.GraphModule | ModelGraph,
+    format: Format,
+    depth: int | None = None,
+    opened: Collection[str] | None = None,
+) -> str:
     """Write ``graph`` in one of :data:`FORMATS`.
 
     Args:
@@ -41,13 +47,16 @@ def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth:
             outputs are.
         format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes where the graph has
             been annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names as a last column;
-            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings.
+            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings; ``layout``: places
+            of boxes within boxes as JSON, see :func:`fxcore.rendering.modules.write`.
         depth: drawings show modules of as many parts as one box each: 1 is ``layer1``, 2 is ``layer1.0``. None shows
             every node.
+        opened: the layout shows these modules with their parts, and all others as one box each.
 
     Raises:
         NotAGraph: something that has no graph, such as a module that was not traced.
-        ValueError: a format that is not one of those, or a depth below 1.
+        ValueError: a format that is not one of those, a depth below 1, or ``opened`` beside one or for another
+            format.
 
     >>> from fxcore import model_graph
     >>> print(render(model_graph("resnet18"), "mermaid", depth=1).splitlines()[6])
@@ -57,6 +66,8 @@ def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth:
         raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
     if depth is not None and depth < 1:
         raise ValueError(f"a depth is at least 1, not {depth}")
+    if opened is not None and (format != "layout" or depth is not None):
+        raise ValueError("modules are opened in a layout, and without a depth")
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
     else:
@@ -66,6 +77,8 @@ def render(graph: fx.Graph | fx.GraphModule | ModelGraph, format: Format, depth:
         marks, title, nodes = _keys(graph), "graph", graph
     if format in _TEXTS:
         return _TEXTS[format](nodes)
+    if format == "layout":
+        return modules.write(nodes, title, _is_open(depth, opened), lambda group, module: _label(group, module, marks))
     return _DRAWINGS[format](_boxes(nodes, marks, depth), title)
 
 
@@ -118,24 +131,26 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
     """One box for each node but the output, or for each module of ``depth`` parts, in order of execution."""
     numbers: dict[fx.Node, int] = {}
     boxes: list[Box] = []
-    # Nodes of one module that run one after the other: a module that is called again later has a second box, so that
-    # no two boxes need each other.
-    for inside, run in itertools.groupby((n for n in graph.nodes if n.op != "output"), lambda n: _module(n, depth)):
-        nodes = list(run)
-        for group in [nodes] if inside else [[node] for node in nodes]:
-            last, sources = group[-1], [numbers[s] for n in group for s in n.all_input_nodes if s in numbers]
-            what = f"{len(group)} nodes" if inside else _what(last, graph)
-            mark = ", ".join(marks[public_name(n)] for n in group if public_name(n) in marks) or None
-            lines = [printable(line) for line in (inside or public_name(last), what, _shape(last)) if line]
-            numbers |= dict.fromkeys(group, len(boxes))
-            boxes.append(Box(lines, "call_module" if inside else last.op, mark, list(dict.fromkeys(sources))))
+    for module, group in modules.runs((n for n in graph.nodes if n.op != "output"), depth):
+        sources = [numbers[s] for n in group for s in n.all_input_nodes if s in numbers]
+        lines, mark = _label(group, module, marks)
+        numbers |= dict.fromkeys(group, len(boxes))
+        boxes.append(Box(lines, "call_module" if module else group[-1].op, mark, list(dict.fromkeys(sources))))
     return boxes
 
 
-def _module(node: fx.Node, depth: int | None) -> str:
-    """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
-    parts = public_name(node).split(".")
-    return ".".join(parts[:depth]) if depth is not None and len(parts) > depth else ""
+def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tuple[list[str], str | None]:
+    """What is written on the box of a module, or of one node where ``module`` is empty; and its mark."""
+    last = group[-1]
+    what = f"{len(group)} nodes" if module else _what(last, last.graph)
+    lines = [printable(line) for line in (module or public_name(last), what, _shape(last)) if line]
+    return lines, ", ".join(marks[public_name(n)] for n in group if public_name(n) in marks) or None
+
+
+def _is_open(depth: int | None, opened: Collection[str] | None) -> modules.IsOpen:
+    if opened is not None:
+        return frozenset(opened).__contains__
+    return lambda module: depth is None or module.count(".") + 1 < depth
 
 
 def _what(node: fx.Node, graph: fx.Graph) -> str:

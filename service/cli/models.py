@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
-Format = Literal["json", "table", "code", "dot", "svg", "mermaid"]
+Format = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
-_DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid")
+_DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid", "layout")
 
 _FORMAT_OF: dict[str, Format] = {
     ".txt": "table",

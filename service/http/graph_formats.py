@@ -17,6 +17,7 @@ from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
 from service.http.middleware import joined_header
 from service.schemas.graphs import GraphDocument, GraphFormat
+from service.schemas.problems import Refusal
 
 # The media type of each format, and the format that Accept means by a media type; the first is the answer to */*.
 MEDIA_TYPES: dict[GraphFormat, str] = {
@@ -26,6 +27,7 @@ MEDIA_TYPES: dict[GraphFormat, str] = {
     "dot": "text/vnd.graphviz",
     "svg": "image/svg+xml",
     "mermaid": "text/vnd.mermaid",
+    "layout": "application/json",
 }
 _BY_ACCEPT: dict[str, GraphFormat] = {
     "application/json": "json",
@@ -70,16 +72,45 @@ Depth = Annotated[
 ]
 
 
+Opened = Annotated[
+    str | None,
+    Query(
+        alias="open",
+        max_length=65536,
+        description="With `format=layout`: the modules that are shown with their parts, separated by commas; all where "
+        "this and `depth` are left out.",
+        examples=["layer3,layer3.0"],
+    ),
+]
+
+
+def opened_modules(opened: str | None, wanted: GraphFormat, depth: int | None) -> list[str] | None:
+    """The modules that ``open`` names.
+
+    Raises:
+        Refusal: 422: another format, or a depth beside it.
+    """
+    if opened is None:
+        return None
+    if wanted != "layout" or depth is not None:
+        reason = "leave depth out" if wanted == "layout" else "ask for format=layout"
+        detail = f"query parameter 'open': it names modules of a layout; {reason}"
+        raise Refusal("invalid-request", detail, field="open")
+    return sorted({module for module in opened.split(",") if module})
+
+
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
     """The parts of a model that did not trace, and why."""
     return [{"path": part.path, "reason": part.reason} for part in graph.closed]
 
 
-def write(graph: ModelGraph, format: GraphFormat, depth: int | None = None) -> bytes:
+def write(
+    graph: ModelGraph, format: GraphFormat, depth: int | None = None, opened: Sequence[str] | None = None
+) -> bytes:
     """The whole eval graph of a model."""
     if format == "json":
         return _document(graph, graph.nodes, graph.totals)
-    return render(graph, format, depth).encode()
+    return render(graph, format, depth, opened).encode()
 
 
 def write_part(

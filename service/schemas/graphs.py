@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from service.schemas.v1 import ClosedPart, Precision
 
-GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid"]
+GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
 
 class GraphNode(BaseModel):

@@ -144,9 +144,14 @@ async def show_graph(
     width: Side = None,
     format: Annotated[
         GraphFormat | None,
-        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
+        Query(
+            description="`table` and `code` are plain text, `layout` is JSON: boxes within boxes and where they lie; "
+            "without it Accept decides.",
+            examples=["svg"],
+        ),
     ] = None,
     depth: graph_formats.Depth = None,
+    opened: graph_formats.Opened = None,
 ) -> Response:
     """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
     entry = state.model(model)
@@ -157,11 +162,14 @@ async def show_graph(
             "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
         )
     size = None if height is None or width is None else (height, width)
+    shown = graph_formats.opened_modules(opened, wanted, depth)
     structure = entry.structure(weights)
-    key = (model, structure, size, wanted, depth)
+    key = (model, structure, size, wanted, depth, None if shown is None else tuple(shown))
     answer = state.graphs.get(key)
     if answer is None:
-        answer = await state.in_thread(lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth))
+        answer = await state.in_thread(
+            lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth, shown)
+        )
         state.graphs.put(key, answer)
     return graph_formats.response(answer, wanted, format)
 

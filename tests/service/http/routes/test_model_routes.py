@@ -212,3 +212,22 @@ def test_only_the_allowed_models(make_client):
     assert client.post("/v1/models/resnet50/features?nodes=C4&weights=random", content=b"").status_code in (404, 415)
     spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C4"]}
     assert client.post("/v1/extractors", json=spec).json()["type"] == "/problems/unknown-model"
+
+
+def test_a_layout_opens_the_modules_that_are_named(client):
+    graph = "/v1/models/resnet18/graph"
+
+    def kinds(query):
+        found = client.get(f"{graph}?format=layout{query}").json()
+        return {box["name"]: box["kind"] for box in found["boxes"]}
+
+    closed = kinds("&open=")
+    assert closed["layer3"] == "module"
+    assert closed == kinds("&depth=1")
+    opened = kinds("&open=layer3,layer3.0")
+    assert (opened["layer3"], opened["layer3.0"], opened["layer3.1"]) == ("frame", "frame", "module")
+    assert opened["layer3.0.conv1"] == "call_module"
+    assert sum(kind not in ("frame", "module") for kind in kinds("").values()) == len(client.get(graph).json()["nodes"])
+    for query in ("format=svg&open=layer3", "format=layout&depth=1&open=layer3"):
+        answer = client.get(f"{graph}?{query}")
+        assert (answer.status_code, answer.json()["field"]) == (422, "open")

@@ -1,0 +1,149 @@
+"""A graph's modules as boxes within boxes: each open one is a frame around its parts, each closed one is a box.
+
+What enters or leaves a frame does so through the middle of its upper or lower edge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxcore.rendering.boxes import GAP, Arrow, Box, place
+from fxcore.tracing.tracer import PATH, public_name
+
+#: whether the module of that path is shown with its parts
+IsOpen = Callable[[str], bool]
+#: what is written on the box of a module, or of one node where the path is empty; and its mark
+Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None]]
+
+
+@dataclass
+class _Level:
+    """What lies in one frame, or outside of all, placed with the frame's upper edge at 0.
+
+    The first and the last box, of no size, are where arrows enter and leave.
+    """
+
+    boxes: list[Box]
+    #: of each box between the two: what it is called, and its nodes
+    names: list[str]
+    groups: list[list[fx.Node]]
+    #: and what lies in it, where it is a frame
+    insides: list[_Level | None]
+    arrows: list[Arrow]
+    width: float
+    height: float
+
+
+def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
+    """The layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
+
+    A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (how many), ``kind`` (an
+    fx opcode; ``module``, or ``frame`` for an open one, which comes before what it holds), ``lines`` (its text),
+    ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge has ``source`` and ``target``, numbers of
+    boxes, and ``points``: a curve between two, or straight lines through more. Edges to and from what lies in a frame
+    begin and end at the frame.
+    """
+    level = _level([node for node in graph.nodes if node.op != "output"], 1, is_open, label)
+    boxes: list[dict[str, Any]] = []
+    edges: list[dict[str, Any]] = []
+    _flatten(level, 0.0, GAP, None, boxes, edges)
+    size = {"width": round(level.width, 1), "height": round(level.height + 2 * GAP, 1)}
+    return json.dumps({"model": title, **size, "boxes": boxes, "edges": edges}, separators=(",", ":"))
+
+
+def module_of(node: fx.Node, depth: int) -> str:
+    """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
+    parts = _parts(node)
+    return ".".join(parts[:depth]) if len(parts) > depth else ""
+
+
+def _parts(node: fx.Node) -> list[str]:
+    """A parameter that is used as it is has no path: it lies where its first user does."""
+    if node.op == "get_attr" and PATH not in node.meta and node.users:
+        return [*_parts(next(iter(node.users)))[:-1], node.name]
+    return public_name(node).split(".")
+
+
+def runs(nodes: Iterable[fx.Node], depth: int | None) -> Iterator[tuple[str, list[fx.Node]]]:
+    """Nodes of one module of ``depth`` parts that run one after the other, with its path; other nodes one by one.
+
+    A module that is called again later has a second run, so that no two need each other.
+    """
+    for module, run in itertools.groupby(nodes, lambda node: "" if depth is None else module_of(node, depth)):
+        if module:
+            yield module, list(run)
+        else:
+            yield from (("", [node]) for node in run)
+
+
+def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) -> _Level:
+    here = set(nodes)
+    number: dict[fx.Node, int] = {}
+    level = _Level([Box([], "entry", None, [], (0.0, 0.0))], [], [], [], [], 0.0, 0.0)
+    hidden: set[tuple[int, int]] = set()  # they keep boxes below the entry and above the exit, and are not drawn
+    leaving: list[int] = []
+    for module, group in runs(nodes, depth):
+        this = len(level.boxes)
+        inside = _level(group, depth + 1, is_open, label) if module and is_open(module) else None
+        lines, mark = label(group, module)
+        kind = "frame" if inside else "module" if module else group[-1].op
+        box = Box(lines, kind, None if inside else mark, [])
+        if inside:
+            box.size = (max(inside.width, box.width), inside.height)
+        own = set(group)
+        sources = (source for node in group for source in node.all_input_nodes if source not in own)
+        box.sources = list(dict.fromkeys(number.get(source, 0) for source in sources))
+        if not box.sources:
+            box.sources = [0]
+            hidden.add((0, this))
+        number |= dict.fromkeys(group, this)
+        if any(user not in here and user.op != "output" for node in group for user in node.users):
+            leaving.append(this)
+        level.boxes.append(box)
+        level.names.append(module or public_name(group[-1]))
+        level.groups.append(group)
+        level.insides.append(inside)
+    used = {source for box in level.boxes for source in box.sources}
+    ends = [i for i in range(len(level.boxes)) if i not in used and i not in leaving]
+    hidden |= {(i, len(level.boxes)) for i in ends}
+    level.boxes.append(Box([], "exit", None, leaving + ends, (0.0, 0.0)))
+    arrows, level.width, _ = place(level.boxes)
+    top = level.boxes[0].y
+    level.height = level.boxes[-1].y - top
+    for box in level.boxes:
+        box.y -= top
+    level.arrows = [
+        Arrow(a.source, a.target, [(x, y - top) for x, y in a.points])
+        for a in arrows
+        if (a.source, a.target) not in hidden
+    ]
+    return level
+
+
+def _flatten(
+    level: _Level, x: float, y: float, frame: int | None, boxes: list[dict[str, Any]], edges: list[dict[str, Any]]
+) -> None:
+    """Add what lies in ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
+    number: list[int | None] = [frame]
+    shown = zip(level.boxes[1:-1], level.names, level.groups, level.insides, strict=True)
+    for box, name, group, inside in shown:
+        number.append(len(boxes))
+        corner = (round(x + box.x, 1), round(y + box.y, 1))
+        boxes.append(
+            {"name": name, "node": public_name(group[-1]), "nodes": len(group), "kind": box.kind, "lines": box.lines}
+            | {"mark": box.mark, "x": corner[0], "y": corner[1]}
+            | {"width": round(box.width, 1), "height": round(box.height, 1)}
+        )
+        if inside:
+            # Where its first line is wider than what it holds, that is in the middle.
+            _flatten(inside, corner[0] + (box.width - inside.width) / 2, corner[1], number[-1], boxes, edges)
+    number.append(frame)
+    for arrow in level.arrows:
+        points = [(round(x + px, 1), round(y + py, 1)) for px, py in arrow.points]
+        edges.append({"source": number[arrow.source], "target": number[arrow.target], "points": points})
