@@ -25,6 +25,7 @@ from service.http.routes import embeddings, exports, extractors, features, model
 from service.http.routes.v2 import discovery, inference, repository
 from service.http.state import State
 from service.observability.metrics import Metrics
+from service.page import POLICIES
 from service.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,13 +34,6 @@ if TYPE_CHECKING:
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). What answers GET
 answers HEAD, too."""
-
-
-# The page at /docs is FastAPI's own, which loads its scripts from these hosts.
-DOCS_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' https://cdn.jsdelivr.net; style-src 'unsafe-inline' "
-    "https://cdn.jsdelivr.net; img-src data: https://fastapi.tiangolo.com; connect-src 'self'; frame-ancestors 'none'"
-)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -78,6 +72,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         version="1",
         description=DESCRIPTION,
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load their scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to whatever Host the client says
         telemetry={"tracing": False, "metrics": False, "logs": False},  # ours say more, and looking for it takes time
@@ -86,7 +81,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     problem_responses.install(app)
     # Routes are tried in this order: what is asked most often comes first.
     nouns = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
-    for noun in nouns:
+    for noun in (*nouns, page):
         app.include_router(noun.router)
     # The last one added is the outermost.
     app.add_middleware(RouteCache)
@@ -124,9 +119,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 "X-Request-ID",
             ),
         )
-    app.add_middleware(
-        RequestContext, metrics=metrics, policies={"/": page.POLICY, "/docs": DOCS_POLICY}, traces=traces
-    )
+    app.add_middleware(RequestContext, metrics=metrics, policies=POLICIES, traces=traces)
     openapi.install(app)
     return app
 

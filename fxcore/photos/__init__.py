@@ -29,9 +29,18 @@ class NoPhotographs(FxError):
     """A ``folder`` to calibrate on cannot be read, or no photograph in it."""
 
 
+def files() -> list[Path]:
+    """The photographs that are shipped, as JPEG files, by name.
+
+    >>> [file.name for file in files()]
+    ['astronaut.jpg', 'chelsea.jpg', 'coffee.jpg', 'rocket.jpg']
+    """
+    return _files(Path(__file__).parent)
+
+
 def photos() -> list[PIL.Image.Image]:
     """The photographs that are shipped, by name."""
-    return [open_image(file.read_bytes()) for file in _files(Path(__file__).parent)]
+    return [open_image(file.read_bytes()) for file in files()]
 
 
 def check_rows(
@@ -86,10 +95,10 @@ def calibration_rows(
         return check_rows(preprocessing, inputs, augmented(photos(), count)[:count], size)
     rows: list[tuple[Tensor, ...]] = []
     try:
-        files = _files(folder)
+        found = _files(folder)
     except OSError as error:
         raise NoPhotographs(f"the folder {folder} cannot be read ({error.strerror})", folder=str(folder)) from error
-    for file in files:
+    for file in found:
         if len(rows) == count:
             break
         try:  # each is let go before the next: a folder of large ones would take gigabytes
@@ -97,7 +106,7 @@ def calibration_rows(
         except (OSError, FxError) as error:
             log.warning("%s is not calibrated on: %s", file, error)
     if not rows:
-        what = f"none of its {len(files)} can be read" if files else f"it has no {', '.join(_SUFFIXES)}"
+        what = f"none of its {len(found)} can be read" if found else f"it has no {', '.join(_SUFFIXES)}"
         raise NoPhotographs(f"the folder {folder} has no photographs to calibrate on: {what}", folder=str(folder))
     return rows
 

@@ -112,8 +112,10 @@ def _layers(boxes: Sequence[Box]) -> list[list[Box]]:
 
 def _place(layers: list[list[Box]]) -> tuple[float, float]:
     """Give each box its corner; the right and the lower end of them all."""
-    widths = [sum(box.reach for box in layer) + GAP * (len(layer) - 1) for layer in layers]
-    widest = max(widths, default=0.0)
+    # Without the mark of the last box, which would push a chain of single boxes out of line.
+    widths = [sum(box.reach for box in layer[:-1]) + GAP * (len(layer) - 1) + layer[-1].width for layer in layers]
+    marks = [layer[-1].reach - layer[-1].width for layer in layers]
+    widest = max((width + 2 * mark for width, mark in zip(widths, marks, strict=True)), default=0.0)
     y = float(GAP)
     for layer, width in zip(layers, widths, strict=True):
         x = GAP + (widest - width) / 2

@@ -114,12 +114,15 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
     hidden |= {(i, len(level.boxes)) for i in ends}
     level.boxes.append(Box([], "exit", None, leaving + ends, (0.0, 0.0)))
     arrows, level.width, _ = place(level.boxes)
-    top = level.boxes[0].y
+    top, middle = level.boxes[0].y, level.boxes[0].x
     level.height = level.boxes[-1].y - top
+    # Lanes are on the right: as much room on the left keeps what enters and leaves in the frame's middle.
+    left = max(0.0, level.width - 2 * middle)
+    level.width += left
     for box in level.boxes:
-        box.y -= top
+        box.x, box.y = box.x + left, box.y - top
     level.arrows = [
-        Arrow(a.source, a.target, [(x, y - top) for x, y in a.points])
+        Arrow(a.source, a.target, [(x + left, y - top) for x, y in a.points])
         for a in arrows
         if (a.source, a.target) not in hidden
     ]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service import page
 from service.engine.requests.admission import CLIENT
 from service.http.hosts import Hosts, is_own_origin
 from service.http.keys import Key, Keys
@@ -23,13 +24,11 @@ from service.schemas.problems import Refusal
 # the same for every server of this version, and ask for a key; what they show with it needs one.
 OPEN = frozenset(
     (
-        "/",
+        *page.PATHS,
         "/healthz",
         "/readyz",
         "/v2/health/live",
         "/v2/health/ready",
-        "/docs",
-        "/docs/oauth2-redirect",
         "/openapi.json",
     )
 )

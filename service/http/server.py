@@ -78,7 +78,7 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
 def _greeting(host: str, port: int, how: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
-    return f"fxserve on {url} ({how}), docs at {url}/docs, Ctrl-C ends it"
+    return f"fxserve on {url} ({how}): open it in a browser; reference at {url}/docs, Ctrl-C ends it"
 
 
 class _Server(uvicorn.Server):

@@ -22,7 +22,7 @@ def test_operations(server):
     assert "fxserve_requests_total" in server.http.get("/metrics").text
     page = server.http.get("/")
     assert page.headers["content-type"].startswith("text/html")
-    assert "convnext_tiny" in page.text
+    assert "page/main.js" in page.text
     assert "/v1/extractors/{extractor}/features" in server.http.get("/openapi.json").json()["paths"]
     assert server.http.get("/docs").status_code == 200
 

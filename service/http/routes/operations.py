@@ -1,4 +1,4 @@
-"""For those who run the service, and a page for people who come by with a browser."""
+"""For those who run the service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 from fastapi import APIRouter, Response
 
 from service.engine.errors import NotReady
-from service.http.routes import page
 from service.http.state import Shared
 from service.observability import metrics
 from service.schemas.problems import documented
@@ -45,19 +44,3 @@ async def show_metrics(state: Shared) -> Response:
     """Counters, levels and histograms for Prometheus."""
     state.engine.sample()
     return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)
-
-
-@router.get(
-    "/",
-    response_class=Response,
-    responses={
-        200: {
-            "description": "HTML.",
-            "content": {"text/html": {"schema": {"type": "string"}, "example": "<!doctype html>…"}},
-        }
-    },
-)
-async def front_page(state: Shared) -> Response:
-    """A page for people."""
-    models = state.models() if state.settings.api_keys_file is None else None
-    return Response(page.write(models), media_type="text/html; charset=utf-8")

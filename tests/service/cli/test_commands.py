@@ -265,7 +265,10 @@ def test_serve_answers_until_it_is_told_to_end() -> None:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
-            match = re.fullmatch(r"fxserve on (http://127\.0\.0\.1:\d+) \(cpu\), docs at (\S+), Ctrl-C ends it\n", line)
+            match = re.fullmatch(
+                r"fxserve on (http://127\.0\.0\.1:\d+) \(cpu\): open it in a browser; reference at (\S+), .*\n",
+                line,
+            )
             assert match is not None, line
             with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as answer:
                 assert [m["name"] for m in json.load(answer)["models"]] == ["resnet18"]

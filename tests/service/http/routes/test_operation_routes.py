@@ -1,9 +1,3 @@
-import re
-from html.parser import HTMLParser
-
-import torchvision
-
-
 def test_health_and_readiness(client):
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").json() == {"ready": True, "reason": "ready"}
@@ -37,19 +31,3 @@ def test_metrics_by_route_template(client):
 def test_two_services_do_not_share_metrics(client, make_client):
     client.get("/healthz")
     assert 'route="/healthz"' not in make_client().get("/metrics").text
-
-
-def test_the_front_page_needs_nothing_else(client):
-    answer = client.get("/")
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    links = []
-
-    class Links(HTMLParser):
-        def handle_starttag(self, tag, attributes):
-            links.extend(value for name, value in attributes if name in ("href", "src"))
-
-    Links().feed(answer.text)
-    assert all(link.startswith("/") for link in links)
-    for name in torchvision.models.list_models():
-        assert f"/v1/models/{name}/graph?format=svg" in links
-    assert not re.search(r"\{\w+\}", answer.text.split("</style>")[1].split("<script>")[0])

@@ -1,0 +1,70 @@
+"""The page for people and the reference, as files that the service sends as they are.
+
+Nothing in them asks another host for anything: Swagger UI comes from the package ``fastapi-offline``, the photographs
+from :mod:`fxcore.photos`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import fxcore.photos
+
+_STRICT = (
+    "default-src 'none'; script-src 'self'; worker-src 'self'; connect-src 'self'; style-src 'self'; "
+    "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".jpg": "image/jpeg",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it is sent.
+
+    Attributes:
+        content: its bytes.
+        compressed: the same by gzip; None where that would be no smaller.
+        media_type: for ``Content-Type``.
+        etag: changes when the content does; weak, since it is that of both forms.
+    """
+
+    content: bytes
+    compressed: bytes | None
+    media_type: str
+    etag: str
+
+
+def _found() -> dict[str, Path]:
+    here, swagger = Path(__file__).parent, Path(str(files("fastapi_offline"))) / "static"
+    shell = [file for file in here.iterdir() if file.suffix in _MEDIA_TYPES]
+    found = {f"/page/{file.name}": file for file in (*shell, *fxcore.photos.files())}
+    found |= {f"/page/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")}
+    return {**found, "/": found.pop("/page/index.html"), "/docs": found.pop("/page/docs.html")}
+
+
+PATHS = _found()
+"""Where each file is, by its path in the URL."""
+
+# A worker's policy is that of its own script, so every file has one.
+POLICIES = dict.fromkeys(PATHS, _STRICT)
+"""The Content-Security-Policy of each path: scripts and styles of this service, which ask this service only."""
+
+
+@functools.cache
+def read(path: str) -> File:
+    """The file at one of :data:`PATHS`."""
+    content = PATHS[path].read_bytes()
+    compressed = None if path.endswith(".jpg") else gzip.compress(content, mtime=0)
+    etag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return File(content, compressed, _MEDIA_TYPES[PATHS[path].suffix], etag)

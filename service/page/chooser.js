@@ -1,0 +1,79 @@
+// The left pane once a model is chosen: its weights, its levels, a search, and the module tree.
+
+import { byId, h, select } from "./dom.js"
+import { flops, parameters } from "./numbers.js"
+import { moduleTree } from "./tree.js"
+
+/** @typedef {import("./model.js").Model} Model */
+
+/**
+ * @param {HTMLElement} pane
+ * @param {Model} model
+ * @param {{weights: (name: string) => void, choose: (path: string) => void, toggle: (path: string) => void,
+ *   search: (wanted: string) => void}} actions
+ */
+export function showChooser(pane, model, actions) {
+  const results = h("div", { class: "results", id: "tree" })
+  let wanted = ""
+  /** @type {Set<string>} */ let open = new Set()
+  /** @type {string | null} */ let chosen = null
+  const search = h("input", {
+    type: "search", placeholder: "Search nodes", "aria-label": "Search nodes",
+    oninput: () => { wanted = search.value.trim().toLowerCase(); actions.search(wanted); show() },
+  })
+  const levels = Object.entries(model.levels)
+  pane.replaceChildren(
+    h("div", { class: "pane-head" },
+      h("div", { class: "title-row" }, h("h2", {}, model.name), h("a", { href: "#", class: "quiet" }, "All models")),
+      h("p", { class: "dim" }, `${parameters(model.totals.params)}, ${flops(model.totals.flops)}, ${model.totals.nodes} nodes`),
+      h("label", { class: "stacked" }, "Weights", select("Weights", weightOptions(model), model.weights, actions.weights)),
+      levels.length
+        ? h("div", { class: "levels", role: "group", "aria-label": "Levels" },
+            ...levels.map(([name, { node, stride, channels }]) =>
+              h("button", { type: "button", class: "pill", title: `${node}: stride ${stride}, ${channels} channels`,
+                "data-node": node, onclick: () => actions.choose(name) }, name)))
+        : null,
+      ...model.closed.map(({ path, reason }) => h("p", { class: "dim note" }, `${path} stays closed: ${reason}`)),
+      search),
+    results,
+  )
+
+  function show() {
+    const focused = results.contains(document.activeElement) ? document.activeElement?.getAttribute("aria-label") : null
+    const top = results.scrollTop
+    results.replaceChildren(moduleTree(model, open, chosen, wanted, actions))
+    results.scrollTop = top
+    if (focused) /** @type {HTMLElement | null} */ (results.querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus()
+    for (const pill of pane.querySelectorAll(".levels .pill"))
+      pill.setAttribute("aria-pressed", String(pill.getAttribute("data-node") === chosen))
+  }
+
+  return {
+    /** @param {Set<string>} nowOpen @param {string | null} nowChosen */
+    update(nowOpen, nowChosen) {
+      const moved = nowChosen !== chosen
+      open = nowOpen
+      chosen = nowChosen
+      show()
+      if (moved) results.querySelector(".chosen")?.scrollIntoView({ block: "nearest" })
+    },
+  }
+}
+
+/** @param {Model} model @returns {Array<[string, string]>} */
+function weightOptions(model) {
+  /** @type {Array<[string, string]>} */
+  const options = Object.entries(model.weightsKnown).map(([name, { cached }]) => {
+    const notes = [name === model.defaultWeights ? "default" : "", cached ? "" : "to be downloaded"].filter(Boolean)
+    return [name, notes.length ? `${name} (${notes.join(", ")})` : name]
+  })
+  if (!options.some(([name]) => name === model.weights) && model.weights !== "random") options.push([model.weights, model.weights])
+  return [...options, ["random", "random (untrained)"]]
+}
+
+/** The line at the top that says where one is. @param {string} text */
+export function showWhere(text) {
+  byId("where").textContent = text
+  byId("where").hidden = !text
+  document.title = text ? `${text} · fxserve` : "fxserve"
+}

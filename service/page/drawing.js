@@ -1,0 +1,195 @@
+// The graph on its canvas: boxes within boxes, and the arrows between them. What is out of sight is not drawn.
+
+import { colour } from "./colours.js"
+
+/**
+ * @typedef {object} Box
+ * @property {string} name
+ * @property {string} node
+ * @property {number} nodes
+ * @property {string} kind
+ * @property {string[]} lines
+ * @property {string | null} mark
+ * @property {number} x
+ * @property {number} y
+ * @property {number} width
+ * @property {number} height
+ */
+
+/**
+ * @typedef {object} Layout
+ * @property {number} width
+ * @property {number} height
+ * @property {Box[]} boxes
+ * @property {{source: number, target: number, points: [number, number][]}[]} edges
+ */
+
+/** Below this scale there is no text: it could not be read. */
+const READABLE = 0.4
+const FONT = "11px ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+const LINE = 14
+const PADDING = 8
+const RADIUS = 5
+/** Half the size of what opens and closes a module. */
+export const KNOB = 7
+
+/** Where a box is opened or closed. @param {Box} box */
+export function knob(box) {
+  if (box.kind !== "module" && box.kind !== "frame") return null
+  return { x: box.x + box.width, y: box.kind === "frame" ? box.y + 12 : box.y + box.height / 2 }
+}
+
+/** The colours that the page's style names. */
+export function palette() {
+  const style = getComputedStyle(document.documentElement)
+  /** @param {string} name */
+  const of = (name) => style.getPropertyValue(`--${name}`).trim()
+  return {
+    surface: of("surface"), frame: of("frame"), line: of("box-line"), arrow: of("arrow"), text: of("text"),
+    dim: of("dim"), accent: of("accent"), soft: of("accent-soft"), on: of("on-accent"), background: of("background"),
+  }
+}
+
+/**
+ * @param {CanvasRenderingContext2D} context
+ * @param {Layout} layout
+ * @param {{x: number, y: number, scale: number}} camera
+ * @param {object} look
+ * @param {ReturnType<typeof palette>} look.colours
+ * @param {number} look.chosen number of a box, or -1
+ * @param {Set<number>} look.found boxes that a search has found
+ * @param {number[] | null} look.heat share of each box, 0 to 1
+ */
+export function draw(context, layout, camera, { colours, chosen, found, heat }) {
+  const ratio = devicePixelRatio || 1
+  const { canvas } = context
+  context.setTransform(1, 0, 0, 1, 0, 0)
+  context.clearRect(0, 0, canvas.width, canvas.height)
+  context.setTransform(ratio * camera.scale, 0, 0, ratio * camera.scale, ratio * camera.x, ratio * camera.y)
+  const top = -camera.y / camera.scale, bottom = top + canvas.height / ratio / camera.scale
+  const left = -camera.x / camera.scale, right = left + canvas.width / ratio / camera.scale
+  /** @param {Box} box */
+  const sighted = (box) => box.y < bottom && box.y + box.height > top && box.x - 60 < right && box.x + box.width + 60 > left
+  const readable = camera.scale >= READABLE
+  context.font = FONT
+  context.textBaseline = "alphabetic"
+  for (const box of layout.boxes) if (box.kind === "frame" && sighted(box)) drawFrame(context, box, colours, readable)
+  context.lineWidth = 1.2
+  for (const near of [false, true]) {
+    context.strokeStyle = context.fillStyle = near ? colours.accent : colours.arrow
+    for (const { source, target, points } of layout.edges) {
+      const last = points[points.length - 1]
+      if (near !== (source === chosen || target === chosen) || points[0][1] > bottom || last[1] < top) continue
+      drawArrow(context, points, readable)
+    }
+  }
+  layout.boxes.forEach((box, i) => {
+    if (!sighted(box)) return
+    if (box.kind !== "frame") drawBox(context, box, colours, readable, heat && heat[i])
+    if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, i === chosen ? 2.5 : 1.5)
+    if (readable) drawKnob(context, box, colours)
+  })
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable */
+function drawFrame(context, box, colours, readable) {
+  rounded(context, box, 8)
+  context.fillStyle = colours.frame
+  context.fill()
+  context.lineWidth = 1
+  context.strokeStyle = colours.line
+  context.stroke()
+  if (!readable) return
+  context.fillStyle = colours.dim
+  context.fillText(box.lines[0], box.x + PADDING, box.y + LINE + 2)
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable @param {number | null} share */
+function drawBox(context, box, colours, readable, share) {
+  rounded(context, box, RADIUS)
+  context.fillStyle = colours.surface
+  context.fill()
+  if (share) {
+    context.save()
+    context.clip()
+    context.fillStyle = colour(0.25 + 0.6 * share)
+    context.globalAlpha = 0.12 + 0.3 * share
+    context.fillRect(box.x, box.y, box.width, box.height)
+    context.globalAlpha = 1
+    context.fillRect(box.x, box.y, 4, box.height)
+    context.restore()
+  }
+  context.lineWidth = box.kind === "module" ? 1.4 : 1
+  context.strokeStyle = colours.line
+  context.stroke()
+  if (!readable) return
+  box.lines.forEach((line, i) => {
+    context.fillStyle = i ? colours.dim : colours.text
+    context.fillText(line, box.x + PADDING, box.y + (i + 1) * LINE + 1)
+  })
+  if (!box.mark) return
+  const x = box.x + box.width + (box.kind === "module" ? KNOB + 5 : 6), y = box.y + box.height / 2
+  const width = box.mark.length * 7 + 8
+  context.beginPath()
+  context.roundRect(x, y - 8, width, 16, 8)
+  context.fillStyle = colours.accent
+  context.fill()
+  context.fillStyle = colours.on
+  context.fillText(box.mark, x + 4, y + 4)
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours */
+function drawKnob(context, box, colours) {
+  const at = knob(box)
+  if (!at) return
+  context.beginPath()
+  context.arc(at.x, at.y, KNOB, 0, 2 * Math.PI)
+  context.fillStyle = colours.surface
+  context.fill()
+  context.lineWidth = 1
+  context.strokeStyle = colours.line
+  context.stroke()
+  context.beginPath()
+  context.moveTo(at.x - 3, at.y)
+  context.lineTo(at.x + 3, at.y)
+  if (box.kind === "module") {
+    context.moveTo(at.x, at.y - 3)
+    context.lineTo(at.x, at.y + 3)
+  }
+  context.lineWidth = 1.3
+  context.strokeStyle = colours.dim
+  context.stroke()
+}
+
+/** @param {CanvasRenderingContext2D} context @param {[number, number][]} points @param {boolean} readable */
+function drawArrow(context, points, readable) {
+  const [[startX, startY], ...others] = points
+  const [endX, endY] = others[others.length - 1]
+  context.beginPath()
+  context.moveTo(startX, startY)
+  if (others.length === 1) {
+    const bend = (startY + endY) / 2
+    context.bezierCurveTo(startX, bend, endX, bend, endX, endY)
+  } else for (const [x, y] of others) context.lineTo(x, y)
+  context.stroke()
+  if (!readable) return
+  context.beginPath()
+  context.moveTo(endX, endY)
+  context.lineTo(endX - 3.5, endY - 6)
+  context.lineTo(endX + 3.5, endY - 6)
+  context.fill()
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {string} colour @param {number} width */
+function outline(context, box, colour, width) {
+  rounded(context, box, box.kind === "frame" ? 8 : RADIUS)
+  context.lineWidth = width
+  context.strokeStyle = colour
+  context.stroke()
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {number} radius */
+function rounded(context, { x, y, width, height }, radius) {
+  context.beginPath()
+  context.roundRect(x, y, width, height, radius)
+}

@@ -1,0 +1,305 @@
+// The middle pane: the graph, collapsed to modules that open in place.
+
+import { Camera } from "./camera.js"
+import { KNOB, draw, knob, palette } from "./drawing.js"
+import { h, select } from "./dom.js"
+import { holds } from "./model.js"
+import { flops, parameters, shapeText } from "./numbers.js"
+import { kind, matches } from "./tree.js"
+
+/** @typedef {import("./drawing.js").Box} Box */
+/** @typedef {import("./drawing.js").Layout} Layout */
+/** @typedef {import("./model.js").Model} Model */
+
+export class GraphView {
+  /** @type {Layout | null} */ layout = null
+  /** @type {Model | null} */ model = null
+  /** @type {string | null} */ chosen = null
+  /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
+  #wanted = ""
+  #colouring = ""
+  #drawing = false
+  /** @type {number[] | null} */ #heat = null
+  /** @type {Set<number>} */ #found = new Set()
+  /** @type {string | null} what is to stay where it is on the screen when the layout changes */ #anchor = null
+
+  /**
+   * @param {HTMLElement} pane
+   * @param {{choose: (path: string) => void, toggle: (path: string) => void, openAll: () => void, closeAll: () => void,
+   *   colour: (by: string) => void}} actions
+   */
+  constructor(pane, actions) {
+    this.actions = actions
+    this.canvas = h("canvas", {
+      tabindex: 0, role: "application", "aria-label": "Graph of the model", "aria-describedby": "graph-help",
+      onkeydown: (/** @type {KeyboardEvent} */ event) => this.#key(event),
+    })
+    this.said = h("p", { class: "unseen", role: "status" })
+    this.card = h("div", { class: "card", hidden: true })
+    this.note = h("p", { class: "note floating", role: "status", hidden: true })
+    this.colours = select("Colour by", [["", "Plain"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
+      "", actions.colour)
+    pane.replaceChildren(
+      h("div", { class: "toolbar" },
+        h("label", {}, "Colour ", this.colours),
+        h("span", { class: "spring" }),
+        h("button", { type: "button", onclick: actions.openAll }, "Open all"),
+        h("button", { type: "button", onclick: actions.closeAll }, "Close all"),
+        h("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.camera.zoom(1 / 1.3) }, "−"),
+        h("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.camera.zoom(1.3) }, "+"),
+        h("button", { type: "button", onclick: () => this.fit() }, "Fit")),
+      this.canvas, this.card, this.note, this.said,
+      h("p", { class: "unseen", id: "graph-help" },
+        "Arrow keys follow the edges, Enter opens or closes a module, plus and minus zoom, 0 shows all."),
+    )
+    this.context = /** @type {CanvasRenderingContext2D} */ (this.canvas.getContext("2d"))
+    this.camera = new Camera(this.canvas, () => this.redraw(), (x, y) => this.#click(x, y))
+    this.canvas.addEventListener("dblclick", (event) => this.#doubleClick(event))
+    this.canvas.addEventListener("pointermove", (event) => this.#hover(event))
+    this.canvas.addEventListener("pointerleave", () => (this.card.hidden = true))
+    new ResizeObserver(() => this.#resize()).observe(this.canvas)
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw())
+  }
+
+  /** @param {Model} model @param {Layout} layout @param {boolean} fresh whether it is another model's */
+  show(model, layout, fresh) {
+    const before = this.#anchor ? this.layout?.boxes.find((box) => box.name === this.#anchor) : null
+    const after = this.#anchor ? layout.boxes.find((box) => box.name === this.#anchor) : null
+    this.model = model
+    this.layout = layout
+    this.#anchor = null
+    this.#recolour()
+    this.#search()
+    if (fresh) this.fit()
+    else if (before && after) this.camera.pan((before.x - after.x) * this.camera.scale, (before.y - after.y) * this.camera.scale)
+    this.redraw()
+  }
+
+  /** @param {string | null} name of a node */
+  choose(name) {
+    this.chosen = name
+    const box = this.#chosenBox()
+    if (box >= 0 && this.layout) this.camera.reveal(this.layout.boxes[box])
+    this.redraw()
+  }
+
+  /** @param {string} by flops, params, time, or nothing */
+  colour(by) {
+    this.#colouring = by
+    this.colours.value = by
+    this.#recolour()
+    this.redraw()
+  }
+
+  /** @param {string} wanted in lower case */
+  search(wanted) {
+    this.#wanted = wanted
+    this.#search()
+    const first = Math.min(...this.#found)
+    if (this.layout && Number.isFinite(first)) this.camera.reveal(this.layout.boxes[first])
+    this.redraw()
+  }
+
+  /** Something to read over the graph. @param {string} text empty for nothing */
+  say(text) {
+    this.note.textContent = text
+    this.note.hidden = !text
+  }
+
+  fit() {
+    if (this.layout) this.camera.fit(this.layout.width, this.layout.height)
+  }
+
+  redraw() {
+    if (this.#drawing) return
+    this.#drawing = true
+    requestAnimationFrame(() => {
+      this.#drawing = false
+      if (!this.layout) return
+      draw(this.context, this.layout, this.camera,
+        { colours: palette(), chosen: this.#chosenBox(), found: this.#found, heat: this.#heat })
+    })
+  }
+
+  /** The box that shows the chosen node: the innermost. */
+  #chosenBox() {
+    const { chosen, layout } = this
+    if (!chosen || !layout) return -1
+    return layout.boxes.findLastIndex((box) => box.kind !== "frame" && holds(box.name, chosen))
+  }
+
+  /** @param {Box} box */
+  #nodesOf(box) {
+    return (this.model?.nodes ?? []).filter((node) => holds(box.name, node.name))
+  }
+
+  #recolour() {
+    const by = this.#colouring
+    if (!by || !this.layout || (by === "time" && !this.measured)) {
+      this.#heat = null
+      return
+    }
+    const weights = this.layout.boxes.map((box) => {
+      if (box.kind === "frame") return 0
+      return this.#nodesOf(box).reduce((sum, node) => sum + (by === "flops" ? node.flops : by === "params" ? node.params
+        : this.measured?.get(node.name) ?? 0), 0)
+    })
+    const most = Math.max(...weights, 1e-9)
+    this.#heat = weights.map((weight) => Math.sqrt(weight / most))
+  }
+
+  #search() {
+    const { layout } = this
+    this.#found = new Set()
+    if (!this.#wanted || !layout) return
+    layout.boxes.forEach((box, i) => {
+      if (box.kind !== "frame" && this.#nodesOf(box).some((node) => matches(node, this.#wanted))) this.#found.add(i)
+    })
+  }
+
+  #resize() {
+    const { clientWidth, clientHeight } = this.canvas
+    const ratio = devicePixelRatio || 1
+    const before = this.canvas.width
+    this.canvas.width = Math.round(clientWidth * ratio)
+    this.canvas.height = Math.round(clientHeight * ratio)
+    if (!before || !clientWidth) this.fit()
+    this.redraw()
+  }
+
+  /** The innermost box at a place. @param {number} x @param {number} y */
+  #at(x, y) {
+    return this.layout?.boxes.findLast((box) => x >= box.x && x <= box.x + box.width && y >= box.y && y <= box.y + box.height)
+  }
+
+  /** @param {number} x @param {number} y */
+  #click(x, y) {
+    const pressed = this.layout?.boxes.findLast((box) => {
+      const at = knob(box)
+      return at && Math.hypot(at.x - x, at.y - y) <= KNOB + 4
+    })
+    if (pressed) return this.#toggle(pressed)
+    const box = this.#at(x, y)
+    if (!box || box.kind === "frame") return
+    this.actions.choose(box.kind === "module" ? box.name : box.node)
+  }
+
+  /** @param {MouseEvent} event */
+  #doubleClick(event) {
+    const [x, y] = this.camera.inside(event.offsetX, event.offsetY)
+    const box = this.#at(x, y)
+    if (box && (box.kind === "module" || box.kind === "frame")) this.#toggle(box)
+  }
+
+  /** @param {Box} box */
+  #toggle(box) {
+    this.#anchor = box.name
+    this.actions.toggle(box.name)
+  }
+
+  /** @param {PointerEvent} event */
+  #hover(event) {
+    const [x, y] = this.camera.inside(event.offsetX, event.offsetY)
+    const box = event.buttons ? undefined : this.#at(x, y)
+    this.canvas.style.cursor = box && box.kind !== "frame" ? "pointer" : "grab"
+    this.card.hidden = !box || box.kind === "frame"
+    if (!box || this.card.hidden) return
+    this.card.replaceChildren(...this.#described(box).map((line, i) => h(i ? "span" : "strong", {}, line)))
+    const left = Math.min(event.offsetX + 14, this.canvas.clientWidth - this.card.offsetWidth - 8)
+    this.card.style.left = `${Math.max(8, left)}px`
+    this.card.style.top = `${this.canvas.offsetTop + event.offsetY + 16}px`
+  }
+
+  /** @param {Box} box */
+  #described(box) {
+    const nodes = this.#nodesOf(box)
+    const last = this.model?.byName.get(box.node)
+    if (!last) return [box.name, ...box.lines.slice(1)]
+    const time = this.measured && nodes.reduce((sum, node) => sum + (this.measured?.get(node.name) ?? 0), 0)
+    return [
+      box.name,
+      box.kind === "module" ? `${nodes.length} nodes` : kind(last),
+      shapeText(last.shape) + (last.stride ? `, stride ${last.stride}` : ""),
+      flops(nodes.reduce((sum, node) => sum + node.flops, 0)),
+      parameters(nodes.reduce((sum, node) => sum + node.params, 0)),
+      ...(time === null ? [] : [`${time.toPrecision(3)} ms`]),
+    ]
+  }
+
+  /** @param {KeyboardEvent} event */
+  #key(event) {
+    const { layout } = this
+    if (!layout || event.ctrlKey || event.metaKey || event.altKey) return
+    const here = this.#chosenBox()
+    /** @type {Record<string, () => void>} */
+    const keys = {
+      "+": () => this.camera.zoom(1.3), "=": () => this.camera.zoom(1.3), "-": () => this.camera.zoom(1 / 1.3),
+      0: () => this.fit(),
+      Enter: () => here >= 0 && layout.boxes[here].kind === "module" && this.#toggle(layout.boxes[here]),
+      Backspace: () => this.#leave(here),
+      ArrowDown: () => this.#follow(here, 1), ArrowUp: () => this.#follow(here, -1),
+      ArrowRight: () => this.#step(here, 1), ArrowLeft: () => this.#step(here, -1),
+    }
+    const action = keys[event.key]
+    if (!action) return
+    event.preventDefault()
+    action()
+  }
+
+  /** Along an edge, in and out of frames. @param {number} from @param {number} direction */
+  #follow(from, direction) {
+    const { layout } = this
+    if (!layout) return
+    const { boxes, edges } = layout
+    const seen = new Set([`${from}`])
+    let ends = [from]
+    /** @type {Map<number, boolean>} whether one came to a frame from what it holds */
+    let outwards = new Map()
+    while (ends.length) {
+      /** @type {typeof outwards} */
+      const after = new Map()
+      for (const { source, target } of edges) {
+        const [start, end] = direction > 0 ? [source, target] : [target, source]
+        if (!ends.includes(start)) continue
+        // An edge between a frame and what it holds is inside of it.
+        const inside = boxes[start].kind === "frame" && within(boxes[start], boxes[end])
+        if (boxes[start].kind === "frame" && inside === outwards.get(start)) continue
+        const outward = boxes[end].kind === "frame" && within(boxes[end], boxes[start])
+        if (boxes[end].kind !== "frame") return this.#moveTo(end)
+        if (!seen.has(`${end} ${outward}`)) after.set(end, outward)
+        seen.add(`${end} ${outward}`)
+      }
+      ends = [...after.keys()]
+      outwards = after
+    }
+    this.#step(from, direction)
+  }
+
+  /** To the next box in order of execution. @param {number} from @param {number} direction */
+  #step(from, direction) {
+    const boxes = this.layout?.boxes ?? []
+    let next = from + direction
+    while (boxes[next]?.kind === "frame") next += direction
+    if (boxes[next]) this.#moveTo(next)
+  }
+
+  /** Close the module that holds a box. @param {number} from */
+  #leave(from) {
+    const name = this.layout?.boxes[from]?.name
+    const frame = name && this.layout?.boxes.findLast((box) => box.kind === "frame" && holds(box.name, name))
+    if (frame) this.#toggle(frame)
+  }
+
+  /** @param {number} number */
+  #moveTo(number) {
+    const box = this.layout?.boxes[number]
+    if (!box) return
+    this.said.textContent = this.#described(box).join(", ")
+    this.actions.choose(box.kind === "module" ? box.name : box.node)
+  }
+}
+
+/** Whether a frame lies around a box. @param {Box} frame @param {Box} box */
+function within(frame, box) {
+  return box.x >= frame.x && box.y >= frame.y && box.x + box.width <= frame.x + frame.width && box.y + box.height <= frame.y + frame.height
+}

@@ -1,0 +1,171 @@
+// The page: what is shown follows from the place, and every choice is a move to another place.
+
+import { measured } from "./answers.js"
+import { askJson, modelPath } from "./api.js"
+import { showCatalogue } from "./catalogue.js"
+import { showChooser, showWhere } from "./chooser.js"
+import { byId, h } from "./dom.js"
+import { GraphView } from "./graph.js"
+import { Inspector } from "./inspector.js"
+import { showKeyButton, storedKey } from "./key.js"
+import { loadModel, modulesAbove } from "./model.js"
+import { take, watchDrops } from "./photo.js"
+import { go, onMove, place } from "./place.js"
+import { failure, progress } from "./states.js"
+import { showTabs } from "./tabs.js"
+import { welcome } from "./welcome.js"
+
+/** @typedef {import("./model.js").Model} Model */
+
+/** What `o` says where every module is open. */
+const ALL = "*"
+
+const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
+const inspector = new Inspector(panes.features, go, takePhoto)
+
+/** @type {Model | null} */ let model = null
+/** @type {GraphView | null} */ let graph = null
+/** @type {ReturnType<typeof showChooser> | null} */ let chooser = null
+let asked = "", laidOut = ""
+let stop = new AbortController()
+
+/** @param {File} file */
+function takePhoto(file) {
+  if (model) go({ p: take(file) })
+}
+
+/** @param {import("./place.js").Place} now */
+async function show(now) {
+  showTabs(now)
+  if (!now.m) return showNone()
+  document.body.classList.add("inside")
+  const wanted = `${now.m}\n${now.w ?? ""}`
+  if (wanted !== asked) {
+    asked = wanted
+    if (!(await load(now))) return
+  }
+  if (!model || asked !== wanted) return
+  const current = place()
+  if (!current.n && model.firstNode) return go({ n: model.firstNode }, true)
+  showWhere([model.name, current.n].filter(Boolean).join(" / "))
+  const chosen = model.resolve(current.n)?.name ?? null
+  chooser?.update(openModules(model), chosen)
+  await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
+}
+
+function showNone() {
+  stop.abort()
+  inspector.stop()
+  model = graph = chooser = null
+  asked = laidOut = ""
+  document.body.classList.remove("inside")
+  showWhere("")
+  panes.graph.replaceChildren(welcome())
+  panes.features.replaceChildren()
+  showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, () => show(place()))))
+}
+
+/** Load the model of a place; whether that was done and is still wanted. @param {import("./place.js").Place} now */
+async function load(now) {
+  stop.abort()
+  inspector.stop()
+  const mine = (stop = new AbortController())
+  const fresh = model?.name !== now.m
+  const waiting = progress(`Reading ${now.m}`, () => history.back())
+  if (fresh) {
+    model = graph = chooser = null
+    showWhere(now.m)
+    panes.models.replaceChildren(waiting)
+    panes.graph.replaceChildren()
+    panes.features.replaceChildren()
+  }
+  laidOut = ""
+  try {
+    model = await loadModel(now.m, now.w, mine.signal)
+  } catch (error) {
+    if (mine.signal.aborted) return false
+    asked = ""
+    const back = h("p", {}, h("a", { href: "#" }, "All models"))
+    panes.models.replaceChildren(failure(error, () => show(place()), () => go({ w: "random" })), back)
+    return false
+  } finally {
+    waiting.remove()
+  }
+  chooser = showChooser(panes.models, model, {
+    weights: (w) => go({ w }), choose, toggle, search: (wanted) => graph?.search(wanted),
+  })
+  graph ??= new GraphView(panes.graph, {
+    choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
+  })
+  return true
+}
+
+/** @param {string} path */
+function choose(path) {
+  if (!model) return
+  const node = model.resolve(path)
+  const open = openModules(model)
+  const above = node && path === node.name && place().o !== ALL ? modulesAbove(path).filter((module) => !open.has(module)) : []
+  go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) })
+}
+
+/** Open or close a module; what lies in a closed one closes, too. @param {string} path */
+function toggle(path) {
+  if (!model) return
+  const open = openModules(model)
+  if (!open.delete(path)) open.add(path)
+  go({ o: [...open].filter((other) => open.has(path) || !other.startsWith(`${path}.`)).join(",") }, true)
+}
+
+/** @param {Model} shown */
+function openModules(shown) {
+  const { o } = place()
+  if (o === undefined) return shown.firstOpen
+  if (o === ALL) return new Set(shown.nodes.flatMap((node) => modulesAbove(node.name)))
+  return new Set(o.split(",").filter(Boolean))
+}
+
+/** @param {Model} shown @param {string | null} chosen */
+async function showGraph(shown, chosen) {
+  const { o, c = "" } = place()
+  const view = graph
+  if (!view) return
+  const open = o === ALL ? null : [...openModules(shown)].sort().join(",")
+  const wanted = `${shown.name}\n${shown.weights}\n${open}`
+  if (wanted !== laidOut) {
+    const fresh = !laidOut.startsWith(`${shown.name}\n`)
+    laidOut = wanted
+    const query = { format: "layout", weights: shown.weights, ...(open === null ? {} : { open }) }
+    try {
+      const layout = await askJson(modelPath(shown.name, "/graph", query), { signal: stop.signal })
+      if (laidOut === wanted) view.show(shown, layout, fresh)
+    } catch (error) {
+      if (stop.signal.aborted) return
+      laidOut = ""
+      view.say(error instanceof Error ? error.message : String(error))
+      return
+    }
+  }
+  view.choose(chosen)
+  await colour(view, shown, c)
+}
+
+/** @param {GraphView} view @param {Model} shown @param {string} by */
+async function colour(view, shown, by) {
+  if (by === "time" && view.measured === null) {
+    view.say("Measuring each node on a photograph…")
+    try {
+      view.measured = await measured(shown, stop.signal)
+      view.say("")
+    } catch (error) {
+      if (!stop.signal.aborted) view.say(error instanceof Error ? error.message : String(error))
+      return
+    }
+  }
+  view.colour(by)
+}
+
+onMove(show)
+watchDrops(takePhoto)
+if (storedKey()) showKeyButton()
+show(place())

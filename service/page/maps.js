@@ -1,0 +1,122 @@
+// Feature maps from tensors, whatever their layout, and what can be said of them. No DOM: the worker runs it.
+
+/**
+ * @typedef {object} Maps
+ * @property {Float32Array} data channel by channel, row by row
+ * @property {number} channels
+ * @property {number} height
+ * @property {number} width
+ */
+
+/**
+ * The maps of the first image; null where the tensor is no map.
+ * @param {{shape: number[], data: Float32Array}} tensor
+ * @param {string | null} layout as the graph says it
+ * @returns {Maps | null}
+ */
+export function asMaps({ shape, data }, layout) {
+  if (layout === "NCHW" && shape.length === 4) {
+    const [, channels, height, width] = shape
+    return { data: data.subarray(0, channels * height * width), channels, height, width }
+  }
+  if (layout === "NHWC" && shape.length === 4) {
+    const [, height, width, channels] = shape
+    return { data: channelsFirst(data, 0, height * width, channels), channels, height, width }
+  }
+  if (layout === "tokens" && shape.length === 3) {
+    const [, tokens, channels] = shape
+    const side = Math.floor(Math.sqrt(tokens))
+    // Tokens in front of the grid stand for no place: ViT's class token, and registers.
+    const before = tokens - side * side
+    return { data: channelsFirst(data, before, side * side, channels), channels, height: side, width: side }
+  }
+  return null
+}
+
+/** @param {Float32Array} data @param {number} skip @param {number} places @param {number} channels */
+function channelsFirst(data, skip, places, channels) {
+  const result = new Float32Array(places * channels)
+  for (let p = 0; p < places; p++)
+    for (let c = 0; c < channels; c++) result[c * places + p] = data[(skip + p) * channels + c]
+  return result
+}
+
+/**
+ * Least, greatest, mean, share of zeros and number of values that are none, and a histogram of the rest.
+ * @param {Float32Array} values
+ * @param {number} [bins]
+ */
+export function statistics(values, bins = 48) {
+  let min = Infinity, max = -Infinity, sum = 0, squares = 0, zeros = 0, finite = 0
+  for (const value of values) {
+    if (!Number.isFinite(value)) continue
+    finite++
+    if (value < min) min = value
+    if (value > max) max = value
+    if (value === 0) zeros++
+    sum += value
+    squares += value * value
+  }
+  const counts = new Uint32Array(bins)
+  const scale = max > min ? bins / (max - min) : 0
+  for (const value of values)
+    if (Number.isFinite(value)) counts[Math.min(bins - 1, Math.floor((value - min) * scale))]++
+  const mean = finite ? sum / finite : NaN
+  const deviation = Math.sqrt(Math.max(0, squares / finite - mean * mean))
+  return { count: values.length, min, max, mean, deviation, zeros: zeros / values.length,
+           notFinite: values.length - finite, counts: [...counts] }
+}
+
+/** @param {Maps} maps @param {number} channel */
+export function channelOf(maps, channel) {
+  const size = maps.height * maps.width
+  return maps.data.slice(channel * size, (channel + 1) * size)
+}
+
+/**
+ * Channels by mean magnitude, the strongest first, and that magnitude of each.
+ * @param {Maps} maps
+ */
+export function strengths(maps) {
+  const size = maps.height * maps.width
+  const strength = new Float32Array(maps.channels)
+  for (let c = 0; c < maps.channels; c++) {
+    let sum = 0
+    for (let i = c * size; i < (c + 1) * size; i++) sum += Math.abs(maps.data[i])
+    strength[c] = Number.isNaN(sum) ? 0 : sum / size
+  }
+  const order = [...strength.keys()].sort((a, b) => strength[b] - strength[a])
+  return { strength, order }
+}
+
+/** The mean magnitude over the channels, place by place. @param {Maps} maps */
+export function magnitude(maps) {
+  const size = maps.height * maps.width
+  const result = new Float32Array(size)
+  for (let c = 0; c < maps.channels; c++)
+    for (let i = 0; i < size; i++) result[i] += Math.abs(maps.data[c * size + i])
+  return result.map((sum) => sum / maps.channels)
+}
+
+/**
+ * Cosine of each place's values with those of one place.
+ * @param {Maps} maps
+ * @param {number} row
+ * @param {number} column
+ */
+export function similarity(maps, row, column) {
+  const size = maps.height * maps.width
+  const here = row * maps.width + column
+  const dots = new Float32Array(size)
+  const squares = new Float32Array(size)
+  for (let c = 0; c < maps.channels; c++) {
+    const start = c * size
+    const query = maps.data[start + here]
+    for (let i = 0; i < size; i++) {
+      const value = maps.data[start + i]
+      dots[i] += query * value
+      squares[i] += value * value
+    }
+  }
+  return dots.map((dot, i) => dot / (Math.sqrt(squares[i] * squares[here]) || 1))
+}

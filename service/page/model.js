@@ -1,0 +1,141 @@
+// One model: what the service says of it, and its nodes as a tree of modules.
+
+import { askJson, modelPath } from "./api.js"
+
+/**
+ * @typedef {object} NodeInfo
+ * @property {string} name
+ * @property {string} op
+ * @property {string} target
+ * @property {string | null} module_type
+ * @property {string[]} args
+ * @property {string[]} users
+ * @property {Array<number | null> | null} shape
+ * @property {string | null} dtype
+ * @property {string | null} layout
+ * @property {number | null} stride
+ * @property {string | null} level
+ * @property {number} params
+ * @property {number} flops
+ * @property {boolean} extractable
+ * @property {number} rows_per_image
+ */
+
+/**
+ * A module with its parts, or a node, which has none.
+ * @typedef {object} Part
+ * @property {string} path
+ * @property {string} label the last piece of the path
+ * @property {Part[]} parts
+ * @property {NodeInfo[]} nodes all that lie in it
+ */
+
+/** From how many boxes on a graph is worth looking at. */
+const FEWEST_BOXES = 6
+
+export class Model {
+  /** @param {any} detail @param {any} graph @param {string} weights */
+  constructor(detail, graph, weights) {
+    /** @type {string} */ this.name = detail.name
+    /** @type {string} */ this.task = detail.task
+    /** @type {Record<string, {cached: boolean, num_params: number, url: string | null}>} */ this.weightsKnown = detail.weights
+    /** @type {string | null} */ this.defaultWeights = detail.default_weights
+    /** @type {Record<string, {node: string, channels: number, stride: number}>} */ this.levels = graph.levels ?? detail.levels
+    /** @type {any} */ this.preprocessing = detail.preprocessing
+    /** @type {{name: string, layout: string}[]} */ this.inputs = detail.inputs
+    /** @type {{path: string, reason: string}[]} */ this.closed = detail.closed
+    /** @type {{params: number, flops: number, nodes: number}} */ this.totals = graph.totals
+    /** @type {NodeInfo[]} */ this.nodes = graph.nodes
+    this.weights = weights
+    this.byName = new Map(this.nodes.map((node) => [node.name, node]))
+    this.root = tree(this.nodes)
+  }
+
+  /** Whether it takes photos, as all but video and flow models do. */
+  get takesPhotos() {
+    return this.inputs.length === 1 && !this.inputs[0].layout.includes("T")
+  }
+
+  /**
+   * The node that a name means, as the service resolves it: a node, a level, or the last node under a path.
+   * @param {string | undefined} name
+   * @returns {NodeInfo | null}
+   */
+  resolve(name) {
+    if (!name) return null
+    const level = this.levels[name]
+    const exact = this.byName.get(name) ?? (level && this.byName.get(level.node))
+    return exact ?? this.nodes.findLast((node) => node.name.startsWith(`${name}.`)) ?? null
+  }
+
+  /** A node to begin with: a deep level, whose maps are few enough to see and say something. */
+  get firstNode() {
+    const levels = Object.keys(this.levels)
+    const level = ["C4", "C3", "P4", "P3"].find((name) => name in this.levels) ?? levels[levels.length - 1]
+    return level ?? this.nodes.findLast((node) => node.extractable)?.name ?? null
+  }
+
+  /** The modules that are open at first: as many as it takes for the graph to say something. */
+  get firstOpen() {
+    /** @type {Set<string>} */
+    const open = new Set()
+    let shown = this.root.parts
+    while (shown.length < FEWEST_BOXES) {
+      const largest = shown.filter((part) => part.parts.length).sort((a, b) => b.nodes.length - a.nodes.length)[0]
+      if (!largest) break
+      open.add(largest.path)
+      shown = shown.flatMap((part) => (part === largest ? part.parts : [part]))
+    }
+    return open
+  }
+}
+
+/** @param {NodeInfo[]} nodes @returns {Part} */
+function tree(nodes) {
+  /** @type {Part} */
+  const root = { path: "", label: "", parts: [], nodes }
+  const modules = new Map([["", root]])
+  for (const node of nodes) {
+    if (node.op === "get_attr" && !node.name.includes(".")) continue // a parameter used as it is
+    const pieces = node.name.split(".")
+    let above = root
+    for (let depth = 1; depth < pieces.length; depth++) {
+      const path = pieces.slice(0, depth).join(".")
+      let part = modules.get(path)
+      if (!part) {
+        part = { path, label: pieces[depth - 1], parts: [], nodes: [] }
+        modules.set(path, part)
+        above.parts.push(part)
+      }
+      part.nodes.push(node)
+      above = part
+    }
+    above.parts.push({ path: node.name, label: pieces[pieces.length - 1], parts: [], nodes: [node] })
+  }
+  return root
+}
+
+/**
+ * @param {string} name
+ * @param {string | undefined} weights where not given: the default ones if they are here, else random ones, so that
+ *   nothing is downloaded that nobody asked for
+ * @param {AbortSignal} signal
+ */
+export async function loadModel(name, weights, signal) {
+  const detail = await askJson(modelPath(name), { signal })
+  const there = detail.default_weights && detail.weights[detail.default_weights]?.cached
+  const chosen = weights ?? (there ? detail.default_weights : "random")
+  const graph = await askJson(modelPath(name, "/graph", { format: "json", weights: chosen }), { signal })
+  return new Model(detail, graph, chosen)
+}
+
+/** All modules above a node, the outermost first. @param {string} name */
+export function modulesAbove(name) {
+  const pieces = name.split(".")
+  return pieces.slice(1).map((_, i) => pieces.slice(0, i + 1).join("."))
+}
+
+/** Whether a part of the tree is, or holds, the node of this name. @param {string} path @param {string} name */
+export function holds(path, name) {
+  return name === path || name.startsWith(`${path}.`)
+}

@@ -1,0 +1,28 @@
+// Numbers as people read them.
+
+/** @param {number} value @param {string} unit */
+function scaled(value, unit) {
+  for (const [size, letter] of /** @type {Array<[number, string]>} */ ([[1e9, "G"], [1e6, "M"], [1e3, "k"]]))
+    if (value >= size) return `${(value / size).toPrecision(3)} ${letter}${unit}`
+  return `${value} ${unit}`.trim()
+}
+
+/** @param {number} value */
+export const flops = (value) => scaled(value, "FLOPs")
+
+/** @param {number} value */
+export const parameters = (value) => `${scaled(value, "").trim()} parameters`
+
+/** @param {number} value */
+export const megabytes = (value) => `${(value / 1e6).toPrecision(3)} MB`
+
+/** @param {number} value */
+export function short(value) {
+  if (!Number.isFinite(value)) return String(value)
+  if (value === 0) return "0"
+  const size = Math.abs(value)
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)))
+}
+
+/** @param {Array<number | null> | null} shape */
+export const shapeText = (shape) => (shape ? shape.map((size) => size ?? "N").join(" × ") : "no tensor")

@@ -1,0 +1,104 @@
+// The photo that is looked at: one of the samples, or one's own by choosing, dropping or pasting.
+
+/**
+ * @typedef {object} Photo
+ * @property {string} name
+ * @property {string} type
+ * @property {Blob} data as it is sent
+ * @property {ImageBitmap | null} bitmap null where this browser cannot show it
+ */
+
+/** Samples that the service brings. */
+export const SAMPLES = ["chelsea", "astronaut", "coffee", "rocket"]
+
+/** What a link says in place of a photo that it cannot carry. */
+export const OWN = "own"
+
+/** @type {Map<string, Promise<Photo>>} */
+const photos = new Map()
+
+/** @param {string} name */
+export const sampleUrl = (name) => `page/${name}.jpg`
+
+/**
+ * The photo of that name: a sample, or one that this tab was given; the first sample where a link names another's own.
+ * @param {string | undefined} name
+ */
+export function photoOf(name) {
+  const known = name !== undefined && (photos.has(name) || SAMPLES.includes(name)) ? name : SAMPLES[0]
+  if (!photos.has(known)) photos.set(known, sample(known))
+  return /** @type {Promise<Photo>} */ (photos.get(known))
+}
+
+/** Whether a link's photo is somebody else's. @param {string | undefined} name */
+export const isMissing = (name) => name !== undefined && !photos.has(name) && !SAMPLES.includes(name)
+
+/** @param {string} name */
+async function sample(name) {
+  const answer = await fetch(sampleUrl(name))
+  return opened(`${name}.jpg`, await answer.blob())
+}
+
+/** @param {string} name @param {Blob} data @returns {Promise<Photo>} */
+async function opened(name, data) {
+  const bitmap = await createImageBitmap(data).catch(() => null)
+  return { name, type: data.type || "application/octet-stream", data, bitmap }
+}
+
+let given = 0
+
+/** Take a file as a photo of this tab; what to call it in the place. @param {File} file */
+export function take(file) {
+  const name = given++ ? `${OWN}${given}` : OWN
+  photos.set(name, opened(file.name || "photo", file))
+  return name
+}
+
+/**
+ * Have every image that is dropped or pasted anywhere given to `taken`.
+ * @param {(file: File) => void} taken
+ */
+export function watchDrops(taken) {
+  /** @param {DataTransfer | null} data */
+  const first = (data) => [...(data?.files ?? [])].find((file) => file.type.startsWith("image/"))
+  addEventListener("dragover", (event) => {
+    event.preventDefault()
+    document.body.classList.add("dropping")
+  })
+  addEventListener("dragleave", (event) => {
+    if (!event.relatedTarget) document.body.classList.remove("dropping")
+  })
+  addEventListener("drop", (event) => {
+    event.preventDefault()
+    document.body.classList.remove("dropping")
+    const file = first(event.dataTransfer)
+    if (file) taken(file)
+  })
+  addEventListener("paste", (event) => {
+    const file = first(event.clipboardData)
+    if (file) taken(file)
+  })
+}
+
+/**
+ * The part of a photo that a model sees, in its own pixels; it may reach over the edge, where the model sees padding.
+ * @param {any} preprocessing as the service describes it
+ * @param {number} width
+ * @param {number} height
+ */
+export function seen({ resize_size: resize, crop_size: crop, max_size: most, pad_to_multiple_of: multiple }, width, height) {
+  let scaleX = 1, scaleY = 1
+  if (resize?.length === 2) [scaleY, scaleX] = [resize[0] / height, resize[1] / width]
+  else if (resize) {
+    scaleX = resize[0] / Math.min(width, height)
+    if (most) scaleX = Math.min(scaleX, most / Math.max(width, height))
+    scaleY = scaleX
+  }
+  if (crop) {
+    const [high, wide] = [crop[0] / scaleY, crop[crop.length - 1] / scaleX]
+    return { x: (width - wide) / 2, y: (height - high) / 2, width: wide, height: high }
+  }
+  /** @param {number} size @param {number} scale */
+  const padded = (size, scale) => (multiple ? (Math.ceil(Math.floor(size * scale) / multiple) * multiple) / scale : size)
+  return { x: 0, y: 0, width: padded(width, scaleX), height: padded(height, scaleY) }
+}

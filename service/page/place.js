@@ -1,0 +1,47 @@
+// Where the page is, all of it in the URL's fragment, so that a link shows a colleague the same thing.
+//
+// m model, w weights, n node, o open modules, c what the graph is coloured by, p photo, p2 a second one, v view, ch
+// channel, s order of channels, at a patch as row,column, head of attention, t pane on a narrow screen.
+
+/** @typedef {Record<string, string>} Place */
+
+/** @type {Set<(place: Place) => void>} */
+const listeners = new Set()
+
+/** @returns {Place} */
+export function place() {
+  return Object.fromEntries(new URLSearchParams(location.hash.slice(1)))
+}
+
+/** @param {Place} place */
+export function link(place) {
+  const text = new URLSearchParams(place).toString()
+  return `#${text.replaceAll("%2C", ",").replaceAll("%3A", ":").replaceAll("%2F", "/")}`
+}
+
+/**
+ * Go elsewhere: null takes a part of the place away.
+ * @param {Record<string, string | number | null>} changes
+ * @param {boolean} [replace] without a step in the history
+ */
+export function go(changes, replace = false) {
+  /** @type {Place} */
+  const next = {}
+  for (const [name, value] of Object.entries({ ...place(), ...changes })) if (value !== null) next[name] = String(value)
+  const fragment = link(next)
+  if (fragment === location.hash) return
+  if (replace) history.replaceState(null, "", fragment)
+  else history.pushState(null, "", fragment)
+  arrive()
+}
+
+/** @param {(place: Place) => void} listener called after each move */
+export function onMove(listener) {
+  listeners.add(listener)
+}
+
+function arrive() {
+  for (const listener of listeners) listener(place())
+}
+
+addEventListener("popstate", arrive)

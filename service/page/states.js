@@ -1,0 +1,38 @@
+// What is shown while one waits, and where something went wrong.
+
+import { Problem } from "./api.js"
+import { h } from "./dom.js"
+
+/** From when on it is said that something takes long, in milliseconds. */
+const LONG = 4000
+
+/** A line that says what is waited for and for how long, with a way to stop. @param {string} what @param {() => void} stop */
+export function progress(what, stop) {
+  const started = performance.now()
+  const seconds = h("span", { class: "dim" })
+  const line = h("div", { class: "progress" },
+    h("p", { role: "status" }, `${what}…`), h("div", { class: "moving" }),
+    h("div", { class: "row between" }, seconds, h("button", { type: "button", onclick: stop }, "Cancel")))
+  const timer = setInterval(() => {
+    const passed = performance.now() - started
+    if (passed > 60000 || (!line.isConnected && passed > 1000)) return clearInterval(timer)
+    const reason = passed > LONG ? ": weights are being loaded and the extractor is being built" : ""
+    seconds.textContent = `${(passed / 1000).toFixed(0)} s${reason}`
+  }, 500)
+  return line
+}
+
+/**
+ * @param {unknown} error
+ * @param {() => void} again
+ * @param {() => void} [untrained] ask with random weights
+ */
+export function failure(error, again, untrained) {
+  const title = error instanceof Problem ? error.title : "Something went wrong"
+  const detail = error instanceof Error ? error.message : String(error)
+  const missing = error instanceof Problem && error.type.endsWith("/weights-unavailable")
+  return h("div", { class: "failure", role: "alert" }, h("h3", {}, title), h("p", {}, detail),
+    h("div", { class: "row" },
+      h("button", { type: "button", onclick: again }, "Try again"),
+      missing && untrained ? h("button", { type: "button", class: "primary", onclick: untrained }, "Use random weights") : null))
+}

@@ -1,0 +1,22 @@
+// The middle while no model is chosen.
+
+import { h } from "./dom.js"
+import { link } from "./place.js"
+
+/** Where to begin: one model of each kind. @type {Array<[string, string]>} */
+const FIRST = [
+  ["resnet50", "convolutions and shortcuts"],
+  ["vit_b_16", "patches, tokens, attention"],
+  ["swin_t", "attention in shifted windows"],
+  ["convnext_tiny", "convolutions after the transformers"],
+  ["fasterrcnn_resnet50_fpn", "a detector's feature pyramid"],
+  ["mobilenet_v3_small", "small enough for a phone"],
+]
+
+export function welcome() {
+  return h("div", { class: "welcome" },
+    h("h1", {}, "Look inside a vision model"),
+    h("p", {}, "Choose a model. See its graph, open its modules, and see what each node makes of a photo. Every picture here is a request that you can copy."),
+    h("ul", { class: "plain-list starts" }, ...FIRST.map(([name, what]) =>
+      h("li", {}, h("a", { href: link({ m: name }) }, h("strong", {}, name), h("span", { class: "dim" }, what))))))
+}

@@ -1,0 +1,57 @@
+// Holds the tensors of the answers that are shown, and reduces them off the page's own thread.
+
+import { asMaps, channelOf, magnitude, similarity, statistics, strengths } from "./maps.js"
+import { rgb } from "./pca.js"
+import { parse } from "./safetensors.js"
+
+/** @typedef {import("./maps.js").Maps} Maps */
+
+/** @type {Map<string, {maps: Maps | null, data: Float32Array, shape: number[]}>} */
+const held = new Map()
+
+/** @type {Record<string, (message: any) => any>} */
+const operations = {
+  open({ slot, buffer, key, layout }) {
+    const tensor = parse(buffer).get(key)
+    if (!tensor) throw new Error(`the answer has no tensor ${key}`)
+    const maps = asMaps(tensor, layout)
+    held.set(slot, { maps, data: tensor.data, shape: tensor.shape })
+    const size = maps && { channels: maps.channels, height: maps.height, width: maps.width }
+    const order = maps ? strengths(maps) : null
+    return { shape: tensor.shape, dtype: tensor.dtype, statistics: statistics(tensor.data), maps: size, ...order }
+  },
+  channels({ slot, channels }) {
+    const maps = mapsOf(slot)
+    return channels.map((/** @type {number} */ channel) => channelOf(maps, channel))
+  },
+  channelStatistics: ({ slot, channel }) => statistics(channelOf(mapsOf(slot), channel)),
+  magnitude: ({ slot }) => magnitude(mapsOf(slot)),
+  similarity: ({ slot, row, column }) => similarity(mapsOf(slot), row, column),
+  pca: ({ slot }) => rgb(mapsOf(slot)),
+  values: ({ slot, most }) => held.get(slot)?.data.slice(0, most),
+  attention({ slot, head, query }) {
+    const found = held.get(slot)
+    if (!found) throw new Error("there is no answer yet")
+    const [, heads, queries, keys] = found.shape
+    const rows = head === null ? [...Array(heads).keys()] : [head]
+    const result = new Float32Array(keys)
+    for (const row of rows)
+      for (let k = 0; k < keys; k++) result[k] += found.data[(row * queries + query) * keys + k] / rows.length
+    return result
+  },
+}
+
+/** @param {string} slot */
+function mapsOf(slot) {
+  const maps = held.get(slot)?.maps
+  if (!maps) throw new Error("this tensor is no map")
+  return maps
+}
+
+addEventListener("message", ({ data: { number, operation, ...message } }) => {
+  try {
+    postMessage({ number, result: operations[operation](message) })
+  } catch (error) {
+    postMessage({ number, error: String(error instanceof Error ? error.message : error) })
+  }
+})

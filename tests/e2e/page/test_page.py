@@ -1,0 +1,333 @@
+"""The page in a browser: what is shown is what the API answers."""
+
+import base64
+import io
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+
+from fxcore import photos
+
+CHELSEA = photos.files()[1]
+# matplotlib's inferno at 0, 1/8, … 1.
+INFERNO = [
+    *((0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85)),
+    *((227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)),
+]
+GRAPH = "section.graph canvas"
+TILES = ".grid .tile"
+
+
+def asked(server, model, node, weights, photo=None, headers=None):
+    """What the service answers to the request that the page should have made."""
+    answer = server.http.post(
+        f"/v1/models/{model}/features",
+        params={"nodes": node, "weights": weights},
+        content=photo or CHELSEA.read_bytes(),
+        headers={"accept": "application/x-safetensors", "content-type": "image/jpeg", **(headers or {})},
+    )
+    assert answer.status_code == 200, answer.text
+    return safetensors.numpy.load(answer.content)[node]
+
+
+def coloured(values):
+    """A map as the page paints it: from its least to its greatest value."""
+    shares = np.round((values - values.min()) / (values.max() - values.min()) * 255) / 255
+    points = np.linspace(0, 1, len(INFERNO))
+    return np.stack([np.interp(shares, points, [p[c] for p in INFERNO]) for c in range(3)], axis=-1)
+
+
+def pixels(canvas):
+    data, width = canvas.evaluate(
+        "c => [Array.from(c.getContext('2d').getImageData(0, 0, c.width, c.height).data), c.width]"
+    )
+    return np.array(data).reshape(-1, width, 4)
+
+
+def shown(page, node, photo="chelsea.jpg"):
+    """Wait until a map of ``node`` is seen."""
+    page.locator(f'.stage[aria-label$=" of {node} over {photo}"]').wait_for()
+
+
+def until(page, expression):
+    """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
+    deadline = time.monotonic() + 30
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)
+
+
+def shown_channels(page):
+    page.wait_for_selector(TILES)
+    return [int(tile.get_attribute("data-channel")) for tile in page.locator(TILES).all()]
+
+
+def check_tiles(page, maps, some=5):
+    """The first tiles have the pixels of the strongest channels of ``maps``, ``[C, H, W]``."""
+    channels = shown_channels(page)
+    strength = np.abs(maps).mean(axis=(1, 2))
+    assert strength[channels] == pytest.approx(np.sort(strength)[::-1][: len(channels)], rel=1e-4)
+    for channel in channels[:some]:
+        found = pixels(page.locator(f'{TILES}[data-channel="{channel}"] canvas'))
+        assert np.abs(found[..., :3] - coloured(maps[channel])).max() <= 2, channel
+        assert (found[..., 3] == 255).all()
+
+
+def test_neither_page_asks_another_host_for_anything(open_server, visit):
+    for path, ready in (("/", ".results a"), ("/docs", ".opblock"), ("/#m=squeezenet1_1", TILES)):
+        tab = visit(open_server.url)
+        tab.page.goto(open_server.url + path)
+        tab.page.wait_for_selector(ready)
+        tab.page.wait_for_load_state("networkidle")
+        assert tab.urls
+        assert [url for url in tab.urls if not url.startswith((open_server.url + "/", "data:", "blob:"))] == []
+        assert tab.complaints == []
+
+
+def test_choose_a_model_open_a_module_and_look(open_server, visit):
+    tab = visit(open_server.url)
+    page = tab.go()
+    assert page.locator(".results a").count() == 5
+    page.get_by_label("Search models").fill("resnet1")
+    assert page.locator(".results a").all_inner_texts() == ["resnet18"]
+    page.get_by_role("link", name="resnet18").click()
+    page.get_by_text("Random weights").wait_for()
+    check_tiles(page, asked(open_server, "resnet18", "C4", "random")[0])
+    assert page.evaluate("location.hash") == "#m=resnet18&n=C4"
+    page.get_by_role("button", name="Parts of layer2", exact=True).click()
+    page.get_by_role("button", name="Parts of layer2.0", exact=True).click()
+    page.locator('.tree [title="layer2.0.conv1"]').click()
+    assert page.evaluate("location.hash") == "#m=resnet18&n=layer2.0.conv1&o=layer2,layer2.0"
+    shown(page, "layer2.0.conv1")
+    maps = asked(open_server, "resnet18", "layer2.0.conv1", "random")[0]
+    check_tiles(page, maps)
+    said = dict(
+        zip(
+            page.locator("section[aria-label='All values'] dt").all_inner_texts(),
+            page.locator("section[aria-label='All values'] dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    assert float(said["Minimum"]) == pytest.approx(maps.min(), rel=1e-3)
+    assert float(said["Maximum"]) == pytest.approx(maps.max(), rel=1e-3)
+    assert float(said["Mean"]) == pytest.approx(maps.mean(), rel=1e-3)
+    assert float(said["Zeros"].split()[0]) == pytest.approx(100 * (maps == 0).mean(), abs=0.06)
+    page.go_back()
+    until(page, "document.querySelector('.node').textContent.startsWith('layer3')")
+    assert tab.complaints == []
+
+
+def test_a_photo_is_dropped_and_another_chosen(open_server, visit, tmp_path):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    rocket = photos.files()[3].read_bytes()
+    page.evaluate(
+        """async (data) => {
+          const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0))
+          const transfer = new DataTransfer()
+          transfer.items.add(new File([bytes], "mine.jpg", { type: "image/jpeg" }))
+          dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true }))
+        }""",
+        base64.b64encode(rocket).decode(),
+    )
+    shown(page, "features.3", "mine.jpg")
+    assert "Random weights" not in page.inner_text(".features")
+    check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", rocket)[0])
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)).save(buffer, "PNG")
+    page.set_input_files("input[type=file]", [{"name": "n.png", "mimeType": "image/png", "buffer": buffer.getvalue()}])
+    shown(page, "features.3", "n.png")
+    check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", buffer.getvalue())[0])
+
+
+def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.4")
+    shown_channels(page)
+    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
+    maps = asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_text("Copied").wait_for()
+    subprocess.run(page.evaluate("navigator.clipboard.readText()"), shell=True, check=True, cwd=tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / "features.4.safetensors")
+    np.testing.assert_allclose(found["features.4"], maps, atol=1e-5)
+    page.get_by_role("button", name="Python").click()
+    page.get_by_role("button", name="Copy").click()
+    program = page.evaluate("navigator.clipboard.readText()")
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout == f"{maps.shape} float32\n"
+    for suffix, read in (
+        ("safetensors", lambda d: safetensors.numpy.load(d)["features.4"]),
+        ("npy", lambda d: np.load(io.BytesIO(d))),
+    ):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Download {suffix}").click()
+        with open(download.value.path(), "rb") as file:
+            np.testing.assert_allclose(read(file.read()), maps, atol=1e-5)
+    page.get_by_role("button", name="Make an extractor").click()
+    page.get_by_text(re.compile("Extractor .* is ready")).wait_for()
+    assert len(open_server.http.get("/v1/extractors").json()["extractors"]) >= 1
+
+
+def test_a_link_shows_a_colleague_the_same(open_server, visit):
+    fragment = "m=squeezenet1_1&w=random&n=features.6&o=features&v=channels&ch=17&p=coffee&s=number"
+    page = visit(open_server.url).go(fragment)
+    shown_channels(page)
+    maps = asked(open_server, "squeezenet1_1", "features.6", "random", photos.files()[2].read_bytes())[0]
+    chosen = page.locator(f'{TILES}[aria-pressed="true"]')
+    assert chosen.get_attribute("data-channel") == "17"
+    assert np.abs(pixels(chosen.locator("canvas"))[..., :3] - coloured(maps[17])).max() <= 2
+    assert shown_channels(page)[:4] == [0, 1, 2, 3]
+    assert page.locator(".stage").get_attribute("aria-label") == "Channel 17 of features.6 over coffee.jpg"
+    assert page.evaluate("location.hash") == f"#{fragment}"
+
+
+def test_tokens_are_maps_and_pca_and_similarity_are_what_they_should_be(open_server, visit):
+    node = "encoder.layers.encoder_layer_2.mlp"
+    page = visit(open_server.url).go(f"m=vit_b_32&n={node}")
+    tokens = asked(open_server, "vit_b_32", node, "random")[0, 1:]  # without the class token
+    side = int(len(tokens) ** 0.5)
+    check_tiles(page, tokens.T.reshape(-1, side, side))
+    found = page.evaluate(
+        """async ([shape, data]) => {
+          const { asMaps, similarity } = await import("/page/maps.js")
+          const { principalComponents } = await import("/page/pca.js")
+          const maps = asMaps({ shape, data: Float32Array.from(data) }, "tokens")
+          return [principalComponents(maps).map((c) => [...c]), [...similarity(maps, 2, 3)]]
+        }""",
+        [[1, *tokens.shape], tokens.ravel().tolist()],
+    )
+    u, s, _ = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
+    for k, component in enumerate(found[0]):
+        assert abs(np.corrcoef(component, u[:, k] * s[k])[0, 1]) > 0.999, k
+    unit = tokens / np.linalg.norm(tokens, axis=1, keepdims=True)
+    np.testing.assert_allclose(found[1], unit @ unit[2 * side + 3], atol=1e-5)
+
+
+def test_the_attention_of_a_place(open_server, visit):
+    node = "encoder.layers.encoder_layer_2.mlp"
+    page = visit(open_server.url).go(f"m=vit_b_32&n={node}&v=attention&head=3&at=2,5")
+    label = "Head 3 of encoder.layers.encoder_layer_2.self_attention.attention over chelsea.jpg"
+    page.locator(f'.stage[aria-label="{label}"]').wait_for()
+    page.get_by_label("Head", exact=True).select_option("4")
+    page.locator(f'.stage[aria-label="{label.replace("3 of", "4 of")}"]').wait_for()
+    assert "head=4" in page.evaluate("location.hash")
+
+
+def test_two_photos_lie_side_by_side(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.6&v=mean")
+    page.locator(".stage").wait_for()
+    page.get_by_label("Beside it").select_option("rocket")
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    labels = [stage.get_attribute("aria-label") for stage in page.locator(".stage").all()]
+    assert labels == [f"Heat-map of features.6 over {name}.jpg" for name in ("chelsea", "rocket")]
+
+
+def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
+    tab = visit(open_server.url)
+    page = tab.go("m=resnet18&n=layer3&v=mean")
+    page.locator(".stage").wait_for()
+    page.focus(GRAPH)
+    page.keyboard.press("Enter")
+    until(page, "location.hash.includes('o=layer3')")
+    page.locator('.tree [title="layer3.0"]').wait_for()
+    page.wait_for_load_state("networkidle")
+    page.keyboard.press("ArrowDown")
+    until(page, "new URLSearchParams(location.hash.slice(1)).get('n') === 'layer4'")
+    page.keyboard.press("ArrowUp")
+    until(page, "new URLSearchParams(location.hash.slice(1)).get('n').startsWith('layer3.1')")
+    page.get_by_label("Colour by").select_option("time")
+    until(page, "location.hash.includes('c=time')")
+    page.get_by_text("Measuring each node").wait_for(state="hidden")
+    assert tab.complaints == []
+
+
+def test_a_server_with_keys_asks_for_one(locked_server, visit):
+    server, key = locked_server
+    tab = visit(server.url)
+    page = tab.go("m=squeezenet1_1&n=features.3")
+    dialog = page.get_by_role("dialog")
+    dialog.wait_for()
+    page.get_by_role("textbox", name="Key").fill("fxs_wrong")
+    page.get_by_role("button", name="Use this key").click()
+    page.get_by_text("the API key is not known here").wait_for()
+    page.get_by_role("textbox", name="Key").fill(key)
+    page.get_by_role("button", name="Use this key").click()
+    check_tiles(
+        page, asked(server, "squeezenet1_1", "features.3", "DEFAULT", headers={"authorization": f"Bearer {key}"})[0]
+    )
+    assert 'Bearer $FXSERVE_KEY"' in page.inner_text(".request code")
+    assert key not in page.content()
+    page.reload()
+    shown_channels(page)
+    assert page.evaluate("[Object.keys(localStorage).length, document.cookie]") == [0, ""]
+
+
+def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&w=DEFAULT&n=C3")
+    alert = page.get_by_role("alert")
+    alert.wait_for()
+    assert "resnet18-f37072fd.pth" in alert.inner_text()
+    page.get_by_role("button", name="Use random weights").click()
+    shown_channels(page)
+    assert "w=random" in page.evaluate("location.hash")
+    page.context.set_offline(True)
+    page.locator(".levels button", has_text="C5").click()
+    page.get_by_text("The server does not answer").wait_for()
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Try again").click()
+    shown(page, "C5")
+    page.goto(f"{open_server.url}/#m=r3d_18&n=layer2")
+    page.get_by_text("no photos").wait_for()
+    page.goto(f"{open_server.url}/#m=nothing")
+    page.get_by_role("alert").wait_for()
+    assert "nothing" in page.inner_text("section.models")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_everybody_can_use_it(open_server, visit, scheme, width):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = visit(open_server.url, color_scheme=scheme).page
+    page.set_viewport_size({"width": width, "height": 740})
+    for fragment, ready in (("", ".results a"), ("m=squeezenet1_1&n=features.3", TILES)):
+        page.goto(f"{open_server.url}/#{fragment}")
+        page.wait_for_selector(ready)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        found = axe.Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+    if width == 375:
+        page.get_by_role("button", name="Graph", exact=True).click()
+        assert page.locator(GRAPH).bounding_box()["width"] == width
+        page.get_by_role("button", name="Model", exact=True).click()
+        page.locator('.tree [title="features.4"]').wait_for()
+
+
+def test_a_large_graph_is_panned_at_sixty_frames(open_server, visit):
+    """Painting is what is counted: this machine has no display to wait for."""
+    page = visit(open_server.url).go("m=vit_b_32&n=encoder.ln&o=*&v=mean")
+    page.locator(".stage").wait_for()
+    took = page.evaluate(
+        """async () => {
+          const { draw, palette } = await import("/page/drawing.js")
+          const layout = await (await fetch("/v1/models/vit_b_32/graph?format=layout&weights=random")).json()
+          const canvas = document.createElement("canvas")
+          canvas.width = 1200; canvas.height = 900
+          const context = canvas.getContext("2d")
+          const times = []
+          for (let i = 0; i < 40; i++) {
+            const start = performance.now()
+            const look = { colours: palette(), chosen: 3, found: new Set(), heat: null }
+            draw(context, layout, { x: 10, y: -i * 40, scale: 0.5 }, look)
+            context.getImageData(0, 0, 1, 1)
+            times.push(performance.now() - start)
+          }
+          return times.sort((a, b) => a - b)[20]
+        }"""
+    )
+    assert took < 100  # a software rasteriser on a busy machine

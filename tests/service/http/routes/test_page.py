@@ -1,0 +1,62 @@
+"""The files of the page and of the reference, as they are sent."""
+
+import gzip
+import re
+
+import pytest
+
+from fxcore import photos
+from service import page
+
+
+def test_every_file_is_sent_as_it_is(client):
+    for path, file in page.PATHS.items():
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert answer.content == file.read_bytes()  # whatever its encoding
+        assert answer.headers["content-type"].startswith(
+            {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}.get(
+                file.suffix, "image/jpeg"
+            )
+        )
+    for photo in photos.files():
+        assert client.get(f"/page/{photo.name}").content == photo.read_bytes()
+
+
+def test_browsers_keep_files_until_they_change(client):
+    answer = client.get("/page/main.js")
+    tag = answer.headers["etag"]
+    assert answer.headers["cache-control"] == "no-cache"
+    for known in (tag, f'"other", {tag}', "*"):
+        again = client.get("/page/main.js", headers={"if-none-match": known})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+    assert client.get("/page/main.js", headers={"if-none-match": '"other"'}).status_code == 200
+    assert client.get("/page/api.js").headers["etag"] != tag
+
+
+@pytest.mark.parametrize(
+    ("accepted", "zipped"), [("gzip", True), ("br, gzip;q=0.5", True), ("gzip;q=0", False), ("identity", False)]
+)
+def test_files_are_compressed_for_those_who_take_that(client, accepted, zipped):
+    answer = client.get("/page/style.css", headers={"accept-encoding": accepted})
+    assert (answer.headers.get("content-encoding") == "gzip") == zipped
+    assert "accept-encoding" in answer.headers["vary"].lower()
+    assert "content-encoding" not in client.get("/page/chelsea.jpg").headers
+
+
+def test_there_is_nothing_else(client):
+    for path in ("/page/", "/page/none.js", "/page/__init__.py", "/page/..%2Fapp.py", "/page/%2e%2e/app.py", "/redoc"):
+        assert client.get(path).status_code == 404, path
+
+
+def test_no_file_of_ours_names_another_host():
+    for path, file in page.PATHS.items():
+        if file.parent == page.PATHS["/"].parent:
+            named = re.findall(r"https?://[^\s\"'`)]+", file.read_text())
+            assert [url for url in named if url != "http://www.w3.org/2000/svg"] == [], path
+
+
+def test_the_shell_is_small():
+    own = [path for path, file in page.PATHS.items() if file.parent == page.PATHS["/"].parent and "docs" not in path]
+    sent = sum(len(gzip.compress(page.PATHS[path].read_bytes())) for path in own)
+    assert sent < 100_000
