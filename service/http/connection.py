@@ -34,7 +34,7 @@ MAX_PIPELINED = 64
 LAST_SECONDS = 0.1
 """How long a connection without a request stays open when the server ends, for what its client has sent already."""
 
-HOLD_SECONDS = 2.0
+HOLD_SECONDS = 5.0
 """A connection whose request was refused for want of room is not read for as long as its client was told to wait, at
 most for this long. Who comes back at once would have the server write nothing but refusals: of 400 such clients it
 answered a fifth of what it answers 128."""

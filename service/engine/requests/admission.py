@@ -38,6 +38,9 @@ _WINDOW = 10.0
 _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
 
+_MOST_AWAITED = 8
+"""How many times as many requests as are admitted are taken into account of those that are to come back."""
+
 _SHARE = 8
 """How many times what is free one client may hold."""
 
@@ -60,6 +63,7 @@ class Admission:
         self._requests_of: dict[str, int] = {}
         self._bytes_of: dict[str, int] = {}
         self._departures: deque[float] = deque(maxlen=1024)
+        self._returns: deque[float] = deque(maxlen=_MOST_AWAITED * max_requests)  # when refused requests are to come
         self._busy = 0.0
         self._busy_since: float | None = None
         self._turns = 0
@@ -97,13 +101,21 @@ class Admission:
         return Visit(self, CLIENT.get())
 
     def retry_after(self) -> float:
-        """Seconds until what is in now will have left, going by how fast requests left lately."""
+        """Seconds until what is in now will have left, and what was told to come back before, going by how fast
+        requests left lately.
+
+        So clients that are refused together come back one after another: of those that all came back at once, most
+        would be refused again.
+        """
         now = self._busy_time()
         while self._departures and now - self._departures[0] > _WINDOW:
             self._departures.popleft()
         measured = now - self._departures[0] if len(self._departures) == self._departures.maxlen else min(now, _WINDOW)
+        while self._returns and self._returns[0] < time.monotonic():
+            self._returns.popleft()
+        before = self.requests + len(self._returns)
         # Where nothing left at all, that may go on for as long again.
-        seconds = measured * self.requests / len(self._departures) if self._departures else measured
+        seconds = measured * before / len(self._departures) if self._departures else measured
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
 
     def _busy_time(self) -> float:
@@ -143,6 +155,7 @@ class Admission:
 
     def _full(self, why: str) -> AdmissionFull:
         seconds = self.retry_after()
+        self._returns.append(time.monotonic() + seconds)
         return AdmissionFull(f"{why}; try again in {seconds:.0f} s", retry_after=seconds)
 
     def _claim(self, client: str, amount: int, own: int) -> None:

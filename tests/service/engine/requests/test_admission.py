@@ -81,6 +81,25 @@ def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> 
     assert not refused._departures  # refusals are no progress
 
 
+def test_clients_that_are_refused_together_come_back_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    admission = Admission(10, 1000)
+    for _ in range(100):  # ten a second
+        with admission.enter() as ticket:
+            ticket.claim(1)
+            clock += 0.1
+    for number in range(10):
+        CLIENT.set(f"client {number}")
+        admission.enter()
+    waits = []
+    for _ in range(40):
+        with pytest.raises(AdmissionFull) as refused:
+            admission.check()
+        waits.append(refused.value.retry_after)
+    assert [waits.count(seconds) for seconds in (1, 2, 3, 4, 5)] == pytest.approx([1, 10, 10, 10, 9], abs=2)
+
+
 def entered(admission: Admission, client: str) -> int:
     """How many places a client gets that takes all it can."""
     CLIENT.set(client)
