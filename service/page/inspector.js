@@ -23,6 +23,8 @@ import { kind } from "./tree.js"
 /** Larger models are asked only once somebody says so: they take their time, and gigabytes. */
 const LARGE = 150e6
 
+const BUILDING = "weights are being loaded and the extractor is being built"
+
 /** @type {Array<[string, string]>} */
 const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "PCA"], ["similarity", "Similarity"], ["attention", "Attention"]]
 
@@ -85,7 +87,7 @@ export class Inspector {
       stop.abort()
       this.#asked = ""
       this.#say("Cancelled.", ["Ask again", () => this.update(model, this.#place)])
-    })
+    }, BUILDING)
     this.body.classList.add("waiting")
     const late = setTimeout(() => this.body.replaceChildren(waiting), this.#answers.length ? 400 : 0)
     try {
@@ -200,7 +202,7 @@ export class Inspector {
   async #attention(model, first) {
     const name = attentionOf(model, first.node)
     if (!name || !first.maps) return h("p", { class: "note" }, "No attention here.")
-    const waiting = progress(`Asking for ${name}`, () => this.#stop.abort())
+    const waiting = progress(`Asking for ${name}`, () => this.#stop.abort(), BUILDING)
     this.body.replaceChildren(this.#views("attention"), waiting)
     try {
       const answer = await attention(model, name, first.photo, this.#stop.signal)

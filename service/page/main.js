@@ -71,7 +71,7 @@ async function load(now) {
   inspector.stop()
   const mine = (stop = new AbortController())
   const fresh = model?.name !== now.m
-  const waiting = progress(`Reading ${now.m}`, () => history.back())
+  const waiting = progress(`Reading ${now.m}`, () => history.back(), "its graph is being traced")
   if (fresh) {
     model = graph = chooser = null
     showWhere(now.m)

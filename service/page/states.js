@@ -6,8 +6,13 @@ import { h } from "./dom.js"
 /** From when on it is said that something takes long, in milliseconds. */
 const LONG = 4000
 
-/** A line that says what is waited for and for how long, with a way to stop. @param {string} what @param {() => void} stop */
-export function progress(what, stop) {
+/**
+ * A line that says what is waited for and for how long, with a way to stop.
+ * @param {string} what
+ * @param {() => void} stop
+ * @param {string} why what is done where that takes long
+ */
+export function progress(what, stop, why) {
   const started = performance.now()
   const seconds = h("span", { class: "dim" })
   const line = h("div", { class: "progress" },
@@ -16,7 +21,7 @@ export function progress(what, stop) {
   const timer = setInterval(() => {
     const passed = performance.now() - started
     if (passed > 60000 || (!line.isConnected && passed > 1000)) return clearInterval(timer)
-    const reason = passed > LONG ? ": weights are being loaded and the extractor is being built" : ""
+    const reason = passed > LONG ? `: ${why}` : ""
     seconds.textContent = `${(passed / 1000).toFixed(0)} s${reason}`
   }, 500)
   return line
