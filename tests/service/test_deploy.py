@@ -1,4 +1,4 @@
-"""What ``.deploy`` has for Kubernetes and KServe, against schemas and against what the service knows."""
+"""What ``.deploy`` has for Kubernetes, KServe and Ray, against schemas and against what the service knows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def documents(*folders: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{file.name}:{document['kind']}", document
 
 
-ALL = dict(documents("kubernetes", "kserve"))
+ALL = dict(documents("kubernetes", "kserve", "ray"))
 
 
-CUSTOM = ("serving.kserve.io", "keda.sh")
+CUSTOM = ("serving.kserve.io", "keda.sh", "ray.io")
 PLAIN = [name for name, document in ALL.items() if document["apiVersion"].partition("/")[0] not in CUSTOM]
 
 
@@ -110,6 +110,29 @@ def test_scaling_by_keda() -> None:
         assert all(isinstance(value, str) for value in trigger["metadata"].values())
         for metric in re.findall(r"fxserve_(\w+)", trigger["metadata"]["query"]):
             assert f'gauge("{metric}"' in known, metric
+
+
+def test_the_service_of_kuberay() -> None:
+    """By the fields that KubeRay documents; pods by Kubernetes' schema, what Serve reads by Serve's where Ray is."""
+    service = ALL["rayservice.yaml:RayService"]
+    assert service["apiVersion"] == "ray.io/v1"
+    assert set(service["spec"]) == {"serveConfigV2", "rayClusterConfig"}
+    cluster = service["spec"]["rayClusterConfig"]
+    assert set(cluster) <= {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+    assert set(cluster["headGroupSpec"]) <= {"rayStartParams", "template"}
+    for group in cluster["workerGroupSpecs"]:
+        assert set(group) <= {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        kubernetes_validate.validate(pod(**group["template"]["spec"]), KUBERNETES, strict=True)
+    schema = pytest.importorskip("ray.serve.schema")
+    [application] = schema.ServeDeploySchema.model_validate(
+        yaml.safe_load(service["spec"]["serveConfigV2"])
+    ).applications
+    assert application.import_path == "service.cluster.serve:app"
+    from service.cluster import serve
+
+    assert serve.app(application.args)
 
 
 def _pods(value: Any) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,47 @@
+"""The service's metrics among Ray's own, so that Prometheus sees every replica on the port of its node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray import serve
+from ray.util.metrics import Gauge
+
+from service.engine import Engine
+from service.observability.metrics import Metrics
+
+SECONDS = 5.0
+"""Between two copies, and about what Ray's agents report in."""
+
+
+@contextmanager
+def bridged(metrics: Metrics, engine: Engine) -> Iterator[None]:
+    """Copy every value to Ray, with the tag ``replica``: ``fxserve_requests_total`` becomes
+    ``ray_fxserve_requests_total``.
+
+    All are gauges to Ray, since its counters only take increments; Prometheus' ``rate`` does not look at that.
+    """
+    copying = asyncio.create_task(_copy(metrics, engine))
+    try:
+        yield
+    finally:
+        copying.cancel()
+
+
+async def _copy(metrics: Metrics, engine: Engine) -> None:
+    replica = serve.get_replica_context().replica_id.unique_id
+    gauges: dict[str, Gauge] = {}
+    while True:
+        engine.sample()
+        for family in metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                gauge = gauges.get(sample.name)
+                if gauge is None:
+                    tags = (*sample.labels, "replica")
+                    gauge = gauges[sample.name] = Gauge(sample.name, family.documentation, tags)
+                gauge.set(sample.value, {**sample.labels, "replica": replica})
+        await asyncio.sleep(SECONDS)

@@ -1,0 +1,220 @@
+"""Two replicas on two nodes of a Ray cluster on this machine, asked through Serve's own proxy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.conftest import Reference
+from tests.e2e.conftest import until
+
+pytest.importorskip("ray.serve")
+
+MODEL = "squeezenet1_1"
+
+CLUSTER = """
+import json, sys, time
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+port, args = int(sys.argv[1]), json.loads(sys.argv[2])
+store = {"object_store_memory": 200 * 1024**2}
+cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store})
+cluster.add_node(num_cpus=1, **store)
+ray.init(address=cluster.address, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+from service.cluster.serve import app
+serve.run(app(args), name="fxserve", route_prefix="/")
+print(json.dumps([f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes()]))
+print("serving", flush=True)
+for line in sys.stdin:
+    serve.run(app(json.loads(line)), name="fxserve", route_prefix="/")
+    print("updated", flush=True)
+serve.shutdown()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+class Cluster:
+    """A cluster with two nodes of a core each, and the service on it."""
+
+    def __init__(self, home: Path, **args: Any) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.args = {"model": MODEL, "weights": "random", "nodes": "features.12", "cpus": 1, "lowering": False, **args}
+        environment = {**os.environ, "TORCH_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0", "no_proxy": "127.0.0.1"}
+        self.log = (home / "cluster.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, str(self.port), json.dumps(self.args)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+        )
+        assert self.said() == "serving", Path(self.log.name).read_text()[-3000:]
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("["):
+                self.metrics = json.loads(line)
+            if line.strip() in ("serving", "updated"):
+                return line.strip()
+        return "nothing"
+
+    def update(self, **args: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(self.args | args) + "\n")
+        self.process.stdin.flush()
+        assert self.said() == "updated"
+
+    def replicas(self) -> list[int]:
+        return [
+            p.pid
+            for p in psutil.process_iter(["cmdline"])
+            if "ServeReplica:fxserve" in " ".join(p.info["cmdline"] or ())
+        ]
+
+    def ask(self, method: str, path: str, **rest: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=60, **rest)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(90)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("ray")
+    running = Cluster(home, replicas=2, extractors=str(home / "extractors"))
+    yield running
+    running.stop()
+
+
+class Load:
+    """Four clients that ask for features until it ends."""
+
+    def __init__(self, url: str, photo: bytes) -> None:
+        self.answers: list[tuple[float, int, bytes]] = []
+        self._ended = threading.Event()
+        self._clients = [threading.Thread(target=self._ask, args=(url, photo)) for _ in range(4)]
+
+    def _ask(self, url: str, photo: bytes) -> None:
+        path = f"{url}/v1/models/{MODEL}/features?weights=random&nodes=features.12&pool=avg&encoding=base64"
+        while not self._ended.is_set():
+            try:
+                answer = httpx.post(path, content=photo, headers={"content-type": "image/jpeg"}, timeout=60)
+            except httpx.TransportError:
+                self.answers.append((time.monotonic(), 0, b""))
+            else:
+                self.answers.append((time.monotonic(), answer.status_code, answer.content))
+
+    def __enter__(self) -> Load:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        for client in self._clients:
+            client.join()
+
+    def statuses(self) -> Counter[int]:
+        return Counter(status for _, status, _ in self.answers)
+
+
+@pytest.mark.exhaustive
+def test_both_replicas_know_every_extractor(cluster: Cluster, photos: dict[str, bytes], reference: Reference) -> None:
+    body = {"content": photos["chelsea"], "headers": {"content-type": "image/jpeg"}}
+    assert len(cluster.replicas()) == 2
+    assert cluster.ask("GET", "/readyz").json()["ready"]
+    spec = {"model": MODEL, "weights": "random", "return_nodes": {"features.12": "C5"}, "name": "r"}
+    assert cluster.ask("POST", "/v1/extractors", json=spec).status_code in (200, 201)
+    expected = reference(MODEL, "features.12", [photos["chelsea"]]).mean((2, 3))
+    for _ in range(12):
+        answer = cluster.ask("POST", "/v1/extractors/r/features?pool=avg", **body)
+        assert answer.status_code == 200, answer.text
+        data = torch.tensor([answer.json()["outputs"][0]["data"]])
+        torch.testing.assert_close(data, expected, rtol=1e-3, atol=1e-3)
+    assert cluster.ask("DELETE", "/v1/extractors/r").status_code == 204
+    time.sleep(2)
+    assert {cluster.ask("GET", "/v1/extractors/r").status_code for _ in range(12)} == {404}
+
+
+@pytest.mark.exhaustive
+def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster, photos: dict[str, bytes]) -> None:
+    with Load(cluster.url, photos["chelsea"]) as load:
+        until(lambda: len(load.answers) > 40)
+        psutil.Process(cluster.replicas()[0]).kill()
+        killed = time.monotonic()
+        until(lambda: len(cluster.replicas()) == 2 and time.monotonic() - killed > 1, 60)
+        count = len(load.answers)
+        until(lambda: len(load.answers) > count + 40)
+    right = {content for _, status, content in load.answers if status == 200}
+    failed = [status for _, status, _ in load.answers if status != 200]
+    assert len(failed) <= 8, load.statuses()  # what was on its way, of four clients
+    assert all(status == 0 or status >= 500 for status in failed)
+    assert len({json.loads(content)["extractor"] for content in right}) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_rolling_update_loses_nothing(cluster: Cluster, photos: dict[str, bytes]) -> None:
+    before = set(cluster.replicas())
+    with Load(cluster.url, photos["chelsea"]) as load:
+        until(lambda: len(load.answers) > 20)
+        cluster.update(max_batch=4)
+        count = len(load.answers)
+        until(lambda: len(load.answers) > count + 20)
+    assert not before & set(cluster.replicas())
+    assert set(load.statuses()) == {200}, load.statuses()
+
+
+@pytest.mark.exhaustive
+def test_prometheus_sees_every_replica(cluster: Cluster) -> None:
+    """On the ports that Ray's agents have for it."""
+
+    def seen() -> bool:
+        found = set()
+        for address in cluster.metrics:
+            text = httpx.get(f"http://{address}/metrics", timeout=10).text
+            lines = [line for line in text.splitlines() if line.startswith("ray_fxserve_ready{")]
+            found |= {line.partition('replica="')[2].partition('"')[0] for line in lines}
+        return len(found) >= 2
+
+    until(seen, 60)
+
+
+def test_arguments_are_checked_at_once() -> None:
+    from service.cluster.serve import app
+
+    with pytest.raises(ValueError, match="there is no argument modle; there are model, nodes"):
+        app({"modle": "resnet50"})
+    with pytest.raises(ValueError, match="cpus='many' is no number"):
+        app({"cpus": "many"})
+    with pytest.raises(ValueError, match="go with a model"):
+        app({"nodes": "C4"})
+    assert app({"model": "resnet50", "cpus": "2", "replicas": "2", "max_replicas": 4})
