@@ -29,7 +29,8 @@ from fxcore.graph.model_graph import ModelGraph, NodeInfo, model_graph
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.int8.quantize import quantize
-from fxcore.models.catalog import ModelEntry, WeightsInfo, get_model, list_models
+from fxcore.models.catalog import get_model, list_models
+from fxcore.models.entry import ModelEntry, WeightsInfo
 from fxcore.models.user_models import UserModel
 from fxcore.models.weights import load_model
 from fxcore.rendering.render import render

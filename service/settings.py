@@ -97,7 +97,9 @@ class Settings(BaseSettings):
     )
 
     models: Annotated[tuple[str, ...], NoDecode] | None = Field(
-        default=None, description="The only models served, separated by commas; all where not set."
+        default=None,
+        description="The only models served, separated by commas: names and shell patterns, as in "
+        "`resnet*,timm.vit_*`; all where not set.",
     )
     models_dir: Path | None = Field(
         default=None, description="Folder with models.toml, which describes models of your own, and their weights."

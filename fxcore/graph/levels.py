@@ -14,11 +14,13 @@ is left out, as timm's ``feature_info`` does; the one family where timm keeps it
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.models.entry import FeatureMap
 from fxcore.tracing.tracer import MODULE, PATH
 
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
@@ -67,7 +69,9 @@ def channels_of(node: fx.Node) -> int | None:
     return None
 
 
-def find_levels(name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, int]) -> dict[str, Level]:
+def find_levels(
+    name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, int], maps: Sequence[FeatureMap] = ()
+) -> dict[str, Level]:
     """The levels of an annotated graph.
 
     Args:
@@ -75,10 +79,13 @@ def find_levels(name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, in
         graph: annotated by :func:`fxcore.graph.annotate.annotate`.
         root: the module that the graph was traced from.
         size: height and width of the input that it was annotated for.
+        maps: what the model itself says of its feature maps; where it does, they are the levels.
 
     Returns:
         Levels in the order C1…C5, P2…; empty where the model has a single resolution (ViT) or none.
     """
+    if maps:
+        return _told(graph, maps)
     last = _backbone_end(graph)
     trunk = _dominators(graph, last) if last is not None else []
     ends = _module_ends(graph)
@@ -100,6 +107,17 @@ def find_levels(name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, in
     if len(levels) < 2:
         levels = {}
     return levels | _pyramid(graph, size)
+
+
+def _told(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
+    """The levels that the model itself names: the last node of each module that makes as many channels."""
+    found: dict[str, Level] = {}
+    for said in maps:
+        inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), said.module) and n.meta.get("rows") == 1]
+        node = next((n for n in reversed(inside) if channels_of(n) in (said.channels, None)), None)
+        if node is not None and said.stride in (2, 4, 8, 16, 32):
+            found[f"C{int(math.log2(said.stride))}"] = Level(node.meta[PATH], said.channels, said.stride)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
 def _level(node: fx.Node, stride: int) -> Level:

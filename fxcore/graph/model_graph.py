@@ -22,7 +22,8 @@ from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import Level, channels_of, find_levels, stride_of
-from fxcore.models.catalog import RANDOM, ModelEntry, get_model
+from fxcore.models.catalog import get_model
+from fxcore.models.entry import RANDOM, ModelEntry
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.parts import trace_model
@@ -95,6 +96,7 @@ class ModelGraph:
         model = entry.build_weightless(weights)
         self.train_nodes = names(trace_model(entry, model, training=True)[0])
         self.graph, self._root, self.closed = trace_model(entry, model)
+        self._maps = entry.feature_maps(model)
         self.eval_nodes = names(self.graph)
         self.constants = made_constants(self.graph)
         #: modules by path as they were traced, in-place ones included; copies of this graph share them
@@ -128,11 +130,12 @@ class ModelGraph:
 
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs, for the size that this graph is annotated for."""
+        """The model's inputs, for the size that this graph is annotated for; what has a default is none."""
         layout = self.preprocessing.layout
         frames = (VIDEO_FRAMES,) if "T" in layout else ()
         shape = (None, 3, *frames, *self.input_size)
-        return tuple(TensorSpec(str(n.target), layout, shape) for n in self.graph.nodes if n.op == "placeholder")
+        inputs = [n for n in self.graph.find_nodes(op="placeholder") if not n.args]
+        return tuple(TensorSpec(str(n.target), layout, shape) for n in inputs)
 
     @functools.cached_property
     def by_name(self) -> dict[str, fx.Node]:
@@ -221,7 +224,9 @@ class ModelGraph:
             annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
-        self.levels: dict[str, Level] = find_levels(self.entry.name, self.graph, self._root, self.input_size)
+        self.levels: dict[str, Level] = find_levels(
+            self.entry.name, self.graph, self._root, self.input_size, self._maps
+        )
 
     @property
     def passes(self) -> tuple[Applied, ...]:

@@ -174,10 +174,7 @@ class ImagePreprocessing(Preprocessing):
         return resized_size(self._preset.resize_size, height, width)
 
     def held(self, height: int, width: int) -> int:
-        """As PIL resizes in two passes, and what is kept is normalised as floats."""
-        resized = self.largest_size(height, width)
-        passes = _PIL_BYTES * resized[1] * (height + resized[0])
-        return passes + _NORMALIZING_BYTES * math.prod(self.output_size(height, width))
+        return resizing_bytes((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def nominal_size(self) -> tuple[int, int]:
         size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
@@ -326,6 +323,11 @@ class VideoPreprocessing(Preprocessing):
             )
         result: Tensor = self._preset(array.permute(0, 1, 4, 2, 3).contiguous())
         return result
+
+
+def resizing_bytes(size: tuple[int, int], resized: tuple[int, int], kept: tuple[int, int]) -> int:
+    """Most bytes held at a time where PIL resizes in two passes and what is kept of it is normalised as floats."""
+    return _PIL_BYTES * resized[1] * (size[0] + resized[0]) + _NORMALIZING_BYTES * math.prod(kept)
 
 
 def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:

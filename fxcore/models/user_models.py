@@ -39,7 +39,9 @@ from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation, VideoClassification
-from fxcore.models.catalog import ModelEntry, Task, WeightsInfo, is_torchvisions
+from fxcore.models.entry import ModelEntry, Task, WeightsInfo
+from fxcore.models.timm_models import PREFIX
+from fxcore.models.torchvision_models import torchvision_models
 
 FILE = "models.toml"
 GROUP = "fxcore.models"
@@ -164,8 +166,10 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     """
     if not _NAME.fullmatch(name):
         raise BadUserModel("a name is at most 128 letters, digits, '.', '_' and '-', and begins with a letter or digit")
-    if is_torchvisions(name):
+    if name in torchvision_models():
         raise BadUserModel("torchvision has a model of this name; take another")
+    if name.startswith(PREFIX):
+        raise BadUserModel(f"names that begin with {PREFIX!r} are timm's; take another")
     if model.input not in _INPUTS:
         raise BadUserModel(f"input is {' or '.join(_INPUTS)}, not {model.input!r}")
     tasks = _INPUTS[model.input]

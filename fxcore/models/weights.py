@@ -23,7 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from fxcore.errors import UnknownWeights, WeightsUnavailable
-from fxcore.models.catalog import FILE_PREFIX, RANDOM, ModelEntry, WeightsInfo
+from fxcore.models.entry import FILE_PREFIX, RANDOM, ModelEntry, WeightsInfo
+from fxcore.models.hub import HubWeights
+from fxcore.models.timm_models import TimmEntry
+from fxcore.models.torchvision_models import TorchvisionEntry
 from fxcore.models.user_models import UserEntry
 
 StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
@@ -83,10 +86,12 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
             model = entry.build()
         else:
             model = _filled(entry, weights, read_file(file.name, file.parent), str(file.parent), file.name)
+    elif isinstance(entry, TimmEntry):
+        model = _of_timm(entry, weights)
     else:
         info = entry.published[weights]
         state = published_state_dict(info)
-        if entry.is_quantized(weights):
+        if isinstance(entry, TorchvisionEntry) and entry.is_quantized(weights):
             try:
                 model = entry.build_int8(weights)
             except (RuntimeError, KeyError) as error:
@@ -106,7 +111,7 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
 
 
 def download_weights(entry: ModelEntry, weights: str) -> None:
-    """Have the file of published ``weights`` in torch.hub's cache, which may take minutes; others need none.
+    """Have the file of published ``weights`` in its cache, which may take minutes; others need none.
 
     Raises:
         WeightsUnavailable: it is not there and cannot be downloaded.
@@ -124,7 +129,7 @@ def missing_weights(entry: ModelEntry, weights: str) -> WeightsInfo | None:
     True
     """
     info = None if isinstance(entry, UserEntry) else entry.published.get(weights)
-    return info if info is not None and not info.file.is_file() else None
+    return info if info is not None and not info.cached else None
 
 
 def published_state_dict(info: WeightsInfo) -> StateDict:
@@ -150,7 +155,30 @@ def published_state_dict(info: WeightsInfo) -> StateDict:
     return state
 
 
+def _of_timm(entry: TimmEntry, weights: str) -> nn.Module:
+    info = entry.published[weights]
+    if not info.cached:
+        _download(info)
+    file = info.file
+    try:
+        with safetensors.safe_open(file, "pt") if file.suffix == ".safetensors" else contextlib.nullcontext():
+            pass  # a damaged file is no misfit
+        return entry.build_with(weights, file)
+    except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError) as error:
+        raise WeightsUnavailable(
+            f"{file.name} in {file.parent} is damaged ({_first_line(error)}); delete it so that it is fetched again, "
+            "or ask for weights=random to try without",
+            file=file.name,
+            folder=str(file.parent),
+        ) from error
+    except (RuntimeError, KeyError, ValueError, AttributeError) as error:
+        raise _misfit(entry, file.name, str(file.parent), str(error)) from error
+
+
 def _download(info: WeightsInfo) -> None:
+    if isinstance(info, HubWeights):
+        info.download()
+        return
     file = info.file
     try:
         with urllib.request.urlopen(urllib.request.Request(info.url, method="HEAD"), timeout=_REACH_TIMEOUT):

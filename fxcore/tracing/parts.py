@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torchvision.ops import FeaturePyramidNetwork
 
 from fxcore.errors import NotTraceable
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from fxcore.tracing.tracer import default_leaf_modules, record
 
 
@@ -79,7 +79,8 @@ def trace_model(
         parts = FlowParts(model).train(training)
         opened = set(dict(parts.named_children()))
         return (*record(parts), _closed(model, opened))
-    return (*record(model), [])
+    graph, root = record(model, leaf_modules=entry.leaf_modules(), leaf_functions=entry.leaf_functions())
+    return graph, root, []
 
 
 def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:

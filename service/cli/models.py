@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
+Source = Literal["torchvision", "timm", "own"]
 Format = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
 _DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid", "layout")
@@ -32,12 +33,16 @@ _FORMAT_OF: dict[str, Format] = {
 def models(
     task: Annotated[Task | None, typer.Option(help="Only models made for this.")] = None,
     query: Annotated[str | None, typer.Option("--query", "-q", help="Only models whose name contains this.")] = None,
+    source: Annotated[
+        Source | None, typer.Option(help="Only models that come from there; timm's are listed only so.")
+    ] = None,
 ) -> None:
     """List the models, their default weights and whether those are on this machine.
 
     \b
     fxserve models --query resnet
     fxserve models --task detection
+    fxserve models --source timm --query dinov2
     """
     from fxcore.models.catalog import list_models
     from service.cli import tables
@@ -47,7 +52,7 @@ def models(
 
     found = [
         entry
-        for entry in list_models()
+        for entry in list_models(source)
         if (task is None or entry.task == task) and (query is None or query.lower() in entry.name.lower())
     ]
     tables.show(tables.models(found))

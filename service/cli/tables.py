@@ -12,7 +12,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph
-    from fxcore.models.catalog import ModelEntry
+    from fxcore.models.entry import ModelEntry
     from service.cli.check import Finding
 
 NOTHING = "-"
@@ -43,7 +43,7 @@ def models(entries: Iterable[ModelEntry]) -> Table:
             entry.task,
             default or NOTHING,
             ", ".join(others) or NOTHING,
-            f"{info.num_params / 1e6:.1f} M" if info else NOTHING,
+            f"{info.num_params / 1e6:.1f} M" if info and info.num_params else NOTHING,
             "yes" if info and info.cached else "no",
         )
     return table

@@ -119,7 +119,7 @@ class Engine:
             pool.start()
         self._upgrades.start()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
-        warn_unknown_models(self.settings.models or ())
+        await in_pool(self._builders, warn_unknown_models, self.settings.models or ())
         await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()

@@ -19,7 +19,7 @@ from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.decoding import Decoder
 from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.preprocessing import Preprocessing
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec
 from service.byte_cache import ByteCache
 from service.engine.candidate import Candidate

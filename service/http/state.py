@@ -12,10 +12,12 @@ from urllib.parse import quote
 from fastapi import Depends, Request
 from starlette.types import Scope
 
-from fxcore.errors import UnknownModel
-from fxcore.models.catalog import ModelEntry, get_model, list_models
+from fxcore.models.catalog import Source, get_model, list_models
+from fxcore.models.entry import ModelEntry
+from fxcore.models.timm_models import PREFIX, imported
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
+from service.engine.registry.served import is_served, may_serve, require_served
 from service.http.lookups import Lookups
 from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
 from service.schemas.v2 import TensorMetadata
@@ -69,25 +71,30 @@ class State:
         # An export holds the weights a second time; one at a time.
         self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), at_once=1, most=4)
 
-    def models(self) -> list[ModelEntry]:
-        """The models that are served here."""
-        allowed = self.settings.models
-        return [entry for entry in list_models() if allowed is None or entry.name in allowed]
+    def models(self, source: Source | None = None) -> list[ModelEntry]:
+        """The models that are served here, timm's only by their ``source``."""
+        return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
 
-    def model(self, name: str) -> ModelEntry:
+    async def timms(self) -> list[ModelEntry]:
+        """The models of timm that are served here. The first call imports timm, which takes seconds, if any may be.
+
+        Raises:
+            Unsupported: timm is not installed.
+        """
+        if not may_serve(PREFIX, self.settings.models):
+            return []
+        return self.models("timm") if imported() else await self.in_thread(lambda: self.models("timm"))
+
+    async def model(self, name: str) -> ModelEntry:
         """The model called ``name``.
 
         Raises:
             UnknownModel: there is none, or it is not served here.
+            Unsupported: it is timm's, which is not installed.
         """
-        entry = get_model(name)
-        allowed = self.settings.models
-        if allowed is not None and name not in allowed:
-            raise UnknownModel(
-                f"the model {name!r} is not served here; served are {', '.join(allowed)}",
-                name=name,
-                suggestions=list(allowed),
-            )
+        waits = name.startswith(PREFIX) and not imported()
+        entry = await self.in_thread(lambda: get_model(name)) if waits else get_model(name)
+        require_served(name, self.settings.models)
         return entry
 
     def answer_headers(

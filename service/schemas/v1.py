@@ -196,10 +196,18 @@ class OpenAIModel(BaseModel):
     owned_by: str = Field(description="Where it comes from.", examples=["torchvision"])
 
 
+class CountedModels(BaseModel):
+    """Models that are not listed for being many."""
+
+    models: int = Field(description="How many there are.", examples=[1371])
+    list: str = Field(description="Where they are listed.", examples=["/v1/models?source=timm"])
+
+
 class ModelList(BaseModel):
     """The models, and once more in OpenAI's shape."""
 
     models: list[ModelSummary]
+    timm: CountedModels | None = Field(description="timm's; null where timm is not installed, or not asked for.")
     object: Literal["list"] = "list"
     data: list[OpenAIModel]
 
@@ -212,6 +220,11 @@ class WeightsSummary(BaseModel):
     metrics: dict[str, Any] = Field(examples=[{"ImageNet-1K": {"acc@1": 80.858, "acc@5": 95.434}}])
     categories: int = Field(description="How many classes the weights were trained on.", examples=[1000])
     cached: bool = Field(description="Whether the file is on this machine.", examples=[True])
+    revision: str | None = Field(
+        None,
+        description="Which of its versions that is, of a file of the Hugging Face hub.",
+        examples=["0d2d6b4fdd5e7fb5cf1a2b5d5d5b0a2c5f3f6f1a"],
+    )
 
 
 class InputSpec(BaseModel):

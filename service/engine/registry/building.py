@@ -41,8 +41,8 @@ async def build(
     try:
         if record.model_key not in models.loaded():
             # An estimate, so that what is evicted is gone before the weights are there.
-            default = record.entry.default_weights
-            params = record.entry.weights_info(default).num_params if default is not None else 0
+            root = record.held.traced_modules[""] if record.held is not None else None
+            params = sum(parameter.numel() for parameter in root.parameters()) if root is not None else 0
             make_room(params * PRECISIONS[record.spec.precision].itemsize)
         model = await models.get(record.entry, record.model_key)
         record.held = graph = await in_pool(pool, graph_of, record)

@@ -8,9 +8,12 @@ from pathlib import Path
 
 from fxcore.errors import FxError
 from fxcore.graph.model_graph import model_graph
-from fxcore.models.catalog import ModelEntry, get_model, register
+from fxcore.models.catalog import get_model, list_models, register
+from fxcore.models.entry import ModelEntry
+from fxcore.models.timm_models import PREFIX
 from fxcore.models.user_models import UserEntry, read_models, wrong
 from fxcore.models.weights import load_model
+from service.engine.registry.served import is_served
 
 log = logging.getLogger("fxserve.models")
 
@@ -36,11 +39,19 @@ def register_models(folder: Path | None, try_each: bool) -> None:
     register(found)
 
 
-def warn_unknown_models(names: Iterable[str]) -> None:
-    """Log an error for each of ``names``, the setting ``models``, that is in no catalog and so cannot be served."""
-    for name in names:
+def warn_unknown_models(patterns: Iterable[str]) -> None:
+    """Log an error for each of ``patterns``, the setting ``models``, that no model in any catalog has for a name.
+
+    Not for the event loop: a pattern for timm's models imports timm.
+    """
+    for pattern in patterns:
         try:
-            get_model(name)
+            if not set("*?[").intersection(pattern):
+                get_model(pattern)
+                continue
+            with_timm = pattern.startswith(PREFIX)
+            if not any(is_served(entry.name, [pattern]) for entry in list_models("timm" if with_timm else None)):
+                log.error("FXSERVE_MODELS: there is no model of a name like %r", pattern)
         except FxError as error:
             log.error("FXSERVE_MODELS: %s", error.detail)
 

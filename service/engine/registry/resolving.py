@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import torch
 
-from fxcore.errors import UnknownModel
 from fxcore.models.catalog import get_model
 from service.engine.backends.choice import check_backend
 from service.engine.record import ExtractorRecord
 from service.engine.registry.graphs import graph_for, named_graph
+from service.engine.registry.served import require_served
 from service.engine.registry.transforms import prepared, steps
 from service.schemas.v1 import ExtractorSpec
 
@@ -23,12 +23,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     Raises:
         FxError: the spec names something that does not exist, or is not served.
     """
-    if allowed is not None and spec.model not in allowed:
-        raise UnknownModel(
-            f"the model {spec.model!r} is not served here; served: {', '.join(sorted(allowed))}",
-            name=spec.model,
-            suggestions=sorted(allowed),
-        )
+    require_served(spec.model, allowed)
     entry = get_model(spec.model)
     weights = entry.canonical_weights(spec.weights)
     check_backend(spec, device, entry.is_quantized(weights))

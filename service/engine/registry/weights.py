@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxcore.backends.backend import storages_of, tensors_of
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.device.threads import in_pool
 from service.engine.record import PRECISIONS, ModelKey

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 from torch.nn import functional
 
+from fxcore.models.timm_models import PREFIX
 from service.codecs import bodies, embeddings, json
 from service.codecs.answers import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
@@ -96,12 +97,13 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
     if ":" in model:
         spec = _spec(model)
-        state.model(spec.model)  # refuses what is not served
+        await state.model(spec.model)  # refuses what is not served
         return await made_on_the_way(request, state, spec)
     try:
         record = await state.engine.look_up(model)
     except UnknownExtractor as error:
-        if model.partition("@")[0] in {entry.name for entry in state.models()}:
+        name = model.partition("@")[0]
+        if name.startswith(PREFIX) or name in {entry.name for entry in state.models()}:
             raise Refusal(
                 "unknown-extractor",
                 f"{model!r} is a model: say which of its nodes, as in {model}:NODE; GET /v1/models/"

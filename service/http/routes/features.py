@@ -145,7 +145,7 @@ async def extract_in_one_step(
 ) -> Response:
     """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
     state = state_of(request)
-    state.model(model)  # a name may be longer here than in a spec
+    await state.model(model)  # a name may be longer here than in a spec
     spec = ExtractorSpec(
         model=model,
         weights=asked.weights,

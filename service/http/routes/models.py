@@ -9,7 +9,9 @@ import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
-from fxcore.models.catalog import ModelEntry, is_torchvisions
+from fxcore.models.catalog import Source, source_of
+from fxcore.models.entry import ModelEntry
+from fxcore.models.timm_models import installed
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.queries import Route
@@ -37,7 +39,7 @@ Weights = Annotated[
 ]
 
 
-@router.get("", response_model=ModelList, responses=documented("invalid-request"))
+@router.get("", response_model=ModelList, responses=documented("invalid-request", "unsupported", *LOOKUP_PROBLEMS))
 async def list_models(
     state: Shared,
     task: Annotated[
@@ -50,21 +52,22 @@ async def list_models(
         ),
     ] = None,
     source: Annotated[
-        Literal["torchvision", "timm", "own"] | None,
+        Source | None,
         Query(description="Only models that come from there; `own` are the operator's.", examples=["torchvision"]),
     ] = None,
     q: Annotated[
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
     ] = None,
 ) -> Response:
-    """All models that are served, by name."""
+    """All models that are served, by name. Those of timm are over a thousand: they are counted, and listed where they
+    are asked for by `source=timm`."""
     loaded = {model for model, _ in state.engine.models_loaded()}
+    with_timm = source == "timm" or (source is None and installed())
+    timms = await state.timms() if with_timm else []
     entries = [
         entry
-        for entry in state.models()
-        if (task is None or entry.task == task)
-        and (source is None or source == _source(entry))
-        and (q is None or q.lower() in entry.name.lower())
+        for entry in (timms if source == "timm" else state.models(source))
+        if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
     ]
     found = [
         {
@@ -77,8 +80,9 @@ async def list_models(
         for entry in entries
     ]
     # The same as OpenAI lists models, so that its clients can.
-    data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": _source(entry)} for entry in entries]
-    return _json(orjson.dumps({"models": found, "object": "list", "data": data}))
+    data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)} for entry in entries]
+    counted = {"models": len(timms), "list": "/v1/models?source=timm"} if with_timm else None
+    return _json(orjson.dumps({"models": found, "timm": counted, "object": "list", "data": data}))
 
 
 @router.get(
@@ -88,7 +92,7 @@ async def list_models(
 )
 async def show_model(state: Shared, model: Model) -> Response:
     """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
-    entry = state.model(model)
+    entry = await state.model(model)
     return _json(await state.in_thread(lambda: _detail(entry)))
 
 
@@ -109,7 +113,7 @@ async def list_nodes(
     ] = None,
 ) -> Response:
     """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
-    entry = state.model(model)
+    entry = await state.model(model)
     structure = entry.structure(weights)
     key = (model, structure, transforms)
     answer = state.nodes.get(key)
@@ -154,7 +158,7 @@ async def show_graph(
     opened: graph_formats.Opened = None,
 ) -> Response:
     """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
-    entry = state.model(model)
+    entry = await state.model(model)
     wanted = graph_formats.chosen_format(format, request)
     if (height is None) != (width is None):
         missing = "height" if height is None else "width"
@@ -172,10 +176,6 @@ async def show_graph(
         )
         state.graphs.put(key, answer)
     return graph_formats.response(answer, wanted, format)
-
-
-def _source(entry: ModelEntry) -> str:
-    return "torchvision" if is_torchvisions(entry.name) else "own"
 
 
 def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:
@@ -222,6 +222,7 @@ def _detail(entry: ModelEntry) -> bytes:
             "metrics": info.metrics,
             "categories": len(info.categories),
             "cached": info.cached,
+            "revision": info.revision,
         }
     return orjson.dumps(
         {

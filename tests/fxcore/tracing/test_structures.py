@@ -12,7 +12,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import get_model, model_graph
 from fxcore.memory import give_back
-from fxcore.models.catalog import _weightless
+from fxcore.models.entry import weightless
 from tests.fxcore.model_list import ALL, each
 
 DIFFERENT = frozenset(("googlenet", "inception_v3", "deeplabv3_mobilenet_v3_large", "fcn_resnet50", "resnet18"))
@@ -32,7 +32,7 @@ def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest
         return builder(weights=weights, quantize=True).eval()  # its parameters are packed: they cannot be left out
     if weights is None and name.removeprefix("quantized_") in ("googlenet", "inception_v3"):
         arguments["init_weights"] = False  # takes seconds
-    with _weightless():
+    with weightless():
         return builder(weights=weights, **arguments).eval()
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import NotReady
 from service.http.lookups import LOOKUP_PROBLEMS

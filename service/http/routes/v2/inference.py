@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from service.codecs import compression, json, v2
 from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type

@@ -14,7 +14,7 @@ import torch
 from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.images.preprocessing import Preprocessing
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
@@ -49,7 +49,7 @@ async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
     if record is not None and record.state != "failed":
         return record
     try:
-        model = state.model(name)
+        model = await state.model(name)
     except UnknownModel as no_model:
         try:
             return await state.engine.look_up(name)

@@ -10,7 +10,7 @@ import orjson
 from fastapi import APIRouter, Header, Request, Response
 from pydantic import ValidationError
 
-from fxcore.models.catalog import ModelEntry
+from fxcore.models.entry import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
 from service.http.routes.extractors import MAKING_PROBLEMS
@@ -103,7 +103,7 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
     try:
         if "return_nodes" not in fields and isinstance(fields["model"], str):
             weights = fields.get("weights", "DEFAULT")
-            entry = state.model(fields["model"])
+            entry = await state.model(fields["model"])
             own = await named.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
             fields["return_nodes"] = own.return_nodes
         return ExtractorSpec.model_validate(fields)

@@ -1,0 +1,97 @@
+"""Weights on the Hugging Face hub, in the cache that every program of its users shares (``HF_HOME``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxcore.errors import WeightsUnavailable, summarize
+from fxcore.models.entry import WeightsInfo
+
+_REACH_TIMEOUT = 5.0
+"""Seconds to wait for the hub's first word."""
+
+
+@dataclass(frozen=True)
+class HubWeights(WeightsInfo):
+    """Published weights in a repository of the hub.
+
+    Attributes:
+        repository: as ``timm/resnet18.a1_in1k``, perhaps with ``@revision``.
+        filename: of the weights, where it is not the usual one.
+    """
+
+    repository: str = ""
+    filename: str | None = None
+
+    @property
+    def file(self) -> Path:
+        """The file in the cache, or where it would be."""
+        cached = self._cached()
+        return cached or self._folder() / self._names()[0]
+
+    @property
+    def cached(self) -> bool:
+        return self._cached() is not None
+
+    @property
+    def revision(self) -> str | None:
+        cached = self._cached()
+        return cached.relative_to(self._folder() / "snapshots").parts[0] if cached is not None else None
+
+    def download(self) -> None:
+        """Have the file in the cache.
+
+        Raises:
+            WeightsUnavailable: it is not there and cannot be downloaded.
+        """
+        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
+
+        name, revision = self._repository()
+        for number, file in enumerate(names := self._names(), 1):
+            try:
+                hf_hub_download(
+                    name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, etag_timeout=_REACH_TIMEOUT
+                )
+                return
+            except Exception as error:
+                missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+                if missing and number < len(names):
+                    continue
+                what = f"`hf download {name}`"
+                if isinstance(error, GatedRepoError):
+                    what = f"a token in HF_TOKEN of one who accepted its licence at https://huggingface.co/{name}"
+                raise WeightsUnavailable(
+                    f"{names[0]} of {name} is not in {self._folder()} and could not be downloaded "
+                    f"({summarize(error, 200)}); get it with {what}, or ask for weights=random to try without",
+                    file=names[0],
+                    folder=str(self._folder()),
+                ) from error
+
+    def _cached(self) -> Path | None:
+        from huggingface_hub import constants, try_to_load_from_cache
+
+        name, revision = self._repository()
+        for file in self._names():
+            found = try_to_load_from_cache(name, file, cache_dir=constants.HF_HUB_CACHE, revision=revision)
+            if isinstance(found, str):
+                return Path(found)
+        return None
+
+    def _folder(self) -> Path:
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._repository()[0], repo_type="model")
+
+    def _repository(self) -> tuple[str, str | None]:
+        name, _, revision = self.repository.partition("@")
+        return name, revision or None
+
+    def _names(self) -> list[str]:
+        """Names of the file, safetensors first, as timm looks for them."""
+        from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
+
+        name = self.filename or HF_WEIGHTS_NAME
+        return [*_get_safe_alternatives(name), name]

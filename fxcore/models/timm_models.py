@@ -1,0 +1,180 @@
+"""timm's models, read from its own registry: ``timm.ARCHITECTURE``, with its pretrained tags as names of weights.
+
+timm is imported when its models are first asked for, since that takes seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxcore.copies import narrowed
+from fxcore.errors import UnknownModel, Unsupported
+from fxcore.images.timm_preprocessing import TimmPreprocessing
+from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, quiet
+from fxcore.models.hub import HubWeights
+
+PREFIX = "timm."
+"""What the names of timm's models begin with."""
+
+
+# Their forward takes a mask, of which a trace makes one that is not None: timm's own graphs of them cannot run.
+_WITH_MASKS = ("hiera_",)
+
+
+@dataclass(frozen=True)
+class TimmEntry(ModelEntry):
+    """A model of timm.
+
+    >>> entry = timm_model("timm.vit_small_patch14_dinov2")
+    >>> entry.weights, entry.default_weights
+    (('lvd142m',), 'lvd142m')
+    >>> entry.preprocessing().describe()["crop_size"], entry.preprocessing().describe()["interpolation"]
+    ([518, 518], 'bicubic')
+    """
+
+    @property
+    def architecture(self) -> str:
+        """timm's own name."""
+        return self.name.removeprefix(PREFIX)
+
+    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> TimmPreprocessing:
+        config = _timm().data.resolve_data_config(pretrained_cfg=self._config(weights).to_dict())
+        return TimmPreprocessing(config, image_size)
+
+    def build_weightless(self, weights: str = RANDOM) -> nn.Module:
+        try:
+            return super().build_weightless(weights)
+        except NotImplementedError:  # swin v2 computes with its parameters while it is built
+            return self.build(weights)
+
+    def build_with(self, weights: str, file: Path) -> nn.Module:
+        """The model with published ``weights``, read from ``file`` and fitted by timm itself, in eval mode.
+
+        Raises:
+            Exception: whatever timm raises where the file is damaged or of another model.
+        """
+        with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+            overlay = {"file": str(file)}
+            model: nn.Module = _timm().create_model(
+                self._variant(weights), pretrained=True, pretrained_cfg_overlay=overlay
+            )
+            return model.eval()
+
+    def leaf_modules(self) -> Sequence[type[nn.Module]]:
+        """timm's own, in place of torchvision's."""
+        return tuple(importlib.import_module("timm.models._features_fx").get_notrace_modules())
+
+    def leaf_functions(self) -> Sequence[Callable[..., Any]]:
+        found = importlib.import_module("timm.models._features_fx").get_notrace_functions()
+        return [function for function in found if callable(function)]
+
+    def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:
+        info: Any = getattr(model, "feature_info", None) or ()
+        found = info.get_dicts() if hasattr(info, "get_dicts") else info
+        return [FeatureMap(f["module"], f["num_chs"], f["reduction"]) for f in found if f.get("module")]
+
+    def _structure(self, weights: str) -> dict[str, Any]:
+        return {"variant": self._variant(weights)}
+
+    def _variant(self, weights: str) -> str:
+        return f"{self.architecture}.{weights}" if weights in self.published else self.architecture
+
+    def _config(self, weights: str) -> Any:
+        """timm's ``PretrainedCfg`` of ``weights``, else of the architecture's default ones."""
+        return _timm().get_pretrained_cfg(self._variant(weights))
+
+
+def installed() -> bool:
+    """Whether timm can be imported; it is not imported for this."""
+    try:
+        return importlib.util.find_spec("timm") is not None
+    except ValueError:  # it is None in sys.modules
+        return False
+
+
+def imported() -> bool:
+    """Whether timm's models have been asked for, so that asking again takes no time."""
+    return timm_models.cache_info().currsize > 0
+
+
+def timm_model(name: str) -> TimmEntry:
+    """The model called ``name``, which begins with :data:`PREFIX`.
+
+    Raises:
+        UnknownModel: timm has none of that name; the error suggests the nearest.
+        Unsupported: timm is not installed.
+    """
+    registry = timm_models()
+    if name in registry:
+        return registry[name]
+    architecture, _, tag = name.removeprefix(PREFIX).partition(".")
+    if tag and PREFIX + architecture in registry:
+        known = registry[PREFIX + architecture]
+        raise UnknownModel(
+            f"there is no model {name!r}: {tag!r} belongs into weights, and {known.name} has "
+            f"{', '.join(known.weights) or 'none'}",
+            name=name,
+            suggestions=[known.name],
+        )
+    suggestions = difflib.get_close_matches(name, registry, n=5, cutoff=0.5)
+    hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of models"
+    raise UnknownModel(f"there is no model {name!r}{hint}", name=name, suggestions=suggestions)
+
+
+@functools.cache
+def timm_models() -> dict[str, TimmEntry]:
+    """All of timm's models, by name.
+
+    Raises:
+        Unsupported: timm is not installed.
+    """
+    names = _timm().list_models()
+    return {PREFIX + name: _entry(name) for name in sorted(names)}
+
+
+@functools.cache
+def _timm() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise Unsupported(
+            "models of timm need timm, which is not installed here; pip install 'fxserve[timm]'",
+            field="model",
+            value="timm",
+            available=[],
+        ) from error
+    return timm
+
+
+def _entry(architecture: str) -> TimmEntry:
+    timm = _timm()
+    configs = timm.models.get_arch_pretrained_cfgs(architecture)
+    published = {c.tag: _weights(c) for c in configs.values() if c.tag and (c.url or c.hf_hub_id)}
+    default = timm.get_pretrained_cfg(architecture)
+    tag = default.tag if default is not None and default.tag in published else next(iter(published), None)
+    return TimmEntry(PREFIX + architecture, "classification", _build, published, tag)
+
+
+def _weights(config: Any) -> WeightsInfo:
+    if config.hf_hub_id:
+        return HubWeights(config.tag, "", None, {}, (), config.hf_hub_id, config.hf_hub_filename)
+    return WeightsInfo(config.tag, config.url, None, {}, ())
+
+
+def _build(weights: None = None, variant: str = "") -> nn.Module:
+    """``weights`` is what torchvision's builders are called with."""
+    return _traceable(_timm().create_model(variant, pretrained=False), variant)
+
+
+def _traceable(model: nn.Module, architecture: str) -> nn.Module:
+    return narrowed(model, ["x"]) if architecture.startswith(_WITH_MASKS) else model

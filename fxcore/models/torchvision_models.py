@@ -1,0 +1,155 @@
+"""torchvision's models, read from its own registry."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchvision.models as tv
+from torch import nn
+from torchvision.models import WeightsEnum
+
+from fxcore.errors import UnknownWeights
+from fxcore.images.preprocessing import (
+    DetectorPreprocessing,
+    FlowPreprocessing,
+    ImagePreprocessing,
+    Preprocessing,
+    VideoPreprocessing,
+)
+from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, quiet, weightless
+
+_SUBMODULE_TASKS: dict[str, Task] = {
+    "quantization": "quantization",
+    "segmentation": "segmentation",
+    "detection": "detection",
+    "video": "video",
+    "optical_flow": "optical_flow",
+}
+
+# torchvision's builders set these arguments themselves when they are given weights (`_ovewrite_named_param`); a model
+# built to receive the same weights later needs the same. A test holds every model's parameter count against the
+# count that its weights declare.
+_AUXILIARY_HEADS = {  # are they kept once weights are loaded?
+    "googlenet": False,
+    "inception_v3": True,
+    "quantized_googlenet": False,
+    "quantized_inception_v3": False,
+}
+
+
+@dataclass(frozen=True)
+class TorchvisionEntry(ModelEntry):
+    """A model of torchvision."""
+
+    def is_quantized(self, weights: str) -> bool:
+        """Whether ``weights`` are int8 weights, whose model has other modules than the float model."""
+        return self.task == "quantization" and weights in self.published
+
+    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
+        """The preprocessing that goes with ``weights``, for another square input of ``image_size`` pixels if given."""
+        if self.task == "detection":
+            return DetectorPreprocessing(_detector_transform(self), image_size)
+        if self.task == "optical_flow":
+            return FlowPreprocessing(image_size)
+        name = weights if weights in self.published else self.default_weights
+        if name is None:
+            raise UnknownWeights(
+                f"{self.name} has no published weights, so nothing says how it wants its images", available=[]
+            )
+        kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
+        return kind(self.transforms[name](), image_size)
+
+    def build_int8(self, weights: str) -> nn.Module:
+        """An int8 model with ``weights``, whose file is in torch.hub's cache already, loaded.
+
+        torchvision's own builder loads them, since it knows when: MobileNetV3's go in before the model is converted.
+        """
+        with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+            return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
+
+    def build_weightless(self, weights: str = RANDOM) -> nn.Module:
+        """Like :meth:`build` with every parameter and batch statistic on the meta device: no memory, no
+        initialisation.
+
+        Int8 models are the exception: packed parameters cannot be on the meta device, so theirs are real.
+        """
+        if self.is_quantized(weights):
+            return self.build(weights)
+        structure = self._structure(weights)
+        if self.name in _AUXILIARY_HEADS:
+            structure["init_weights"] = False  # theirs draws with scipy, which takes seconds
+        with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
+            return self.builder(weights=None, **structure).eval()
+
+    def _structure(self, weights: str) -> dict[str, Any]:
+        """Builder arguments for the structure that ``weights`` need."""
+        arguments: dict[str, Any] = {}
+        if "weights_backbone" in inspect.signature(self.builder).parameters:
+            arguments["weights_backbone"] = None  # its default would be downloaded
+        if self.name.startswith("vit_") and self.default_weights is not None:
+            # A ViT asserts its input size; without weights it gets the size that the default preprocessing makes.
+            sized = weights if weights in self.published else self.default_weights
+            arguments["image_size"] = self.meta[sized]["min_size"][0]
+        if weights not in self.published:
+            return arguments
+        meta = self.meta[weights]
+        if meta.get("categories"):
+            arguments["num_classes"] = len(meta["categories"])
+        if "keypoint_names" in meta:
+            arguments["num_keypoints"] = len(meta["keypoint_names"])
+        if self.task == "segmentation" and "aux_loss" in inspect.signature(self.builder).parameters:
+            arguments["aux_loss"] = True
+        if self.name in _AUXILIARY_HEADS:
+            kept = _AUXILIARY_HEADS[self.name]
+            arguments |= {"transform_input": True, "aux_logits": kept, "init_weights": False}
+        if self.is_quantized(weights):
+            arguments["quantize"] = True
+        return arguments
+
+
+def _detector_transform(entry: ModelEntry) -> Any:
+    """A detector's transform is a part of the built model; its sizes and means are the builder's defaults."""
+    return copy.deepcopy(_weightless_detector(entry.name).transform)
+
+
+@functools.cache
+def _weightless_detector(name: str) -> Any:
+    return torchvision_models()[name].build_weightless()
+
+
+def _entry(name: str) -> TorchvisionEntry:
+    builder = tv.get_model_builder(name)
+    enum: type[WeightsEnum] = tv.get_model_weights(name)
+    members = {w.name: w for w in enum}
+    package = builder.__module__.split(".")
+    task: Task = next((_SUBMODULE_TASKS[part] for part in package if part in _SUBMODULE_TASKS), "classification")
+    default = getattr(enum, "DEFAULT", None)
+    return TorchvisionEntry(
+        name=name,
+        task=task,
+        builder=builder,
+        published={
+            n: WeightsInfo(
+                name=n,
+                url=w.url,
+                num_params=w.meta["num_params"],
+                metrics=w.meta.get("_metrics", {}),
+                categories=tuple(w.meta.get("categories") or ()),
+            )
+            for n, w in members.items()
+        },
+        default_weights=default.name if default is not None else None,
+        transforms={n: w.transforms for n, w in members.items()},
+        meta={n: w.meta for n, w in members.items()},
+    )
+
+
+@functools.cache
+def torchvision_models() -> dict[str, ModelEntry]:
+    """All of them, by name, in order of the names."""
+    return {name: _entry(name) for name in tv.list_models()}

@@ -1,0 +1,40 @@
+"""Which models are served: the setting ``models`` holds names and shell patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+
+from fxcore.errors import UnknownModel
+
+
+def is_served(name: str, allowed: Collection[str] | None) -> bool:
+    """Whether the model ``name`` is among ``allowed``; None allows all.
+
+    >>> is_served("timm.vit_tiny_patch16_224", ["resnet50", "timm.vit_*"]), is_served("resnet18", ["resnet50"])
+    (True, False)
+    """
+    return allowed is None or any(fnmatchcase(name, pattern) for pattern in allowed)
+
+
+def may_serve(prefix: str, allowed: Collection[str] | None) -> bool:
+    """Whether a name that begins with ``prefix`` may be among ``allowed``.
+
+    >>> may_serve("timm.", ["resnet*"]), may_serve("timm.", ["resnet*", "*_tiny"]), may_serve("timm.", ["timm.vit_*"])
+    (False, True, True)
+    """
+    return allowed is None or any(pattern.startswith((prefix, "*", "?", "[")) for pattern in allowed)
+
+
+def require_served(name: str, allowed: Collection[str] | None) -> None:
+    """Check that the model ``name`` is among ``allowed``.
+
+    Raises:
+        UnknownModel: it is not.
+    """
+    if not is_served(name, allowed):
+        raise UnknownModel(
+            f"the model {name!r} is not served here; served: {', '.join(sorted(allowed or ()))}",
+            name=name,
+            suggestions=sorted(allowed or ()),
+        )

@@ -1,0 +1,220 @@
+"""timm's models: names, values, levels, preprocessing and weights, all against timm itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import PIL.Image
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models._features_fx import create_feature_extractor, get_graph_node_names
+
+from fxcore import build_extractor, get_model, list_models, load_model, model_graph
+from fxcore.errors import BadTensor, UnknownModel, UnknownWeights, WeightsUnavailable
+from fxcore.photos import photos
+
+FAMILIES = [
+    "vit_small_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_small_patch16_dinov3",
+    "vit_base_patch16_siglip_224",
+    "vit_base_patch32_clip_224",
+    "eva02_tiny_patch14_224",
+    "convnextv2_atto",
+    "swinv2_tiny_window8_256",
+    "tf_efficientnetv2_b0",
+    "resnetv2_50",
+    "mobilenetv4_conv_small",
+    "maxvit_tiny_tf_224",
+    "edgenext_xx_small",
+    "fastvit_t8",
+]
+QUICK = ["convnextv2_atto", "mobilenetv4_conv_small", "test_vit"]
+
+
+def reference(architecture: str, model: torch.nn.Module, node: str, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        value: torch.Tensor = create_feature_extractor(model, [node]).eval()(x)[node]
+    return value
+
+
+@pytest.mark.parametrize(
+    "architecture", [*QUICK, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES if f not in QUICK)]
+)
+def test_names_and_values_are_timms(architecture: str) -> None:
+    entry = get_model(f"timm.{architecture}")
+    graph = model_graph(entry, entry.structure())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(architecture).eval()
+    train, evaluated = get_graph_node_names(model)
+    assert graph.eval_nodes == evaluated
+    assert graph.train_nodes == train
+    ours = load_model(entry, "random")
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), model.eval().parameters(), strict=True))
+    x = torch.rand(1, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
+    maps = [n.name for n in graph.nodes if n.extractable]
+    for node in [maps[len(maps) // 2], maps[-1]]:
+        extractor = build_extractor(graph, ours, graph.resolve({node: "key"}))
+        with torch.no_grad():
+            assert torch.allclose(extractor.module(x)["key"], reference(architecture, model, node, x), atol=1e-5), node
+
+
+def test_a_model_whose_mask_timm_cannot_trace() -> None:
+    graph = model_graph("timm.hiera_tiny_224")
+    assert [spec.name for spec in graph.inputs] == ["x"]
+    assert list(graph.levels) == ["C2", "C3", "C4", "C5"]
+
+
+@pytest.mark.parametrize("architecture", ["convnextv2_atto", "tf_efficientnetv2_b0", "resnetv2_50"])
+def test_levels_are_those_of_feature_info(architecture: str) -> None:
+    entry = get_model(f"timm.{architecture}")
+    graph = model_graph(entry, entry.structure())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        features = timm.create_model(architecture, features_only=True).eval()
+    info = features.feature_info
+    assert [level.stride for level in graph.levels.values()] == info.reduction()
+    assert [level.channels for level in graph.levels.values()] == info.channels()
+    ours = load_model(entry, "random")
+    missing = features.load_state_dict(
+        {k: ours.state_dict().get(k, ours.state_dict().get(k.replace("_", ".", 1))) for k in features.state_dict()}
+    )
+    assert not missing.missing_keys
+    x = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    extractor = build_extractor(graph, ours, graph.resolve(list(graph.levels)))
+    with torch.no_grad():
+        for mine, theirs in zip(extractor.module(x).values(), features(x), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_no_levels_where_the_resolution_is_one() -> None:
+    assert model_graph("timm.test_vit").levels == {}
+
+
+# Cropped, squashed, and with borders; of photographs of two sides.
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [("resnet50", "center"), ("vit_small_patch14_dinov2", "center"),
+     ("maxvit_tiny_tf_384", "squash"), ("test_resnet", None), ("ecaresnet26t", None)],
+)  # fmt: skip
+def test_preprocessing_is_timms_to_the_bit(architecture: str, mode: str | None) -> None:
+    entry = get_model(f"timm.{architecture}")
+    preprocessing = entry.preprocessing()
+    model = entry.build_weightless(str(entry.default_weights))
+    config = timm.data.resolve_model_data_config(model)
+    transform = timm.data.create_transform(**config, is_training=False)
+    if mode is not None:
+        assert preprocessing.describe()["crop_mode"] == config["crop_mode"] == mode
+    for photo in (photos()[0], photos()[0].transpose(PIL.Image.Transpose.ROTATE_90)):
+        made = preprocessing.image(photo)
+        assert torch.equal(made, transform(photo))
+        assert made.shape[1:] == preprocessing.output_size(photo.height, photo.width)
+        raw = preprocessing.without_normalization().image(photo)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in preprocessing.normalization() or ())
+        assert torch.equal((raw - mean) / std, made)
+
+
+def test_borders_are_the_mean_as_timm_makes_them() -> None:
+    names = [
+        (entry, tag)
+        for entry in list_models("timm")
+        for tag in entry.weights
+        if timm.get_pretrained_cfg(f"{entry.name.removeprefix('timm.')}.{tag}").crop_mode == "border"
+    ]
+    entry, tag = names[0]
+    config = timm.data.resolve_data_config(
+        pretrained_cfg=timm.get_pretrained_cfg(f"{entry.name.removeprefix('timm.')}.{tag}").to_dict()
+    )
+    transform = timm.data.create_transform(**config, is_training=False)
+    assert torch.equal(entry.preprocessing(tag).image(photos()[0]), transform(photos()[0]))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, which cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def cached(hub: Path, repository: str, state: dict[str, torch.Tensor]) -> Path:
+    """The structure that huggingface_hub itself gives a repository with this one file."""
+    folder, revision = hub / f"models--{repository.replace('/', '--')}", "a" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(revision)
+    file = folder / "snapshots" / revision / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    save_file({key: value.contiguous() for key, value in state.items()}, file)
+    return file
+
+
+def test_weights_of_the_hubs_cache(hub: Path) -> None:
+    entry = get_model("timm.test_vit")
+    info = entry.weights_info("DEFAULT")
+    assert not info.cached
+    assert info.revision is None
+    torch.manual_seed(7)
+    trained = timm.create_model("test_vit").eval()
+    file = cached(hub, "timm/test_vit.r160_in1k", trained.state_dict())
+    assert (info.cached, info.revision, info.file) == (True, "a" * 40, file)
+    model = load_model(entry, entry.canonical_weights("DEFAULT"))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, trained.state_dict()[key]), key
+    x = torch.rand(1, 3, 160, 160)
+    assert torch.equal(model(x), trained(x))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(WeightsUnavailable, match="damaged"):
+        load_model(entry, "r160_in1k")
+    save_file({"other": torch.zeros(1)}, file)
+    with pytest.raises(WeightsUnavailable, match="does not fit"):
+        load_model(entry, "r160_in1k")
+
+
+def test_without_a_network_the_file_and_its_folder_are_named(hub: Path) -> None:
+    with pytest.raises(WeightsUnavailable, match="weights=random") as caught:
+        load_model(get_model("timm.test_vit"), "r160_in1k")
+    assert caught.value.extra["file"] == "model.safetensors"
+    assert caught.value.extra["folder"] == str(hub / "models--timm--test_vit.r160_in1k")
+
+
+def test_what_there_is_not_is_suggested() -> None:
+    with pytest.raises(UnknownModel, match="vit_small_patch14_dinov2"):
+        get_model("timm.vit_smal_patch14_dinov2")
+    with pytest.raises(UnknownModel, match="weights"):
+        get_model("timm.vit_small_patch14_dinov2.lvd142m")
+    with pytest.raises(UnknownWeights, match="lvd142m"):
+        get_model("timm.vit_small_patch14_dinov2").canonical_weights("lvd142n")
+    graph = model_graph("timm.test_vit")
+    with pytest.raises(BadTensor, match="usual size"):
+        graph.at(100, 100)
+
+
+def test_all_of_them_are_listed() -> None:
+    assert [entry.name.removeprefix("timm.") for entry in list_models("timm")] == sorted(timm.list_models())
+    assert not any(entry.name.startswith("timm.") for entry in list_models())
+    tags = {f"{e.name.removeprefix('timm.')}.{tag}" for e in list_models("timm") for tag in e.weights}
+    assert tags == {name for name in timm.list_pretrained() if "." in name}
+
+
+def test_without_timm_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['timm'] = None\n"
+        "import fxcore\n"
+        "assert len(fxcore.list_models()) > 100\n"
+        "try: fxcore.get_model('timm.resnet18')\n"
+        "except fxcore.FxError as error: print(error.detail)\n"
+        "fxcore.get_model('resnet18').preprocessing()\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "fxserve[timm]" in told
+
+
+def test_timm_is_imported_only_when_asked_for() -> None:
+    code = "import sys, service.app, fxcore; fxcore.list_models(); print('timm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,93 @@
+"""timm's models over the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import PIL.Image
+import pytest
+import timm
+import torch
+from timm.models._features_fx import get_graph_node_names
+
+import fxcore.photos
+
+PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg")
+SPEC = {"model": "timm.test_vit", "weights": "random", "return_nodes": {"norm": "tokens"}}
+
+
+def test_they_are_counted_and_listed_by_source(client):
+    whole = client.get("/v1/models").json()
+    assert whole["timm"] == {"models": len(timm.list_models()), "list": "/v1/models?source=timm"}
+    assert not any(model["name"].startswith("timm.") for model in whole["models"])
+    listed = client.get("/v1/models?source=timm&q=dinov2").json()["models"]
+    assert {m["name"] for m in listed} == {f"timm.{name}" for name in timm.list_models() if "dinov2" in name}
+    assert next(m for m in listed if m["name"] == "timm.vit_small_patch14_dinov2")["weights"] == ["lvd142m"]
+    assert client.get("/v1/models?source=torchvision&q=resnet18").json()["timm"] is None
+
+
+def test_one_is_described(client):
+    detail = client.get("/v1/models/timm.convnextv2_atto").json()
+    assert detail["default_weights"] == "fcmae_ft_in1k"
+    assert detail["preprocessing"]["crop_pct"] == timm.get_pretrained_cfg("convnextv2_atto").crop_pct
+    assert detail["levels"]["C5"]["channels"] == 320
+    nodes = client.get("/v1/models/timm.test_vit/nodes").json()
+    assert nodes["eval_nodes"] == get_graph_node_names(timm.create_model("test_vit"))[1]
+    assert client.get("/v1/models/timm.test_vit/graph?format=table").text.startswith("opcode")
+
+
+def test_features_are_timms(client):
+    data = PHOTO.read_bytes()
+    made = client.post("/v1/extractors?wait=60", json=SPEC).json()
+    assert made["state"] == "ready", made
+    answer = client.post(
+        f"/v1/extractors/{made['id']}/features",
+        content=data,
+        headers={"content-type": "image/jpeg", "accept": "application/json"},
+    ).json()["outputs"][0]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model("test_vit").eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    with torch.no_grad(), PIL.Image.open(PHOTO) as image:
+        expected = model.forward_features(transform(image.convert("RGB"))[None])
+    assert answer["shape"] == list(expected.shape)
+    assert np.allclose(np.array(answer["data"]).reshape(expected.shape), expected.numpy(), atol=1e-4)
+
+
+def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    answer = client.post("/v1/models/timm.test_vit2/features?nodes=norm", content=PHOTO.read_bytes(),
+                         headers={"content-type": "image/jpeg"})  # fmt: skip
+    assert answer.status_code == 503
+    assert answer.json()["file"] == "model.safetensors"
+    assert answer.json()["folder"].startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/v1/models/timm.vit_smal_patch14_dinov2", 404, "vit_small_patch14_dinov2"),
+        ("/v1/models/timm.test_vit.r160_in1k/nodes", 404, "weights"),
+        ("/v1/models/timm.test_vit/nodes?weights=nope", 422, "r160_in1k"),
+        ("/v2/models/timm.nothing", 404, "timm"),
+        ("/v2/models/timm.test_vit", 200, "timm.test_vit"),
+    ],
+)
+def test_names_that_are_wrong(client, path, status, says):
+    answer = client.get(path)
+    assert answer.status_code == status
+    assert says in answer.text
+
+
+def test_patterns_say_which_are_served(make_client):
+    client = make_client(models=["resnet1*", "timm.test_*"])
+    listed = client.get("/v1/models").json()
+    assert {m["name"] for m in listed["models"]} == {"resnet18", "resnet101", "resnet152"}
+    assert listed["timm"]["models"] == len(timm.list_models("test_*"))
+    assert client.get("/v1/models/timm.test_vit").status_code == 200
+    assert client.get("/v1/models/timm.resnet50").status_code == 404
+    assert client.post("/v1/extractors", json={**SPEC, "model": "timm.resnet50"}).status_code == 404
