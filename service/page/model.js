@@ -32,6 +32,9 @@ import { askJson, modelPath } from "./api.js"
 
 /** From how many boxes on a graph is worth looking at. */
 const FEWEST_BOXES = 6
+/** A module that holds this share of all nodes is opened anyway, up to this many boxes. */
+const LARGE_SHARE = 0.6
+const MOST_BOXES = 40
 
 export class Model {
   /** @param {any} detail @param {any} graph @param {string} weights */
@@ -80,9 +83,11 @@ export class Model {
     /** @type {Set<string>} */
     const open = new Set()
     let shown = this.root.parts
-    while (shown.length < FEWEST_BOXES) {
+    for (;;) {
       const largest = shown.filter((part) => part.parts.length).sort((a, b) => b.nodes.length - a.nodes.length)[0]
       if (!largest) break
+      const large = largest.nodes.length > LARGE_SHARE * this.nodes.length && shown.length + largest.parts.length <= MOST_BOXES
+      if (shown.length >= FEWEST_BOXES && !large) break
       open.add(largest.path)
       shown = shown.flatMap((part) => (part === largest ? part.parts : [part]))
     }
