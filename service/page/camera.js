@@ -49,11 +49,14 @@ export class Camera {
     this.moved()
   }
 
-  /** Show a drawing of that size as a whole, or from its top where that would be too small to read. @param {number} width @param {number} height */
-  fit(width, height) {
+  /**
+   * Show a drawing of that size as a whole; where that takes a scale below `least`, the middle of its top.
+   * @param {number} width @param {number} height @param {number} [least]
+   */
+  fit(width, height, least = LEAST_SCALE) {
     const { clientWidth, clientHeight } = this.canvas
     const wanted = Math.min(clientWidth / width, clientHeight / height, 1.25)
-    this.scale = Math.max(wanted, Math.min(0.7, clientWidth / width), LEAST_SCALE)
+    this.scale = Math.max(wanted, least)
     this.x = (clientWidth - width * this.scale) / 2
     this.y = Math.max(0, (clientHeight - height * this.scale) / 2)
     this.moved()

@@ -11,6 +11,9 @@ import { kind, matches } from "./tree.js"
 /** @typedef {import("./drawing.js").Layout} Layout */
 /** @typedef {import("./model.js").Model} Model */
 
+/** The smallest scale at which one begins. */
+const LEGIBLE = 0.7
+
 export class GraphView {
   /** @type {Layout | null} */ layout = null
   /** @type {Model | null} */ model = null
@@ -70,7 +73,7 @@ export class GraphView {
     this.#anchor = null
     this.#recolour()
     this.#search()
-    if (fresh) this.fit()
+    if (fresh) this.#begin()
     else if (before && after) this.camera.pan((before.x - after.x) * this.camera.scale, (before.y - after.y) * this.camera.scale)
     this.redraw()
   }
@@ -108,6 +111,11 @@ export class GraphView {
 
   fit() {
     if (this.layout) this.camera.fit(this.layout.width, this.layout.height)
+  }
+
+  /** As much as can be read. */
+  #begin() {
+    if (this.layout) this.camera.fit(this.layout.width, this.layout.height, LEGIBLE)
   }
 
   redraw() {
@@ -163,7 +171,7 @@ export class GraphView {
     const before = this.canvas.width
     this.canvas.width = Math.round(clientWidth * ratio)
     this.canvas.height = Math.round(clientHeight * ratio)
-    if (!before || !clientWidth) this.fit()
+    if (!before || !clientWidth) this.#begin()
     this.redraw()
   }
 
