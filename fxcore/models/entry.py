@@ -42,6 +42,7 @@ class WeightsInfo:
         metrics: the published accuracies, by data set.
         categories: names of the classes, in order of the outputs; empty where there are none.
 
+    >>> from fxcore import get_model
     >>> info = get_model("resnet18").weights_info("DEFAULT")
     >>> info.name, info.num_params, info.categories[281]
     ('IMAGENET1K_V1', 11689512, 'tabby')
@@ -97,6 +98,7 @@ class ModelEntry:
         transforms: weights name → a callable that makes the preprocessing that was used with those weights.
         meta: weights name → all that torchvision says of those weights.
 
+    >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
     >>> entry.task, entry.weights, entry.canonical_weights("DEFAULT")
     ('classification', ('IMAGENET1K_V1', 'IMAGENET1K_V2'), 'IMAGENET1K_V2')
@@ -144,6 +146,7 @@ class ModelEntry:
         Raises:
             UnknownWeights: ``asked`` stands for nothing.
 
+        >>> from fxcore import get_model
         >>> get_model("googlenet").structure(), get_model("googlenet").structure("file:mine.pth")
         ('IMAGENET1K_V1', 'random')
         """
