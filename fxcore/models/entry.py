@@ -104,7 +104,7 @@ class ModelEntry:
     ('classification', ('IMAGENET1K_V1', 'IMAGENET1K_V2'), 'IMAGENET1K_V2')
     >>> entry.preprocessing("IMAGENET1K_V1").describe()["resize_size"], entry.preprocessing().describe()["resize_size"]
     ([256], [232])
-    >>> next(entry.buildweightless().parameters()).device
+    >>> next(entry.build_weightless().parameters()).device
     device(type='meta')
     """
 
