@@ -21,6 +21,8 @@ async def test_who_decodes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     seen: list[str] = []
     async with engine(decode_threads=1) as running:
         record = await built(running)
+        assert record.check is not None
+        await record.check  # it is measured on the device worker, which is not idle meanwhile
         watched = Watched(record)
         decode = record.decoder.image
 
