@@ -8,7 +8,7 @@ import pytest
 
 from fxcore.backends import BACKENDS
 from fxcore.exports import FORMATS as EXPORTS
-from fxcore.models import catalog
+from fxcore.models import entry
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
 from service.client import parameters as client
@@ -32,7 +32,7 @@ from service.schemas import graphs, v1
         [v1.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
         [v1.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
         [graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
-        [catalog.Task, models.Task],
+        [entry.Task, models.Task],
         [exports.Format, tuple(EXPORTS)],
         [extract.ShardFormat, tuple(SHARDS)],
         [Scope, serving.KeyScope],
