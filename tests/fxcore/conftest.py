@@ -13,6 +13,7 @@ from torch import nn
 from fxcore import ModelEntry, WeightsInfo, get_model
 from fxcore.images.presets import ImageClassification
 from fxcore.memory import give_back
+from fxcore.models.torchvision_models import TorchvisionEntry
 
 Put = Callable[[str, str, Mapping[str, torch.Tensor]], Path]
 OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]
@@ -56,6 +57,6 @@ def own_entry() -> OwnEntry:
 
         info = WeightsInfo("V1", "http://127.0.0.1:9/own-00000000.pth", 0, {}, ())
         preset = partial(ImageClassification, crop_size=32, resize_size=32)
-        return ModelEntry("own", "classification", builder, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
+        return TorchvisionEntry("own", "classification", builder, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
 
     return make

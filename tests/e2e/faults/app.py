@@ -20,7 +20,7 @@ import service.app
 import service.engine.requests.plan
 from fxcore import ModelEntry, WeightsInfo
 from fxcore.images.presets import ImageClassification
-from fxcore.models import catalog
+from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_models
 
 # The first value of a row says what happens to its batch.
 RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)
@@ -76,14 +76,14 @@ def _entry(name: str) -> ModelEntry:
 
     url = f"{os.environ['FAULTS_URL']}/{name}-{os.environ['FAULTS_HASH']}.pth"
     preset = partial(ImageClassification, crop_size=32, resize_size=32)
-    return ModelEntry(
+    return TorchvisionEntry(
         name, "classification", builder, {"V1": WeightsInfo("V1", url, 0, {}, ())}, "V1", {"V1": preset}, {"V1": {}}
     )
 
 
 def create_app() -> FastAPI:
     for name in ("faulty", *DOWNLOADED):
-        catalog._registry()[name] = _entry(name)
+        torchvision_models()[name] = _entry(name)
     fxcore.models.weights.STALL_TIMEOUT = STALL_SECONDS
     _spoil_decoder()
     _spoil_clock()

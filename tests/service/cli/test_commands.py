@@ -26,7 +26,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import get_model, model_graph
 from fxcore.rendering.render import render
 from service.cli import app
-from service.http.server import run_workers
+from service.http import server
 from service.settings import Settings
 from tests.service.cli.running import fxserve, rows
 
@@ -205,7 +205,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["graph", "vit_b_16", "--height", "64", "--width", "64"], 1, "cannot take an input of 64 x 64"),
         (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'json', 'table'"),
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
-        (["graph", "resnet18", "--depth", "1"], 2, "--depth is for drawings (dot, svg, mermaid), and this is table"),
+        (["graph", "resnet18", "--depth", "1"], 2, "--depth is for drawings (dot, svg, mermaid, layout)"),
         (["graph", "resnet18", "--format", "svg", "--depth", "0"], 2, "Invalid value for '--depth'"),
         (["grph"], 2, "No such command 'grph'. Did you mean 'graph'"),
         (["--verbose"], 2, "No such option: --verbose"),
@@ -301,12 +301,12 @@ def test_server_processes_say_that_they_live_before_they_import_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: given.update(options, app=app))
+    given: list[uvicorn.Config] = []
+    monkeypatch.setattr(server._Supervisor, "run", lambda self: given.append(self.config))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    run_workers(Settings(workers=2), "cpu", "warning")
+    server.run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cpu", "warning")
     # Where SIGHUP's new process is not ready by then, uvicorn keeps the old ones, and the keys that were taken back.
-    assert given["timeout_worker_healthcheck"] >= 120
+    assert given[0].timeout_worker_healthcheck >= 120
     script = """
 import pickle, sys
 config = pickle.load(sys.stdin.buffer)
@@ -315,7 +315,7 @@ print("torch" in sys.modules, end=" ")
 config.load()
 print("torch" in sys.modules)
 """
-    config = pickle.dumps(uvicorn.Config(**given))
+    config = pickle.dumps(given[0])
     child = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, timeout=120)
     assert child.stdout.decode() == "False True\n", child.stderr
 
