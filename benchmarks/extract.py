@@ -79,7 +79,7 @@ def child(options: argparse.Namespace) -> None:
     sampler = threading.Thread(target=sample)
     sampler.start()
     spec = ExtractorSpec(model=options.model, weights="random", return_nodes=["C5"], backend=options.backend)
-    job = Job((options.folder,), Path(options.out), "safetensors", spec, FeatureOptions("avg", preprocess="fast"))
+    job = Job((options.folder,), Path(options.out), "safetensors", spec, FeatureOptions("avg"))
     try:
         summary = extract(job, Settings(), report)
     finally:

@@ -87,7 +87,6 @@ def free_port() -> int:
 def fxserve(**settings: object) -> Iterator[Server]:
     """fxserve with ``FXSERVE_*`` settings, ready."""
     port = free_port()
-    settings = {"fast_images": True, **settings}
     environment = {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
     command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(port)]
     server = Server(command, port, environment)

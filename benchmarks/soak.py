@@ -265,7 +265,7 @@ def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
 def main(seconds: float, clients: int, models: Sequence[str], extractors: int, budget: int) -> int:
     """Run it and print what was seen; the exit status."""
     console = Console()
-    with servers.fxserve(memory_budget=budget, preload=PINNED, fast_images=False, lowering=False) as server:
+    with servers.fxserve(memory_budget=budget, preload=PINNED, lowering=False) as server:
         soak = Soak(server, models, extractors)
         outcome = soak.run(seconds, clients)
         time.sleep(3)

@@ -142,11 +142,11 @@ class Settings(BaseSettings):
         gt=0,
         description="Seconds that a client may keep the server waiting for a body; each 64 KiB extend that by one.",
     )
-    fast_images: bool = Field(
-        default=False,
-        description="Decode and resize in about half the time, within a grey level or two of the weights' own "
-        "transform, which is kept to the bit by default; on CUDA by nvJPEG where several JPEG files follow one "
-        "another, whose colours are less close. One request: preprocess=fast.",
+    preprocess: Literal["default", "pil", "fast"] = Field(
+        default="default",
+        description="What preprocess=default means: default, the weights' own transform of torchvision's decoded "
+        "tensor; pil, of the PIL image; fast, as default, but large JPEG files are decoded at a half or a quarter, and "
+        "on CUDA by nvJPEG where several follow one another, whose colours are less close.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Largest image, in pixels.")
     max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")

@@ -16,6 +16,8 @@ import torch
 import torchvision
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from tests.decoding import decoded
+
 
 @pytest.fixture(scope="session")
 def photos() -> dict[str, bytes]:
@@ -53,7 +55,7 @@ def reference() -> Reference:
         else:
             model = models[name]
         transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
-        batch = torch.stack([transform(PIL.Image.open(io.BytesIO(data)).convert("RGB")) for data in images])
+        batch = torch.stack([transform(decoded(data)) for data in images])
         extractor = create_feature_extractor(model, [node]).eval()
         with torch.inference_mode():
             value: torch.Tensor = extractor(batch)[node]

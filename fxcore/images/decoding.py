@@ -1,19 +1,18 @@
-"""Encoded bytes → a model's input, several times faster than :mod:`fxcore.images.files` and within a grey level of it.
+"""Encoded bytes → rows of a model's input, by one of three ways.
 
-A 500 x 375 photograph takes 1.0 ms on one thread, where PIL and torchvision's transform take 2.8.
+- ``default`` is what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
+  apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg) and everything else
+  by PIL, whose pixels are the same; what they do not take, or find the slightest fault with, PIL decodes or refuses.
+  torchvision decodes PNG files of 16 bits a value, whose lower bits count, and GIF files, where it knows another
+  background than PIL. The orientation is applied to WebP too, where torchvision leaves it.
+- ``pil`` is ``weights.transforms()`` of the PIL image, to the bit.
+- ``fast`` is as ``default``, but a JPEG of over four times the size that is needed is decoded at a half or a quarter,
+  where the weights resize bilinearly, which leaves twice the pixels that are needed in each direction. Pixels are then
+  off by a few tenths of a grey level in the mean and by up to 10 at hard edges, and the cosine of features is over
+  0.9998.
 
-- JPEG files are decoded by libjpeg-turbo (simplejpeg), bit for bit as PIL does, without the GIL. What it does not take,
-  or finds the slightest fault with, PIL decodes or refuses.
-- Bilinear resizing is torch's, on bytes, with antialiasing: 0.16 ms instead of 0.9. It rounds between its two passes as
-  PIL does, so values differ by one grey level at most; by two where both passes meet an exact tie, which a few sizes
-  (336 to 312 pixels) do for one value in 10,000. Resampling nothing but the crop was tried: PIL's ``box``
-  takes 0.5 ms, and torch's gains 0.03 where only one side can be left out. Bicubic stays with PIL, whose order of the
-  passes shows where values are clipped.
-- The crop stays bytes, a quarter of what floats take to copy and to bring to a device, until its batch is complete, and
-  is normalised there, channels last: 0.05 ms an image.
-- A JPEG of over four times the size that is needed is decoded at a half or a quarter, which leaves twice the pixels
-  that are needed in each direction. Pixels are then off by 0.2 levels in the mean and by up to 10 at hard edges, and
-  the cosine of features is over 0.9998. It saves a sixth of the time and most of the memory.
+What is resized and cropped stays bytes, a quarter of what floats take to copy and to bring to a device, until its batch
+is complete, and is normalised there, channels last.
 
 Views are made by NumPy here: each call into torch releases the GIL and has to wait for it again.
 """
@@ -24,37 +23,49 @@ import numpy as np
 import PIL.Image
 import simplejpeg
 import torch
-from numpy.typing import NDArray
+import torchvision
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as F
 
-from fxcore.errors import BadTensor
+from fxcore.errors import BadImage, BadTensor
+from fxcore.images import resizing
+from fxcore.images.containers import stripped
 from fxcore.images.files import open_image, open_within_limit, plain_jpeg_header
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
+from fxcore.images.resizing import Pixels
+
+WAYS = {
+    "default": 'weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))',
+    "pil": "weights.transforms()(PIL image)",
+    "fast": "as default, and large JPEG files are decoded at a half or a quarter",
+}
+"""What an image becomes by each, as Python says it where that is all."""
 
 # An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
 _DENOMINATORS = (4, 2)
 _OVERSAMPLING = 2
 
 _REMEMBERED_WIDTHS = 64
+_PNG_DEPTH = 24
+_PIXEL_BYTES = 4
+"""A pixel in PIL's memory, and in what is resized."""
 
 
-Pixels = NDArray[np.uint8]
-"""``[H, W, 3]``."""
+def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> Tensor:
+    """The pixels of an image as uint8 ``[H, W, 3]``, 16-bit values by their upper eight bits.
 
-
-def decode(data: bytes, max_pixels: int | None = None) -> Tensor:
-    """The pixels that :func:`fxcore.images.files.open_image` gives, as uint8 ``[H, W, 3]``.
+    Args:
+        exactly: whether the background of a GIF is torchvision's, else it is PIL's.
 
     Raises:
-        BadImage, ImageTooLarge: see there.
+        BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
     """
     header = _jpeg_header(data, max_pixels)
     pixels = None if header is None else _jpeg(data, header[0])
     if header is None or pixels is None:
-        return torch.from_numpy(_by_pil(data, max_pixels))
+        return torch.from_numpy(_by_pil(data, max_pixels, exactly))
     return _tensor(_turned(pixels, header[1]))
 
 
@@ -64,47 +75,55 @@ class Decoder:
     Several threads may use it; torch should be set to one thread in each of them.
 
     Attributes:
-        plain: whether the preprocessing is no more than bilinear, antialiased resizing, cropping and normalising.
+        plain: whether the preprocessing is no more than antialiased resizing, cropping and normalising.
+        scales: whether ``fast`` is any faster than ``default``.
         dtype: of the rows that images become: uint8 where ``plain``, resized and cropped but not normalised yet; else
-            float32.
+            float32. Images of 16 bits a value become float32 anyway, but for ``pil``.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         self._preprocessing = preprocessing
         self.plain = isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset)
+        self.scales = False
         self.dtype = torch.uint8 if self.plain else torch.float32
         if self.plain:
-            parameters = preprocessing.describe()
-            self._resize: list[int] = parameters["resize_size"]
-            self._crop: list[int] | None = parameters["crop_size"]
-            mean, std = torch.tensor(parameters["mean"]), torch.tensor(parameters["std"])
-            self._scale, self._bias = 1.0 / (255.0 * std), -mean / std
+            assert isinstance(preprocessing, ImagePreprocessing)
+            self._preset = preprocessing.preset
+            self._resize: list[int] = self._preset.resize_size
+            self._crop: list[int] | None = getattr(self._preset, "crop_size", None)
+            self._mode: str = self._preset.interpolation.value
+            self.scales = self._mode == "bilinear"
+            self._mean, self._std = torch.tensor(self._preset.mean), torch.tensor(self._preset.std)
             self._lines: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
-    def image(self, data: bytes, max_pixels: int | None = None) -> Tensor:
+    def image(self, data: bytes, max_pixels: int | None = None, way: str = "default") -> Tensor:
         """One encoded image → one row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
+
+        Args:
+            way: one of :data:`WAYS`.
 
         Raises:
             BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
         """
-        if not self.plain:
-            return self.pixels(decode(data, max_pixels))
+        if way != "pil" and is_deep(data):
+            return self._preprocessing.pixels(_by_torchvision(data, max_pixels))
+        if not self.plain or way == "pil":
+            return self.pixels(decode(data, max_pixels, exactly=way != "pil"), way)
         header = _jpeg_header(data, max_pixels)
-        pixels = None
         if header is not None:
             stored, turn = header
-            if turn >= 5:
-                width, height = self.resized(stored[1], stored[0])
-            else:
-                height, width = self.resized(*stored)
-            denominator = _denominator(stored, (height, width))
-            pixels = _jpeg(data, stored, denominator)
-        if pixels is None:
-            return self.pixels(torch.from_numpy(_by_pil(data, max_pixels)))
-        # Turned last: it is less to turn, and what a scaled decoder pads stays at the lower right.
-        return self._cropped(_turned(_resized(pixels, (height, width), stored, denominator), turn))
+            height, width = self._turned_size(stored, turn)
+            denominator = _denominator(stored, (height, width)) if way == "fast" and self.scales else 1
+            pixels = _jpeg(data, stored, denominator, "RGB" if denominator > 1 else "RGBX")
+            if pixels is not None and denominator > 1:
+                # Turned last: it is less to turn, and what a scaled decoder pads stays at the lower right.
+                scaled = _turned(_scaled_down(pixels, (height, width), stored, denominator), turn)
+                return _tensor(scaled[self.kept(*scaled.shape[:2])])
+            if pixels is not None:
+                return self._row(_turned(pixels, turn))
+        return self._row(_by_pil(data, max_pixels))
 
-    def pixels(self, pixels: Tensor) -> Tensor:
+    def pixels(self, pixels: Tensor, way: str = "default") -> Tensor:
         """One image, uint8 ``[H, W, 3]`` → one row, as :meth:`image` gives it.
 
         Raises:
@@ -112,10 +131,22 @@ class Decoder:
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.numel() == 0:
             raise BadTensor(f"an image is uint8 [H, W, 3]; this is {pixels.dtype} {list(pixels.shape)}")
-        if not self.plain:
-            return self._preprocessing.image(PIL.Image.fromarray(pixels.numpy()))
-        size = (pixels.shape[0], pixels.shape[1])
-        return self._cropped(_resized(pixels.numpy(), self.resized(*size), size))
+        if way == "pil":
+            image = PIL.Image.fromarray(pixels.numpy())
+            if not self.plain:
+                return self._preprocessing.image(image)
+            image = F.resize(image, self._resize, self._preset.interpolation)
+            return torch.from_numpy(np.array(image if self._crop is None else F.center_crop(image, self._crop)))
+        return self._row(pixels.numpy()) if self.plain else self._preprocessing.pixels(pixels.permute(2, 0, 1))
+
+    def held(self, height: int, width: int, way: str = "default") -> int:
+        """Most bytes that an image of that size takes on its way to a row, once it is decoded."""
+        pixels = height * width
+        if self.plain and way != "pil":
+            size = self.resized(height, width)
+            kept = self._preprocessing.output_size(height, width)
+            return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept)
+        return (3 + _PIXEL_BYTES) * pixels + self._preprocessing.held(height, width)
 
     def batch(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows → the model's input, on the device that they are on.
@@ -130,10 +161,8 @@ class Decoder:
         if rows.dtype != torch.uint8:
             return rows
         floats = torch.empty(rows.shape, device=rows.device) if out is None else out
-        bias, scale = self._line(rows.device, rows.shape[2])
-        # Given bytes, addcmul makes floats of them all first, in fresh memory, which takes up to eight times as long.
-        floats.copy_(rows)
-        torch.addcmul(bias, floats, scale, out=floats)
+        mean, std = self._line(rows.device, rows.shape[2])
+        floats.copy_(rows).div_(255).sub_(mean).div_(std)  # step by step, to be rounded as torchvision's are
         return floats.permute(0, 3, 1, 2)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
@@ -149,27 +178,41 @@ class Decoder:
         return lines, columns
 
     def _line(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
-        """Bias and scale for a line of pixels, ``[width, 3]`` each: with ``[3]`` torch would compute pixel by pixel."""
+        """Mean and deviation of a line, ``[width, 3]`` each: with ``[3]`` torch would compute pixel by pixel."""
         line = self._lines.get((device, width))
         if line is None:
             if len(self._lines) >= _REMEMBERED_WIDTHS:
                 self._lines.clear()
-            bias, scale = (value.to(device).repeat(width, 1) for value in (self._bias, self._scale))
-            line = self._lines[device, width] = bias, scale
+            mean, std = (value.to(device).repeat(width, 1) for value in (self._mean, self._std))
+            line = self._lines[device, width] = mean, std
         return line
 
-    def _cropped(self, pixels: Pixels) -> Tensor:
-        return _tensor(pixels[self.kept(*pixels.shape[:2])])
+    def _turned_size(self, stored: tuple[int, int], turn: int) -> tuple[int, int]:
+        """Height and width that an image is resized to, before it is turned."""
+        if turn >= 5:
+            width, height = self.resized(stored[1], stored[0])
+            return height, width
+        return self.resized(*stored)
+
+    def _row(self, pixels: Pixels) -> Tensor:
+        size = self.resized(pixels.shape[0], pixels.shape[1])
+        lines, columns = (range(*part.indices(side)) for part, side in zip(self.kept(*size), size, strict=True))
+        return torch.from_numpy(resizing.resize(pixels, size, (lines, columns), self._mode))
 
 
 def _is_plain(preset: object) -> bool:
-    """Whether ``preset`` resizes, crops and normalises, and in a way that torch does as PIL does."""
+    """Whether ``preset`` resizes, crops and normalises, and in a way that :mod:`fxcore.images.resizing` does."""
     if type(preset) not in (ImageClassification, SemanticSegmentation):
         return False
     assert isinstance(preset, (ImageClassification, SemanticSegmentation))
     crop = getattr(preset, "crop_size", None)
     fills = crop is None or min(preset.resize_size) >= max(crop)  # a smaller image is padded to the crop
-    return fills and preset.interpolation == InterpolationMode.BILINEAR and bool(preset.antialias)
+    return fills and preset.interpolation.value in resizing.MODES and bool(preset.antialias)
+
+
+def is_deep(data: bytes) -> bool:
+    """Whether ``data`` is a PNG file of 16 bits a value."""
+    return data[:4] == b"\x89PNG" and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10"
 
 
 def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
@@ -194,32 +237,50 @@ def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], 
     return (image.height, image.width), turn
 
 
-def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1) -> Pixels | None:
-    """The pixels as they are stored, ``[ceil(H / denominator), ceil(W / denominator), 3]``; None if PIL has to look."""
+def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str = "RGB") -> Pixels | None:
+    """The pixels as stored, ``[ceil(H / denominator), ceil(W / denominator), len(space)]``; None if PIL has to look."""
     height, width = (-(-side // denominator) for side in stored)
     try:
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width)
+        pixels: Pixels = simplejpeg.decode_jpeg(data, space, min_height=height, min_width=width)
     except ValueError:
         return None
-    return pixels if pixels.shape == (height, width, 3) else None
+    return pixels if pixels.shape == (height, width, len(space)) else None
 
 
-def _by_pil(data: bytes, max_pixels: int | None) -> Pixels:
+def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels:
+    if exactly and data[:4] == b"GIF8":
+        return _by_torchvision(data, max_pixels).permute(1, 2, 0).numpy()
     return np.array(open_image(data, max_pixels))
 
 
-def _resized(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int = 1) -> Pixels:
-    """``[h, w, 3]`` → ``[*target, 3]``."""
+def _by_torchvision(data: bytes, max_pixels: int | None) -> Tensor:
+    """``[3, H, W]`` as ``decode_image`` gives it, of a file that PIL finds no fault with: uint8, or uint16 of 16 bits.
+
+    What it cannot decode is PIL's.
+    """
+    image = open_image(data, max_pixels)
+    encoded, turn = stripped(data)
+    try:
+        # Looked up here: torchvision has announced its removal, and this module must load without it.
+        made = torchvision.io.decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode="RGB")
+    except (AttributeError, RuntimeError):
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    first: Tensor = made[0] if made.ndim == 4 else made
+    pixels = _turned(first.permute(1, 2, 0).numpy(), turn)
+    if pixels.shape[:2] != (image.height, image.width):
+        raise BadImage(f"the {image.format or 'image'} file has two sizes")
+    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+
+
+def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int) -> Pixels:
+    """``[h, w, 3]``, decoded at a fraction of the size ``stored`` → ``[*target, 3]``."""
     # With the stride that NumPy gives to ``[None]``, 0, torch would take the image for planes: it would unpack and pack
     # its values one by one, and leave as many copies of bytes to the crop, which is 0.42 ms instead of 0.18.
     batch = torch.from_numpy(pixels.reshape(1, *pixels.shape).transpose(0, 3, 1, 2))
-    if denominator > 1:
-        # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
-        # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.
-        factors = [want * denominator / have * (1 + 1e-12) for want, have in zip(target, stored, strict=True)]
-        batch = interpolate(batch, scale_factor=factors, recompute_scale_factor=False, mode="bilinear", antialias=True)
-    elif pixels.shape[:2] != target:
-        batch = interpolate(batch, target, mode="bilinear", antialias=True)
+    # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
+    # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.
+    factors = [want * denominator / have * (1 + 1e-12) for want, have in zip(target, stored, strict=True)]
+    batch = interpolate(batch, scale_factor=factors, recompute_scale_factor=False, mode="bilinear", antialias=True)
     resized: Pixels = batch.numpy()[0].transpose(1, 2, 0)
     return resized[: target[0], : target[1]]
 

@@ -32,7 +32,7 @@ class JpegBatches:
     """Decodes JPEG files as ``decoder`` does, many at a time on ``device``. Several threads may use it.
 
     Args:
-        decoder: one that is ``plain``.
+        decoder: one that ``scales``.
         device: where files are decoded and rows are made.
     """
 

@@ -1,7 +1,8 @@
 """An RGB image → the tensor that a set of weights wants.
 
 The preprocessing is the weights' own: torchvision's presets for classifiers, segmentation, video and optical flow; the
-detectors' own transform for detectors. PIL does the resampling, as it did when the weights were made.
+detectors' own transform for detectors. It takes PIL images, which PIL resamples as it did when the weights were made,
+and tensors, which torch resamples.
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ class Preprocessing(ABC):
     def image(self, image: PIL.Image.Image) -> Tensor:
         """One RGB image → float32 ``[C, H, W]``."""
 
+    def pixels(self, pixels: Tensor) -> Tensor:
+        """One image as a uint8 tensor ``[3, H, W]`` → float32 ``[C, H, W]``.
+
+        What knows no tensors is given the PIL image of the same pixels.
+        """
+        return self.image(F.to_pil_image(pixels))
+
     @abstractmethod
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of what :meth:`image` makes of an image of that size."""
@@ -92,7 +100,7 @@ class Preprocessing(ABC):
             raise BadTensor(
                 f"images to be preprocessed are uint8 [N, H, W, 3], each size at least 1; this is {_describe(array)}"
             )
-        return torch.stack([self.image(PIL.Image.fromarray(one.numpy())) for one in array])
+        return torch.stack([self.pixels(one.permute(2, 0, 1)) for one in array])
 
     def normalization(self) -> tuple[list[float], list[float]] | None:
         """The mean and standard deviation that it ends with, per channel of values in [0, 1]; None where more follows,
@@ -164,6 +172,10 @@ class ImagePreprocessing(Preprocessing):
         result: Tensor = self._preset(image)
         return result
 
+    def pixels(self, pixels: Tensor) -> Tensor:
+        result: Tensor = self._preset(pixels)
+        return result
+
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         crop = getattr(self._preset, "crop_size", None)
         if crop is not None:
@@ -206,8 +218,10 @@ class DetectorPreprocessing(Preprocessing):
         }
 
     def image(self, image: PIL.Image.Image) -> Tensor:
-        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
-        batch: Tensor = self._transform([pixels])[0].tensors
+        return self.pixels(F.pil_to_tensor(image))
+
+    def pixels(self, pixels: Tensor) -> Tensor:
+        batch: Tensor = self._transform([F.convert_image_dtype(pixels, torch.float)])[0].tensors
         return batch[0]
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
@@ -259,8 +273,14 @@ class FlowPreprocessing(Preprocessing):
     def image(self, image: PIL.Image.Image) -> Tensor:
         if self._size:
             image = F.resize(image, [self._size, self._size])
-        pixels = F.convert_image_dtype(F.pil_to_tensor(image), torch.float)
-        frame: Tensor = F.normalize(pixels, [0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+        return self._frame(F.pil_to_tensor(image))
+
+    def pixels(self, pixels: Tensor) -> Tensor:
+        return self._frame(F.resize(pixels, [self._size, self._size]) if self._size else pixels)
+
+    @staticmethod
+    def _frame(pixels: Tensor) -> Tensor:
+        frame: Tensor = F.normalize(F.convert_image_dtype(pixels, torch.float), [0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
         return frame
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:

@@ -64,7 +64,7 @@ def check_rows(
                 row.append(preprocessing.tensor(clip[None]))
             else:
                 fitted = image if preprocessing.fixed_size else image.resize((width, height))
-                row.append(preprocessing.image(fitted)[None])
+                row.append(preprocessing.tensor(torch.from_numpy(np.array(fitted))[None]))
         rows.append(tuple(row))
     return rows
 

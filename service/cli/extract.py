@@ -12,7 +12,7 @@ from service.cli.environment import device_of, settings_of
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
-Preprocess = Literal["default", "fast", "none"]
+Preprocess = Literal["default", "pil", "fast", "none"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "openvino", "inductor"]
 ShardFormat = Literal["safetensors", "npz", "parquet", "zarr"]
@@ -44,7 +44,8 @@ def extract(
         Normalize | None, typer.Option(help="l2: unit length over the channels.", show_default=False)
     ] = None,
     preprocess: Annotated[
-        Preprocess, typer.Option(help="fast: twice as quick, within a grey level or two; on CUDA, colours less so.")
+        Preprocess,
+        typer.Option(help="default: the weights' transform of tensors; pil: of PIL images; fast: JPEG at a half."),
     ] = "default",
     precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
     backend: Annotated[Backend, typer.Option(help="What runs the model; auto tries for many images.")] = "auto",

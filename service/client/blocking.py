@@ -197,8 +197,9 @@ class Extractor(Described):
             pool: one vector an image instead of a map.
             dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
             normalize: ``l2``: unit length over the channels.
-            preprocess: ``fast`` is quicker and within a grey level or two of the weights' own transform, colours less
-                so where the server runs on CUDA; ``none`` only scales pixels to [0, 1].
+            preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is set to
+                another (``client.model(name)["default_preprocess"]``); ``pil`` is that of the PIL image; ``fast``
+                decodes large JPEG files at a half or a quarter; ``none`` only scales pixels to [0, 1].
             boxes: with ``pool="roi"``: ``[x1, y1, x2, y2]`` in pixels of the image, a list or array of them for each
                 image, or for the one image. The first dimension is the boxes then, and ``box_image`` says whose image
                 each is of. Images are files, bytes or PIL images.

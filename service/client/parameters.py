@@ -12,7 +12,7 @@ from service.client.flows import Held, Patience
 Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
-Preprocess = Literal["default", "fast", "none"]
+Preprocess = Literal["default", "pil", "fast", "none"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 
 # A request that is large enough to fill a batch and small enough that one is decoded while another is computed. A

@@ -408,8 +408,9 @@ class Engine:
         )
 
     async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
-        fast = self.settings.fast_images and options.preprocess == "default"
-        preprocess, most = "fast" if fast else options.preprocess, self.settings.max_pixels
+        preprocess, most = options.preprocess, self.settings.max_pixels
+        if preprocess == "default":
+            preprocess = self.settings.preprocess
         if isinstance(images, Mapping) or plan.is_quick(images):
             return plan.plan(record, images, preprocess, most)
         plan.check_takes_images(record, images)

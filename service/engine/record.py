@@ -140,7 +140,7 @@ class ExtractorRecord:
     def jpeg_batches(self) -> JpegBatches | None:
         """What decodes several JPEG files of a request at once, on its device; None where that is for the CPU."""
         device = torch.device(self.device)
-        return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.plain else None
+        return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.scales else None
 
     @property
     def active(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadImage, FxError, ImageTooLarge
+from fxcore.images.decoding import WAYS
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.errors import ComputeFailed, OutOfMemory
@@ -62,6 +63,7 @@ class Described:
         fingerprint: of the model's graph.
         backend: what computes it in this process; None where servers choose.
         one_size: whether the outputs of all images have one shape.
+        images: what is done with an image before the model, in words.
     """
 
     spec: dict[str, Any]
@@ -69,6 +71,7 @@ class Described:
     fingerprint: str
     backend: str | None
     one_size: bool
+    images: str
 
 
 class Computer(Protocol):
@@ -136,6 +139,7 @@ class Local:
             fingerprint=record.fingerprint,
             backend=record.backend,
             one_size=record.preprocessing.fixed_size and self._options.preprocess != "none",
+            images=_images(self._options, self._engine.settings.preprocess),
         )
 
     async def features(self, images: Sequence[bytes]) -> Rows:
@@ -226,11 +230,14 @@ class Remote:
             FxError: one cannot, or they do not mean the same by it.
         """
         extractors = await asyncio.gather(*(self._extractor(server.client, spec) for server in self._servers))
-        told = [self._described(spec, extractor.description) for extractor in extractors]
+        meant = await asyncio.gather(*(self._meant(server.client, spec.model) for server in self._servers))
+        told = [self._described(spec, *each) for each in zip((e.description for e in extractors), meant, strict=True)]
         first = self._servers[0].client.url
         for server, extractor, other in zip(self._servers, extractors, told, strict=True):
             if (other.spec, other.fingerprint) != (told[0].spec, told[0].fingerprint):
                 raise FxError(f"{server.client.url} and {first} make another extractor of this: {other.spec}")
+            if other.images != told[0].images:
+                raise FxError(f"{server.client.url} prepares images by {other.images}, {first} by {told[0].images}")
             server.extractor = extractor
         self.described = told[0]
 
@@ -269,7 +276,13 @@ class Remote:
         except exceptions.FxserveError as error:
             raise FxError(f"{client.url}: {error}") from error
 
-    def _described(self, spec: ExtractorSpec, told: Mapping[str, Any]) -> Described:
+    async def _meant(self, client: AsyncClient, model: str) -> str:
+        try:
+            return str((await client.model(model))["default_preprocess"]["way"])
+        except exceptions.FxserveError as error:
+            raise FxError(f"{client.url}: {error}") from error
+
+    def _described(self, spec: ExtractorSpec, told: Mapping[str, Any], default: str) -> Described:
         nodes = {output["key"]: output["node"] for output in told["outputs"]}
         fixed = not any(size is None for output in told["outputs"] for size in output["shape"][1:])
         return Described(
@@ -278,12 +291,18 @@ class Remote:
             fingerprint=told["fingerprint"],
             backend=None,
             one_size=fixed and self._options.preprocess != "none",
+            images=_images(self._options, default),
         )
 
 
 def concerns_an_image(error: Exception) -> bool:
     """Whether a batch failed because of one or some of its images."""
     return isinstance(error, (*_OF_IMAGES, *_OF_IMAGES_SENT))
+
+
+def _images(options: FeatureOptions, default: str) -> str:
+    way = default if options.preprocess == "default" else options.preprocess
+    return WAYS.get(way, "pixels as they are, in [0, 1]")
 
 
 def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:

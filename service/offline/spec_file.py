@@ -47,6 +47,7 @@ class Record:
         self._document: dict[str, Any] = {
             "spec": described.spec,
             "options": {name: getattr(options, name) for name in CHOICES},
+            "images": described.images,
             "format": format,
             "fingerprint": described.fingerprint,
             "backend": described.backend,
@@ -110,6 +111,10 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         old, new = before.get(part, {}), now[part]
         # As text: a map of outputs in another order is another extractor.
         found += [f"{k} {old.get(k)}, not {new[k]}" for k in new if orjson.dumps(old.get(k)) != orjson.dumps(new[k])]
+    if not before.get("images") and before.get("options", {}).get("preprocess") != "none":
+        found.append("an fxserve whose preprocess=default was another")
+    elif before.get("images", now["images"]) != now["images"]:
+        found.append(f"images prepared by {before['images']}, not {now['images']}")
     found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
     if not found and not _agree(before.get("probe", {}), now["probe"]):
         found.append("weights that give other values under the same name")

@@ -57,7 +57,7 @@ MAX_BOXES = 16384
 Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
-Preprocess = Literal["default", "fast", "none"]
+Preprocess = Literal["default", "pil", "fast", "none"]
 Encoding = Literal["json", "base64"]
 State = Literal["building", "ready", "failed"]
 
@@ -102,8 +102,10 @@ class FeatureQuery(BaseModel):
     )
     preprocess: Preprocess = Field(
         default="default",
-        description="`default` is the weights' own transform, to the bit; `fast` takes half the time and is within a "
-        "grey level or two of it, on CUDA less close in its colours; `none` only scales pixels to [0, 1].",
+        description="`default` is the weights' own transform of the decoded tensor, as torchvision documents it, "
+        "unless the server is set to another, which `GET /v1/models/{model}` says; `pil` is that of the PIL image; "
+        "`fast` decodes large JPEG files at a half or a quarter, on CUDA with less exact colours; `none` only scales "
+        "pixels to [0, 1].",
         examples=["fast"],
     )
     encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.", examples=["base64"])
@@ -250,6 +252,16 @@ class ClosedPart(BaseModel):
     reason: str = Field(examples=["its forward loops over a list of images"])
 
 
+class DefaultPreprocess(BaseModel):
+    """What `preprocess=default` means on this server."""
+
+    way: Literal["default", "pil", "fast"] = Field(description="`FXSERVE_PREPROCESS`.", examples=["default"])
+    meaning: str = Field(
+        description="As Python says it, or in words.",
+        examples=['weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))'],
+    )
+
+
 class ModelDetail(BaseModel):
     name: str = Field(examples=["resnet50"])
     task: str = Field(examples=["classification"])
@@ -268,6 +280,7 @@ class ModelDetail(BaseModel):
             }
         ]
     )
+    default_preprocess: DefaultPreprocess
     levels: dict[str, LevelInfo]
     closed: list[ClosedPart] = Field(default_factory=list)
 

@@ -15,6 +15,7 @@ import torchvision
 from numpy.testing import assert_allclose
 
 from service.client import AsyncClient, Client, exceptions
+from tests.decoding import decoded
 from tests.e2e.conftest import START_SECONDS
 
 NODES = {"layer3": "C4", "layer4": "C5"}
@@ -83,7 +84,7 @@ def test_images_in_every_form(extractor, three, expected, tmp_path):
     opened = PIL.Image.open(io.BytesIO(three[0]))
     pixels = np.asarray(opened)
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
-    preprocessed = transform(opened)
+    preprocessed = transform(decoded(three[0]))
     for image in (
         path,
         str(path),

@@ -2,17 +2,16 @@
 
 import asyncio
 import base64
-import io
 
 import httpx
 import openai
-import PIL.Image
 import pytest
 import torch
 import torchvision
 from torch.nn import functional
 
 from service.http import keys
+from tests.decoding import decoded
 
 MODEL = "resnet18@random:layer4"
 
@@ -36,7 +35,7 @@ def expected(photos):
     model.layer4.register_forward_hook(lambda module, inputs, output: kept.append(output))
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     with torch.inference_mode():
-        model(torch.stack([transform(PIL.Image.open(io.BytesIO(data)).convert("RGB")) for data in photos.values()]))
+        model(torch.stack([transform(decoded(data)) for data in photos.values()]))
     return kept[0].mean(dim=(2, 3))
 
 

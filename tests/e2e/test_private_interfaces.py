@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 import torchvision
 
 from fxcore import get_model, load_model
+from tests.decoding import decoded
 from tests.e2e.conftest import Server, servers
 
 NODE = "layer1"
@@ -78,7 +78,7 @@ def expected(photo: bytes) -> np.ndarray:
     """torchvision's own value."""
     model = torchvision.models.resnet18()
     model.load_state_dict(load_model(get_model("resnet18"), "random").state_dict())
-    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(PIL.Image.open(io.BytesIO(photo)).convert("RGB"))
+    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(decoded(photo))
     extractor = torchvision.models.feature_extraction.create_feature_extractor(model.eval(), [NODE])
     with torch.no_grad():
         return extractor.eval()(image[None])[NODE].numpy()

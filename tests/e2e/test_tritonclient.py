@@ -17,6 +17,8 @@ triton = pytest.importorskip("tritonclient.http")
 aio = pytest.importorskip("tritonclient.http.aio")
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
+from tests.decoding import decoded  # noqa: E402
+
 NODES = {"layer3": "C4", "layer4": "C5"}
 SPEC = {"model": "resnet18", "weights": "random", "return_nodes": NODES}
 EXACT = {"C4": "layer3.1.relu_1", "C5": "layer4.1.relu_1"}
@@ -38,7 +40,7 @@ def two(photos):
 def batch(two):
     """The photographs as torchvision preprocesses them."""
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
-    return np.stack([transform(PIL.Image.open(io.BytesIO(data)).convert("RGB")).numpy() for data in two])
+    return np.stack([transform(decoded(data)).numpy() for data in two])
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import torch
 import torchvision
 from numpy.typing import NDArray
 
+from tests.decoding import decoded
 from tests.e2e.conftest import Server, start  # noqa: F401
 
 HERE = Path(__file__).parent
@@ -91,7 +92,7 @@ def attention_of_the_class_token(photo: bytes) -> NDArray[np.float32]:
     seen: list[torch.Tensor] = []
     attention = model.encoder.layers[0].self_attention
     attention.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-    batch = torchvision.models.ViT_B_32_Weights.DEFAULT.transforms()(PIL.Image.open(io.BytesIO(photo)))[None]
+    batch = torchvision.models.ViT_B_32_Weights.DEFAULT.transforms()(decoded(photo))[None]
     with torch.inference_mode():
         model(batch)
         _, weights = attention(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)

@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 import fxcore.photos
 from fxcore import model_graph
@@ -40,7 +41,7 @@ def test_the_first_by_name_that_can_be_read(tmp_path: Path, caplog: pytest.LogCa
         rows = rows_of(tmp_path, 2)
     assert [len(row) for row in rows] == [1, 1]
     for (row,), name in zip(rows, "bc", strict=True):
-        assert torch.equal(row, preprocessing.image(images[name])[None])
+        assert torch.equal(row, preprocessing.pixels(pil_to_tensor(images[name]))[None])
     told = [record.getMessage() for record in caplog.records]
     assert [line.split(" is not")[0] for line in told] == [str(tmp_path / "0.jpg"), str(tmp_path / "a.png")]
 

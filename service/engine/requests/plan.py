@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadBox, BadTensor, FxError, ImageTooLarge
-from fxcore.images.decoding import decode
-from fxcore.images.files import Header, has_plain_header, image_header, open_image
+from fxcore.images.decoding import Decoder, decode, is_deep
+from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
@@ -32,7 +32,8 @@ from service.engine.rows import RowShape
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
 _FLOAT_BYTES = 4
-_PIL_BYTES = 4
+_DEEP_BYTES = 2 * 3 * 4
+"""Beside an image of 16 bits a value, for each pixel: it is resized as floats, from floats."""
 
 # Up to these, reading plain headers takes less time than going to another thread and back.
 _HEADERS_AT_ONCE = 8
@@ -169,7 +170,7 @@ def plan(
     Args:
         record: the extractor.
         inputs: what the request carries.
-        preprocess: ``default``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: most pixels of an image.
         headers: of the images, where :func:`check_takes_images` and :func:`read_headers` were called already.
 
@@ -202,15 +203,15 @@ def _plan_images(
         height, width, _ = header
         with _indexed(index):
             resized = (height, width) if raw else _bounded(preprocessing, height, width, max_pixels)
-        pixels.append(max(height * width, resized[0] * resized[1]))
-        costs.append(len(data) + _decoding_bytes(header, resized, None if preprocess != "default" else preprocessing))
+        pixels.append(max(height * width, math.prod(resized)))
+        deep = _DEEP_BYTES * height * width if is_deep(data) else 0
+        costs.append(len(data) + deep + _decoding_bytes(header, None if raw else record.decoder, preprocess))
         sizes.append((height, width) if raw else preprocessing.output_size(height, width))
     pad = None
     if len(set(sizes)) > 1 and preprocessing.pads and not raw:
         sizes = [(max(h for h, _ in sizes), max(w for _, w in sizes))] * len(sizes)
         pad = preprocessing.stack
-    fast = preprocess == "fast"
-    item = record.decoder.dtype.itemsize if fast else _FLOAT_BYTES
+    item = _FLOAT_BYTES if raw or any(map(is_deep, images)) else record.decoder.dtype.itemsize
     decoded = sum(3 * height * width * item for height, width in sizes)
     if pad is not None:
         decoded *= 2  # the rows, and the batch that is made of them
@@ -227,9 +228,7 @@ def _plan_images(
         with _indexed(index):
             if raw:
                 return (_scaled(decode(images[index], max_pixels).permute(2, 0, 1))[None],)
-            if fast:
-                return (record.decoder.image(images[index], max_pixels)[None],)
-            return (preprocessing.image(open_image(images[index], max_pixels))[None],)
+            return (record.decoder.image(images[index], max_pixels, preprocess)[None],)
 
     def together(indices: range, batches: JpegBatches) -> tuple[Tensor]:
         try:
@@ -238,7 +237,7 @@ def _plan_images(
             log.info("%d JPEG files are decoded one by one: %.300r", len(indices), error)
         return (torch.cat([prepare(index)[0] for index in indices]),)
 
-    batches = record.jpeg_batches if fast else None
+    batches = record.jpeg_batches if preprocess == "fast" else None
     parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
     costs_of_parts: list[int] = []
     for group in _grouped(batches, images, sizes, pixels):
@@ -251,15 +250,14 @@ def _plan_images(
     return Plan([((3, *size),) for size in sizes], decoded, costs_of_parts, parts, pad, placements)
 
 
-def _decoding_bytes(header: Header, resized: tuple[int, int], preprocessing: Preprocessing | None) -> int:
+def _decoding_bytes(header: Header, decoder: Decoder | None, preprocess: str) -> int:
     """Most bytes that one image takes on its way to its row: as PIL decodes it, or decoded and then preprocessed.
 
-    Without a ``preprocessing``, it is copied from PIL as bytes, and resized as those.
+    Without a ``decoder`` it is only decoded, and copied from PIL as bytes.
     """
-    pixels = header.height * header.width
-    if preprocessing is None:
-        return header.held + 3 * pixels + 2 * 3 * math.prod(resized)
-    return max(header.held, _PIL_BYTES * pixels + preprocessing.held(header.height, header.width))
+    height, width, held = header
+    decoding = held + 4 * height * width
+    return decoding if decoder is None else max(decoding, decoder.held(height, width, preprocess))
 
 
 def _grouped(
@@ -337,7 +335,7 @@ def _plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], prepro
     for tensor in ordered:
         if tensor.dtype == torch.uint8 and preprocess != "none":
             frames = tensor.shape[1] if tensor.ndim == 5 else 1
-            cost += frames * record.preprocessing.held(tensor.shape[-3], tensor.shape[-2])
+            cost += frames * record.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
         return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
@@ -383,9 +381,9 @@ def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tenso
         return tensor.to(torch.float32).contiguous()
     if preprocess == "none":
         return _scaled(tensor.movedim(-1, 1))
-    if preprocess == "default" or record.preprocessing.layout != "NCHW":
+    if record.preprocessing.layout != "NCHW":
         return record.preprocessing.tensor(tensor)
-    return torch.stack([record.decoder.pixels(pixels) for pixels in tensor])
+    return torch.stack([record.decoder.pixels(pixels, preprocess) for pixels in tensor])
 
 
 def _scaled(pixels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.images.decoding import WAYS
 from fxcore.models.catalog import Source, source_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
@@ -93,7 +94,7 @@ async def list_models(
 async def show_model(state: Shared, model: Model) -> Response:
     """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
     entry = await state.model(model)
-    return _json(await state.in_thread(lambda: _detail(entry)))
+    return _json(await state.in_thread(lambda: _detail(entry, state.settings.preprocess)))
 
 
 @router.get(
@@ -211,7 +212,7 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
-def _detail(entry: ModelEntry) -> bytes:
+def _detail(entry: ModelEntry, way: str) -> bytes:
     graph = model_graph(entry, entry.structure())
     weights = {}
     for name in entry.weights:
@@ -232,6 +233,7 @@ def _detail(entry: ModelEntry) -> bytes:
             "weights": weights,
             "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
             "preprocessing": entry.preprocessing().describe(),
+            "default_preprocess": {"way": way, "meaning": WAYS[way]},
             "levels": _levels(graph),
             "closed": graph_formats.closed_parts(graph),
         }

@@ -10,6 +10,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from fastapi import FastAPI
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 import fxcore.models.weights
 import service.app
-import service.engine.requests.plan
 from fxcore import ModelEntry, WeightsInfo
+from fxcore.images.decoding import Decoder
 from fxcore.images.presets import ImageClassification
 from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_models
 
@@ -91,16 +92,16 @@ def create_app() -> FastAPI:
 
 
 def _spoil_decoder() -> None:
-    right = service.engine.requests.plan.open_image
+    right = Decoder.image
 
-    def spoiled(data: bytes, max_pixels: int | None = None) -> object:
+    def spoiled(self: Decoder, data: bytes, *args: Any) -> Tensor:
         if bytes(data).endswith(DECODER_DIES):
             raise SystemExit("the decoder's thread ends here")
         if bytes(data).endswith(DECODER_HAS_NO_MEMORY):
             raise MemoryError
-        return right(data, max_pixels)
+        return right(self, data, *args)
 
-    service.engine.requests.plan.open_image = spoiled  # type: ignore[assignment]
+    Decoder.image = spoiled  # type: ignore[method-assign]
 
 
 def _spoil_clock() -> None:

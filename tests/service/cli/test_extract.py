@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.images.files import open_image
 from fxcore.models.catalog import register
+from tests.decoding import decoded
 from tests.service.cli.running import fxserve, rows
 
 
@@ -24,7 +24,7 @@ def expected(files: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor
     extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(nodes))
     preprocessing = entry.preprocessing()
     with torch.inference_mode():
-        batch = torch.stack([preprocessing.image(open_image(file.read_bytes())) for file in files])
+        batch = torch.stack([preprocessing.pixels(decoded(file.read_bytes())) for file in files])
         answer: dict[str, torch.Tensor] = extractor.module(batch)
     return answer
 

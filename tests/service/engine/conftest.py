@@ -33,6 +33,12 @@ def jpegs(arrays: dict[str, np.ndarray]) -> list[bytes]:
     return [encoded(pixels) for pixels in arrays.values()]
 
 
+@pytest.fixture(scope="session")
+def large_jpegs(arrays: dict[str, np.ndarray]) -> list[bytes]:
+    """Large enough to be decoded at a half."""
+    return [encoded(np.kron(pixels, np.ones((3, 3, 1), np.uint8))) for pixels in arrays.values()]
+
+
 @pytest.fixture
 def engine() -> MakeEngine:
     """``async with engine(max_inflight=3) as running:`` an engine with those settings, on the CPU."""

@@ -170,9 +170,10 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
         watched.open.clear()
         held = asyncio.create_task(running.features(record, [jpegs[1]]))
         await watched.begun()
-        row, answer = 4 * 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
+        row, answer = 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
         decoded = 4 * 400 * 600
-        resized = 4 * 384 * (400 + 256) + (3 + 36) * 224 * 224
+        # The image turned, its columns summed as floats of four channels twice, the crop three times, and a piece.
+        resized = 4 * 402 * 600 + 2 * 16 * 400 * 224 + 3 * 16 * 224 * 224 + 16 * 2**15
         assert running.admission.bytes == len(jpegs[1]) + decoded + resized + row + answer
         pooled = FeatureOptions(pool="avg")
         with pytest.raises(AdmissionFull, match="bytes"):

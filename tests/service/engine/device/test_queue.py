@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from fxcore.images.files import open_image
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue, Undecoded
 from service.engine.errors import NotReady, OutOfMemory
 from service.engine.requests.sizes import row_size
+from tests.decoding import decoded
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting
 
 pytestmark = pytest.mark.anyio
@@ -257,6 +257,6 @@ async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jp
             watched.open.set()
             await held
             answers.append((await both).outputs["x"])
-        rows = torch.stack([record.preprocessing.image(open_image(data)) for data in jpegs]).permute(0, 2, 3, 1)
+        rows = torch.stack([record.preprocessing.pixels(decoded(data)) for data in jpegs]).permute(0, 2, 3, 1)
     assert torch.equal(answers[0], rows[:2])
     assert torch.equal(answers[1], rows[1:3])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore import get_model, load_model
 from fxcore.photos import photos
@@ -27,7 +28,7 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
 
     model = torchvision.models.resnet18().eval()
     model.load_state_dict(load_model(get_model("resnet18"), "random").state_dict())
-    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(photos()[0])[None]
+    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(pil_to_tensor(photos()[0]))[None]
     with torch.no_grad():
         expected = create_feature_extractor(model.eval(), ["layer3"])(image)["layer3"].numpy()
     body = io.BytesIO()

@@ -1,14 +1,13 @@
 """Odd and hostile images: the right answer or a clear error, little memory, and the next request is served."""
 
-import io
 import resource
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 import torchvision
 
+from tests.decoding import decoded
 from tests.nasty import MAX_PIXELS, NASTY, photo, saved
 from tests.service.conftest import Client
 
@@ -54,11 +53,10 @@ def test_right_answer_or_clear_error(small, usual, name, preprocess):
 def test_odd_images_have_the_values_of_what_they_show(small, name):
     data = NASTY[name][0]()
     answer = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
-    image = PIL.Image.open(io.BytesIO(data)).convert("RGB")
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1(weights=None).eval()
     transform = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.transforms()
     with torch.inference_mode():
-        value = model.features[:3](transform(image)[None])
+        value = model.features[:3](transform(decoded(data))[None])
     got = torch.tensor(answer.json()["outputs"][0]["data"]).reshape(value.shape)
     torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import pytest
 import safetensors.numpy
 import safetensors.torch
@@ -21,6 +20,7 @@ from torchvision.transforms import functional as F
 
 from fxcore.images.presets import VideoClassification
 from fxcore.models.catalog import register
+from tests.decoding import decoded
 from tests.service.conftest import Client
 
 TOML = """
@@ -93,8 +93,8 @@ def expected(photo: bytes, folder: Path, path: str) -> np.ndarray:  # type: igno
     """What a forward hook sees, of an image preprocessed by hand."""
     model = timm.create_model("mobilenetv3_small_050", num_classes=7).eval()
     model.load_state_dict(torch.load(folder / "mine.pth", weights_only=True))
-    image = F.center_crop(F.resize(PIL.Image.open(io.BytesIO(photo)).convert("RGB"), 72), [64, 64])
-    pixels = F.normalize(F.to_tensor(image), [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    image = F.center_crop(F.resize(decoded(photo), 72), [64, 64])
+    pixels = F.normalize(image / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     seen: list[torch.Tensor] = []
     model.get_submodule(path).register_forward_hook(lambda m, i, output: seen.append(output))
     with torch.inference_mode():
