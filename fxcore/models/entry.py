@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ class FeatureMap:
 
 
 @dataclass(frozen=True)
-class ModelEntry:
+class ModelEntry(ABC):
     """A model that can be built by name.
 
     Attributes:
@@ -159,9 +160,9 @@ class ModelEntry:
         """Whether ``weights`` are int8 weights, whose model has other modules than the float model."""
         return False
 
+    @abstractmethod
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
         """The preprocessing that goes with ``weights``, for another square input of ``image_size`` pixels if given."""
-        raise NotImplementedError
 
     def _published_name(self, asked: str) -> str:
         if asked == "DEFAULT" and self.default_weights is not None:

@@ -146,12 +146,7 @@ def published_state_dict(info: WeightsInfo) -> StateDict:
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
             raise TypeError("it does not hold a state dict")
     except Exception as error:
-        raise WeightsUnavailable(
-            f"{file.name} in {file.parent} is damaged ({_first_line(error)}); delete it so that it is fetched again, "
-            "or ask for weights=random to try without",
-            file=file.name,
-            folder=str(file.parent),
-        ) from error
+        raise _damaged(file, error) from error
     return state
 
 
@@ -165,14 +160,18 @@ def _of_timm(entry: TimmEntry, weights: str) -> nn.Module:
             pass  # a damaged file is no misfit
         return entry.build_with(weights, file)
     except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError) as error:
-        raise WeightsUnavailable(
-            f"{file.name} in {file.parent} is damaged ({_first_line(error)}); delete it so that it is fetched again, "
-            "or ask for weights=random to try without",
-            file=file.name,
-            folder=str(file.parent),
-        ) from error
+        raise _damaged(file, error) from error
     except (RuntimeError, KeyError, ValueError, AttributeError) as error:
         raise _misfit(entry, file.name, str(file.parent), str(error)) from error
+
+
+def _damaged(file: Path, error: Exception) -> WeightsUnavailable:
+    return WeightsUnavailable(
+        f"{file.name} in {file.parent} is damaged ({_first_line(error)}); delete it so that it is fetched again, "
+        "or ask for weights=random to try without",
+        file=file.name,
+        folder=str(file.parent),
+    )
 
 
 def _download(info: WeightsInfo) -> None:
