@@ -30,7 +30,7 @@ from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.interpreter import Inputs, bound, positional
+from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.tracer import CLOSED, PATH, LeafModule, record, trace
 from fxcore.transforms.base import APPLIED, fork
@@ -139,6 +139,9 @@ def build_extractor(
     else:
         _add_constants(model, graph, dtype)
     whole.graph_copy(source, copies)
+    device = _device_of(model)
+    for node in whole.nodes:
+        node.args, node.kwargs = on_device(node.args, node.kwargs, device)
     by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
     functionalize(whole, dict(graph.traced_modules))
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
@@ -336,12 +339,16 @@ def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> N
         values = [getattr(root, name) for name in made]
         for name in (set(vars(model)) - own).intersection(made):
             delattr(model, name)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = _device_of(model)
         for name, value in zip(graph.constants, values, strict=True):
             if not hasattr(model, name):
                 # One made of numbers in the code was not cast with the model.
                 cast = dtype if value.dtype == torch.float32 else value.dtype
                 model.register_buffer(name, value.to(device, cast), persistent=False)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> OutputInfo:

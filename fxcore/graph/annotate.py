@@ -15,21 +15,30 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Interpreter, on_device
 
 #: batch size of the first run. Dimensions that grow with the batch are told apart by a second run with one image.
 _BATCH = 13
 
 
 class _Recorder(Interpreter):
-    """Keeps each node's value, which on the meta device holds no memory."""
+    """Keeps each node's value, which on the meta device holds no memory.
+
+    Args:
+        device: where the module is, for devices in its graph; None: they stay as they were recorded.
+    """
 
     def __init__(
-        self, module: fx.GraphModule, on_value: Callable[[fx.Node, Any], None], only: Collection[fx.Node] | None = None
+        self,
+        module: fx.GraphModule,
+        on_value: Callable[[fx.Node, Any], None],
+        only: Collection[fx.Node] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._on_value = on_value
         self._only = only
+        self._device = device
 
     def run_node(self, n: fx.Node) -> Any:
         if self._only is not None and n not in self._only and n.op != "placeholder":
@@ -42,6 +51,10 @@ class _Recorder(Interpreter):
             ]
         self._on_value(n, value)
         return value
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return (args, kwargs) if self._device is None else on_device(args, kwargs, self._device)
 
     def _versions(self, n: fx.Node) -> list[int | None]:
         """Torch counts the writes to each tensor; inference tensors go uncounted."""
@@ -90,8 +103,8 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
             node.meta["rows"] = _rows(value.shape, many.get(node))
 
     with torch.no_grad():  # not inference mode, whose tensors have no versions
-        _Recorder(module, remember).run(*_inputs(shapes, _BATCH, device))
-        _Recorder(module, write).run(*_inputs(shapes, 1, device))
+        _Recorder(module, remember, device=device).run(*_inputs(shapes, _BATCH, device))
+        _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device))
 
 
 def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -132,7 +145,7 @@ def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: t
             total = counter.get_total_flops()
             flops[node], counted = total - counted, total
 
-        _Recorder(module, difference).run(*_inputs(shapes, 1, device))
+        _Recorder(module, difference, device=device).run(*_inputs(shapes, 1, device))
     return flops
 
 
@@ -157,7 +170,7 @@ def values_at(
             found[node] = value.shape, value.dtype
 
     with torch.inference_mode():
-        _Recorder(module, remember, needed).run(*_inputs(list(shapes), 1, device))
+        _Recorder(module, remember, needed, device).run(*_inputs(list(shapes), 1, device))
     return found
 
 

@@ -103,6 +103,8 @@ class ModelGraph:
         self.traced_modules: dict[str, nn.Module] = dict(self._root.named_modules())
         self._device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
         self._module = fx.GraphModule(self._root, self.graph)
+        # A view of a parameter asks for a gradient even without autograd, which torch's flop counter stumbles over.
+        self._module.requires_grad_(False)
         if self._device.type == "meta":
             self._module.to("meta")
         self.graph = self._module.graph

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxcore.errors import BadTensor, FxError
@@ -119,3 +120,19 @@ def mutable(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: mutable(v) for k, v in value.items()}
     return value
+
+
+def on_device(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """The arguments of a node with ``device`` in place of the devices among them.
+
+    What a model asks of its buffers while it is traced, as in ``x.to(self.periods.device)``, is recorded as it was
+    there and then, and the graph runs where the model is.
+
+    >>> on_device((1, torch.device("cpu")), {"device": torch.device("cpu")}, torch.device("meta"))
+    ((1, device(type='meta')), {'device': device(type='meta')})
+    """
+
+    def placed(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    return tuple(map(placed, args)), {key: placed(value) for key, value in kwargs.items()}

@@ -245,6 +245,33 @@ def test_buffers_are_those_of_the_weights(dtype: torch.dtype, own_entry: OwnEntr
     assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
+class Grid(nn.Module):
+    """Asks a buffer where it is, and has a layer of its own take a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("periods", torch.linspace(1, 2, 3))
+        self.conv, self.query, self.mix = nn.Conv2d(3, 3, 1), nn.Parameter(torch.ones(1, 1, 3)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).flatten(2).mT
+        places = y.new_ones(y.shape[1], 1).to(self.periods.device) / self.periods
+        return (y + places) @ self.mix(self.query.expand(y.shape[0], -1, -1)).mT
+
+
+def test_the_graph_runs_where_the_model_is(own_entry: OwnEntry) -> None:
+    entry = own_entry(Grid)
+    graph, model = ModelGraph(entry), load_model(entry, "random")
+    assert next(n.flops for n in graph.nodes if n.name == "mix") == 2 * 3 * 3
+    last, x = graph.eval_nodes[-1], noise(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(x)
+    assert torch.equal(run(build_extractor(graph, model, {"value": last}), x)["value"], expected)
+    elsewhere = model.to("meta")
+    value = run(build_extractor(graph, elsewhere, {"value": last}), x.to("meta"))["value"]
+    assert (value.device.type, value.shape) == ("meta", expected.shape)
+
+
 def test_other_sizes(models: dict[str, nn.Module]) -> None:
     extractor = make("resnet18", models["resnet18"], ["layer3", "avgpool"])
     for height, width in ((64, 64), (96, 160), (33, 47)):
