@@ -73,6 +73,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         self._send_timeout.stop()
+        self._unset_keepalive_if_required()  # which uvicorn does not where the connection was reset
         if self._hold is not None:
             self._hold.cancel()
         if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
@@ -188,11 +189,16 @@ class Connection(HttpToolsProtocol):
         wait: Any = self.cycle.scope.get(REFUSED)
         if wait is not None and not self.transport.is_closing():
             self.flow.pause_reading()
+            # Closing an idle connection would reset it, where its next request waits unread.
+            self._unset_keepalive_if_required()
             self._hold = self.loop.call_later(min(wait, HOLD_SECONDS), self._resume)
 
     def _resume(self) -> None:
         self._hold = None
         if not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
             self.flow.resume_reading()
 
     def shutdown(self) -> None:

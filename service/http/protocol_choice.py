@@ -17,9 +17,11 @@ _METHODS = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "shutdown"),
     *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"),
     *("on_response_complete", "_start_asgi_task", "_unset_keepalive_if_required"),
+    "timeout_keep_alive_handler",
 )
 _ATTRIBUTES = (
     *("cycle", "expect_100_continue", "flow", "headers", "loop", "parser", "pipeline", "transport"),
+    *("timeout_keep_alive", "timeout_keep_alive_task"),
     *("disconnected", "keep_alive", "message_event", "response_complete", "response_started"),
 )
 

@@ -22,6 +22,10 @@ from service.observability import logs
 from service.observability.metrics import SHARED_DIR
 from service.settings import Settings
 
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than proxies keep theirs, 60 s in nginx and in AWS's load balancers,
+which would otherwise send requests into connections that are being closed; and longer than any ``Retry-After``."""
+
 
 def end_on_signals() -> None:
     """Make SIGTERM and SIGINT end the process at once, with exit code 0.
@@ -70,6 +74,7 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         # By name: a server process gets these before it can say that it lives, and the class needs torch.
         "http": protocol_choice.chosen(),
         "ws": "none",
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
         # What was accepted has had its grace period by then; this is for answers that nobody reads.
         "timeout_graceful_shutdown": 2,
     }

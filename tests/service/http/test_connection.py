@@ -61,9 +61,10 @@ def slow() -> Iterator[tuple[Slow, socket.socket]]:
 
 
 @contextlib.contextmanager
-def serving(app: ASGIApp) -> Iterator[socket.socket]:
-    """A connection to a server of ``app``."""
-    server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
+def serving(app: ASGIApp, keep_alive: int = 5) -> Iterator[socket.socket]:
+    """A connection to a server of ``app`` that keeps idle ones for ``keep_alive`` seconds."""
+    config = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, timeout_keep_alive=keep_alive)
+    server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 200_000)  # what one piece of a request may have
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -232,3 +233,17 @@ def test_who_is_refused_and_comes_back_at_once_waits() -> None:
         # One may be read together with the end of the one before, which was answered before it had come.
         assert time.monotonic() - began >= 2
     assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
+
+
+def test_who_was_refused_is_not_cut_off_for_being_idle() -> None:
+    """The next request waits unread while the server would count its connection as idle, and reset it."""
+
+    async def full(scope: Scope, receive: Receive, send: Send) -> None:
+        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=3.0))
+        await document(scope, receive, send)
+
+    with serving(RequestContext(full, Metrics()), keep_alive=1) as connection:
+        connection.settimeout(30)
+        for _ in range(2):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert read_until(connection, b"}").startswith(b"HTTP/1.1 429 ")
