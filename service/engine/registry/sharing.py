@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -96,6 +97,7 @@ class Sharing:
         self._unwritable: str | None = None
         self._damaged: dict[str, str] = {}
         self._deleted: set[str] = set()
+        self._putting: Counter[str] = Counter()
         self._seen: dict[str, float] = {}
         self._looks = 0
         self._swept = time.monotonic()
@@ -171,7 +173,11 @@ class Sharing:
         Raises:
             NotReady: the store cannot be written.
         """
-        stored, new = await self._call("write", self._store.put, *_about(record))
+        self._putting[record.id] += 1
+        try:
+            stored, new = await self._call("write", self._store.put, *_about(record))
+        finally:
+            self._putting -= Counter((record.id,))  # which drops what is zero
         self._missing.pop(record.id, None)
         self._damaged.pop(record.id, None)
         return stored, new
@@ -293,6 +299,8 @@ class Sharing:
             self._damaged.clear()
             await in_pool(self._watcher_pool, self._prune)
         gone = await in_pool(self._watcher_pool, self._gone, {id: known.tokens[id] for id in suspects})
+        # What is being put may be there by now. It gets its new token with the answer, or is looked at again.
+        gone = {id: token for id, token in gone.items() if id not in self._putting}
         if gone:
             self._forget(gone)
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,8 +79,30 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
             _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
             assert created
             assert (await later.look_up("anew")).id == record.id
-            await asyncio.sleep(2 * sharing.REMOTE_POLL_SECONDS + 0.5)
+            seconds = sharing.POLL_SECONDS if Store(url).local else sharing.REMOTE_POLL_SECONDS
+            await asyncio.sleep(2 * seconds + 0.5)
             assert one.known("anew") is not None
+
+
+async def test_what_is_being_made_anew_is_not_forgotten(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the news of its deletion comes while a slow disk writes it."""
+    put = Store.put
+
+    def slow(*args: Any) -> Any:
+        time.sleep(4 * sharing.POLL_SECONDS)
+        return put(*args)
+
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record = await built(one)
+        await other.look_up(record.id)
+        monkeypatch.setattr(Store, "put", slow)
+        await other.delete(record.id)
+        again, created = await one.extractor(spec(name="anew"), keep=True)
+        assert created
+        assert one.known("anew") is again
 
 
 async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, url: str) -> None:
