@@ -88,7 +88,7 @@ def test_every_setting_is_in_the_table() -> None:
 
 def test_settings_read_alike_on_both_pages() -> None:
     rows = re.findall(r"^\| `FXSERVE_\w+` \|.*$", README, re.MULTILINE)
-    assert len(rows) == 11
+    assert len(rows) == 10
     assert set(rows) <= set(SERVICE.splitlines())
 
 
