@@ -18,7 +18,7 @@ from service.engine.errors import UnknownExtractor
 from service.engine.requests.admission import claim_for_current_request
 from service.http.middleware import header, joined_header
 from service.http.route_cache import StrictCachedRoute
-from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
@@ -55,18 +55,7 @@ _DOCUMENTATION: dict[str, Any] = {
     },
     "responses": {
         200: {"model": EmbeddingsDocument, "description": "A vector for each image."},
-        **documented(
-            *MAKING_PROBLEMS,
-            "unknown-extractor",
-            "image-too-large",
-            "request-too-large",
-            "response-too-large",
-            "unsupported-media-type",
-            "bad-image",
-            "admission-full",
-            "compute-failed",
-            "deadline-exceeded",
-        ),
+        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, "unknown-extractor"),
     },
 }
 

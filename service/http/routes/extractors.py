@@ -62,6 +62,18 @@ MAKING_PROBLEMS = (
     *BUILD_PROBLEMS,
 )
 
+COMPUTE_PROBLEMS = (
+    "image-too-large",
+    "request-too-large",
+    "response-too-large",
+    "unsupported-media-type",
+    "bad-image",
+    "admission-full",
+    "compute-failed",
+    "deadline-exceeded",
+)
+"""What may be wrong with images that are sent through an extractor, whatever the shape of the answer."""
+
 
 def described(record: ExtractorRecord) -> dict[str, Any]:
     """A record as :class:`service.schemas.v1.ExtractorDetail` says it."""

@@ -22,7 +22,7 @@ from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
 from service.http.middleware import header, joined_header
 from service.http.route_cache import StrictCachedRoute
-from service.http.routes.extractors import BUILD_PROBLEMS, MAKING_PROBLEMS, IdOrName
+from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
 from service.http.state import State, state_of
 from service.schemas.node_pairs import node_pairs
@@ -45,16 +45,9 @@ _PROBLEMS = (
     "unknown-extractor",
     "not-acceptable",
     "body-too-large",
-    "image-too-large",
-    "request-too-large",
-    "response-too-large",
-    "unsupported-media-type",
-    "bad-image",
     "bad-box",
     "no-heat-map",
-    "admission-full",
-    "compute-failed",
-    "deadline-exceeded",
+    *COMPUTE_PROBLEMS,
 )
 
 

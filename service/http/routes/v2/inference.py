@@ -21,7 +21,7 @@ from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
 from service.http.middleware import joined_header
 from service.http.route_cache import CachedRoute
-from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, while_connected
 from service.http.routes.v2 import metadata as named
 from service.http.routes.v2.routing import TAG, Name, Version, body, documented
@@ -54,18 +54,7 @@ _INFER: dict[str, Any] = {
                 }
             },
         },
-        **documented(
-            *MAKING_PROBLEMS,
-            "deadline-exceeded",
-            "body-too-large",
-            "image-too-large",
-            "request-too-large",
-            "response-too-large",
-            "unsupported-media-type",
-            "bad-image",
-            "admission-full",
-            "compute-failed",
-        ),
+        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, "body-too-large"),
     },
 }
 
