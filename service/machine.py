@@ -1,4 +1,7 @@
-"""What this process may use of the machine, which in a container is less than there is."""
+"""What this process may use of the machine, which in a container is less than there is.
+
+psutil knows the machine and the process, and no control group's limits.
+"""
 
 from __future__ import annotations
 

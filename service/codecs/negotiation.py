@@ -1,4 +1,7 @@
-"""Which media type a client sent, and which of those on offer it would rather have."""
+"""Which media type a client sent, and which of those on offer it would rather have.
+
+python-mimeparse splits quoted parameters at their commas, and raises for a header that is partly invalid.
+"""
 
 from __future__ import annotations
 

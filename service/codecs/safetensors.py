@@ -1,4 +1,8 @@
-"""The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory."""
+"""The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory.
+
+The package safetensors copies every tensor, in both directions, while it holds the interpreter; here they share memory
+with the body that was received and with the answer that is sent.
+"""
 
 from __future__ import annotations
 

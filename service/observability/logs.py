@@ -1,7 +1,8 @@
 """Log lines: text for people, or a JSON object a line for machines. Each names the request that it belongs to.
 
 What a client sent may stand in a message. It cannot forge a line: in text, control characters are escaped and the lines
-of a traceback are indented; JSON escapes them by itself.
+of a traceback are indented; JSON escapes them by itself. python-json-logger would take the place of one of the two
+formatters, and the fields would still be named here.
 """
 
 from __future__ import annotations
