@@ -103,7 +103,7 @@ class ModelGraph:
         self.traced_modules: dict[str, nn.Module] = dict(self._root.named_modules())
         self._device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
         self._module = fx.GraphModule(self._root, self.graph)
-        # A view of a parameter asks for a gradient even without autograd, which torch's flop counter stumbles over.
+        # A view of a parameter asks for a gradient even without autograd, which torch's FLOP counter does not take.
         self._module.requires_grad_(False)
         if self._device.type == "meta":
             self._module.to("meta")
@@ -207,10 +207,12 @@ class ModelGraph:
             return self._derived[key]
 
     def _copy(self, module: fx.GraphModule, input_size: tuple[int, int]) -> ModelGraph:
-        """This graph with the nodes of ``module``, annotated anew. Tracing saw no sizes: nothing is traced again."""
+        """Copy this graph with the nodes of ``module``, annotated for ``input_size``.
+
+        The model, its modules and constants are shared. Tracing saw no sizes, so nothing is traced again.
+        """
         other = copy.copy(self)
-        for name in ("by_name", "inputs", "nodes", "totals", "leaf_modules"):
-            other.__dict__.pop(name, None)
+        other._forget_computed()
         other.fingerprint = self.fingerprint  # it tells models apart, not sizes
         other.input_size = input_size
         other._derived = {}
@@ -220,6 +222,12 @@ class ModelGraph:
         other.eval_nodes = names(other.graph)
         other._annotate()
         return other
+
+    def _forget_computed(self) -> None:
+        """Drop the values of cached properties."""
+        for name, member in vars(ModelGraph).items():
+            if isinstance(member, functools.cached_property):
+                self.__dict__.pop(name, None)
 
     def _annotate(self) -> None:
         try:
