@@ -23,11 +23,10 @@ def own_cores(settings: dict[str, Any]) -> int:
 def usual_batch(settings: dict[str, Any]) -> int:
     """Most rows in a batch: 32 on a GPU; on a CPU four for each core, between 8 and 32.
 
-    What the layers of more rows pass on does not stay in a CPU's caches: on two cores, 8 rows of mobilenet_v3_small
-    were decoded and computed at 1.1 times the rate of 16 and 1.2 times that of 32; resnet50 is as fast with 2 rows as
-    with 16.
+    The activations of larger batches do not fit into a CPU's caches: small models get slower with them, large ones no
+    faster.
     """
-    import torch  # not before somebody needs the settings
+    import torch  # takes seconds: only once settings are read
 
     device = str(settings.get("device", "auto"))
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):

@@ -37,8 +37,8 @@ def first_choice(device: torch.device, precision: str) -> Backend:
 def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
     """Backends that work here and are likely to beat eager, the likeliest first.
 
-    On CPU that is OpenVINO alone: it was never slower than inductor in what was measured, and whoever did not install
-    it did not ask for a compiler to run beside the service for minutes either.
+    On CPU that is OpenVINO alone: it was never slower than inductor in what was measured, and inductor
+    compiles beside the service for minutes.
     """
     likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"], BACKENDS["inductor"]]
     return [backend for backend in likely if backend.unavailable(device, precision) is None]

@@ -3,8 +3,8 @@
 A graph is recorded for some sizes up to ``LARGEST`` rows (:func:`recorded_size`), each at its first use; other batches
 are padded to the next. What is larger, or has another image size than the example, runs eagerly.
 
-Recording disturbs, and is disturbed by, whoever else synchronises the device or records meanwhile: one thread calls
-all graphs of a process.
+A recording fails when another thread synchronises the device or records meanwhile, and makes that fail too: one thread
+calls all graphs of a process.
 """
 
 from __future__ import annotations

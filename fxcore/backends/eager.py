@@ -1,5 +1,5 @@
 """PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last, convolutions
-packed for oneDNN, activations in place where nobody sees it. In int8, torch.fx's graph mode.
+packed for oneDNN, activations in place where no other node reads their input. In int8, torch.fx's graph mode.
 
 What folding makes anew is shared by all extractors over a model (:mod:`fxcore.backends.folds`).
 """
@@ -109,8 +109,8 @@ def has_2d_convolutions(module: nn.Module) -> bool:
 
 
 def sums_in_place(module: fx.GraphModule) -> None:
-    """Let a convolution write into the memory of what is added to it, where that is new memory and nobody reads it
-    any more."""
+    """Let a convolution write into the memory of what is added to it, where that is new memory and no later node
+    reads it."""
     modules = dict(module.named_modules(remove_duplicate=False))
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in order:

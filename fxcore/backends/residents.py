@@ -54,7 +54,7 @@ class Residents:
         self._guard = threading.Lock()
 
     def add(self, resident: Resident) -> None:
-        """Count ``resident`` from now on, as long as somebody else holds it."""
+        """Count ``resident`` from now on, until it is garbage-collected."""
         with self._guard:
             self._known.add(resident)
 

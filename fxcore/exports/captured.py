@@ -1,4 +1,4 @@
-"""An extractor as it is handed to the process that exports it, and the result on its way back."""
+"""An extractor as it is sent to the process that exports it, and the result as it comes back."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Decoder:
         return self._row(pixels.numpy()) if self.plain else self._preprocessing.pixels(pixels.permute(2, 0, 1))
 
     def held(self, height: int, width: int, way: str = "default") -> int:
-        """Most bytes that an image of that size takes on its way to a row, once it is decoded."""
+        """Peak bytes of preparing a decoded image of that size."""
         pixels = height * width
         if self.plain and way != "pil":
             size = self.resized(height, width)

@@ -67,7 +67,7 @@ class Preprocessing(ABC):
         """The input size to annotate a graph for when nothing else is known."""
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the largest image that :meth:`image` makes on its way, of an image of that size.
+        """Height and width of the largest intermediate image that :meth:`image` makes of an image of that size.
 
         A long thin image grows without bounds where its shorter side is resized and the rest is cropped away later.
         """
@@ -80,8 +80,7 @@ class Preprocessing(ABC):
     def held(self, height: int, width: int) -> int:
         """Most bytes that :meth:`image` holds at a time beside an image of that size.
 
-        Its values as bytes, as floats, and twice more while they are normalised, all at the size of the image; peaks
-        of 39 bytes a pixel were measured.
+        Its values as bytes, as floats, and twice more while they are normalised, all at the size of the image.
         """
         return _NORMALIZING_BYTES * (height * width + math.prod(self.output_size(height, width)))
 

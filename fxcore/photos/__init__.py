@@ -101,7 +101,7 @@ def calibration_rows(
     for file in found:
         if len(rows) == count:
             break
-        try:  # each is let go before the next: a folder of large ones would take gigabytes
+        try:  # one at a time: all of a folder of large ones would take gigabytes
             rows += check_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
         except (OSError, FxError) as error:
             log.warning("%s is not calibrated on: %s", file, error)

@@ -1,6 +1,6 @@
 """A graph as text for people and as drawings.
 
-The drawings are written by hand: an SVG needs no Graphviz, a DOT or Mermaid text needs nobody but its reader. Each box
+The drawings are written by hand: an SVG needs no Graphviz. Each box
 says the node's name, what it runs, and the shape of its value; levels (of a model) and keys (of an extractor) are
 highlighted. Labels come from models that anyone may have written, so every one is escaped.
 """

@@ -274,5 +274,5 @@ def _expression(summary: traceback.FrameSummary) -> str:
 
 
 def _short(source: str) -> str:
-    """Paths from the package on, or the file's name: where things are installed is nobody's business."""
+    """Shorten a path to what follows site-packages, or to the file's name: errors do not say where packages are."""
     return source.split("site-packages/")[-1] if "site-packages/" in source else Path(source).name

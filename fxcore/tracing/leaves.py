@@ -128,7 +128,7 @@ def _content(cell: CellType) -> Any:
 
 
 def one_node(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which whoever traces a call of it records as one node; torch.fx traces when it unpickles."""
+    """Make ``function`` record each traced call as one node, in later traces too: torch.fx traces when it unpickles."""
     return _recorder(function, lasting=True)
 
 

@@ -60,7 +60,7 @@ def default_leaf_modules() -> tuple[type[nn.Module], ...]:
 
 
 class Tracer(NodePathTracer):  # type: ignore[misc]
-    """torchvision's tracer, deaf to every thread but the one that made it.
+    """torchvision's tracer, which records the calls of its own thread only.
 
     While a trace runs, torch.fx routes ``nn.Module.__call__`` and ``__getattr__`` of the whole process through the
     tracer. Calls from other threads (inference that goes on meanwhile) pass straight through.

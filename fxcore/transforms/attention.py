@@ -2,7 +2,7 @@
 
 The weights of ViT's and Swin's attention live and die inside one call. A pass adds, beside each such call, a node that
 makes the same call for its weights; the call itself stays as it was, so every other node keeps its value to the bit,
-and weights that nobody asks for cost nothing (an extractor prunes what it does not need).
+and weights that are not asked for cost nothing: an extractor prunes them.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def hooked(module: nn.Module) -> bool:
 def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
     """Erase ``nodes`` that nothing reads, then those of their inputs that they alone read.
 
-    Not ``eliminate_dead_code``: that also drops in-place operations whose result nobody reads though their effect is
+    Not ``eliminate_dead_code``: that also drops in-place operations whose result is unused though their effect is
     seen (pytorch#68301).
     """
     waiting = list(nodes)

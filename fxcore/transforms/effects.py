@@ -58,7 +58,7 @@ def train_mode(module: nn.Module, node: fx.Node) -> str | None:
 def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that are not given."""
     assert callable(node.target)
-    with contextlib.suppress(Exception):  # overloads that nothing tells apart; a signature that nobody can read
+    with contextlib.suppress(Exception):  # ambiguous overloads; a signature that cannot be read
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
         if found is not None:
             return dict(found.kwargs)
@@ -96,7 +96,7 @@ def _is_seeded(name: str) -> bool:
 def only_computes(module: nn.Module, node: fx.Node) -> bool:
     """Whether ``node`` computes the same value again from the same arguments, and does nothing else.
 
-    So do torch's own functions and modules that neither draw nor write. What other code does, nobody knows.
+    So do torch's own functions and modules that neither draw nor write. Other code is taken to have effects.
 
     >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x.add_(1).exp()))
     >>> [node.name for node in model.graph.nodes if only_computes(model, node)]

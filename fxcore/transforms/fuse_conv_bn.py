@@ -227,7 +227,7 @@ def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) ->
 
 
 def reads_shape(node: fx.Node) -> bool:
-    """Sizes are the same before and after a batch norm, so whoever reads only those does not mind."""
+    """Whether ``node`` reads only sizes, which a batch norm leaves as they are."""
     return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
         node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
     )

@@ -67,7 +67,7 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
 
     ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never.
     The node's name goes to what it returns, and so do the outputs that return it. An ``f`` that works in place is given
-    copies: whoever reads what it overwrote reads what ``wrapper`` returns.
+    copies: nodes that read the overwritten value read what ``wrapper`` returns.
 
     >>> import torch
     >>> from torch import fx
@@ -112,10 +112,10 @@ Call = Callable[..., fx.Proxy]
 def rewrite(
     module: fx.GraphModule, node: fx.Node, with_what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 ) -> fx.Node:
-    """Retrace ``node``: run ``with_what(call, args, kwargs)`` on proxies of its arguments and let the result stand in.
+    """Retrace ``node``: run ``with_what(call, args, kwargs)`` on proxies of its arguments; the result replaces it.
 
-    ``call`` makes the node's own call, with whatever arguments, and never in place: whoever read what the node
-    overwrote reads the result. The result has the node's name; what else comes into being has names below it.
+    ``call`` makes the node's own call with any arguments, and never in place: nodes that read the overwritten value
+    read the result. The result has the node's name; other new nodes have names below it.
     """
     hand_on(module, node)
     graph = module.graph
