@@ -153,6 +153,7 @@ def test_batches_are_split_to_the_servers_limits(start, three, expected):
         assert caught.value.extra["limit"] == 2 * size
 
 
+@pytest.mark.exhaustive
 def test_it_waits_for_a_busy_server(start, three):
     busy = start(max_inflight=1)
     with Client(busy.url, concurrency=6, retries=500, timeout=300) as client:
@@ -201,6 +202,7 @@ def test_errors(client, extractor, three):
     fails(exceptions.BadTensor, lambda: extractor({"y": np.zeros((1, 3, 64, 64), np.float32)}))
 
 
+@pytest.mark.exhaustive
 def test_an_extractor_outlives_the_servers_process(start, three, expected):
     server = start()
     with Client(server.url) as client:

@@ -193,7 +193,7 @@ def test_not_ready_until_the_preloads_are_done(start):
     assert int(answer.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("at_once", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_client_that_leaves_takes_its_work_along(small, slow, at_once):
     """Its request ends when it leaves, not when the work is done, and the one place is free for the next. Those that it
     sent behind that one are not begun."""
@@ -244,6 +244,7 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_who_has_begun_a_head_is_told_of_the_end(start):
     server = start()
     with server.connect() as kept:

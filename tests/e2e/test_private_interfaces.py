@@ -84,7 +84,9 @@ def expected(photo: bytes) -> np.ndarray:
         return extractor.eval()(image[None])[NODE].numpy()
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(
+    "name", ["torch.ao", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TAKEN if name != "torch.ao")]
+)
 def test_the_service_answers_without(name: str, without: Callable[..., Server], photos: dict[str, bytes]) -> None:
     server = without(name)
     found = features(server, photos["chelsea"], f"/v1/models/resnet18/features?nodes={NODE}&weights=random")

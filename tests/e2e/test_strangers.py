@@ -83,6 +83,7 @@ def test_a_body_that_stops_is_answered(guarded, path):
     assert b'{"error"' in received if path.startswith("/v2") else b"/problems/request-timeout" in received
 
 
+@pytest.mark.exhaustive
 def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos):
     """Two megabytes each, forty together: those that do not fit are told so, and others are served meanwhile."""
     guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("one"))
@@ -98,6 +99,7 @@ def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos
     assert set(statuses) == {b"408", b"429"}
 
 
+@pytest.mark.exhaustive
 def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
     """Heads that do not end, and an answer that nobody reads; all at once, because it takes the server's patience."""
 

@@ -73,6 +73,7 @@ def test_a_head_finds_patches(url: str) -> None:
     assert float(match[2]) < 16
 
 
+@pytest.mark.exhaustive
 def test_attention_becomes_a_picture(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     said = run("attention", tmp_path / "cat.jpg", tmp_path / "heads.png", "--server", url, "--model", "vit_b_32")

@@ -57,6 +57,9 @@ FAMILIES = frozenset(
     )
 )
 
+# Those of them whose values are compared always in any case, and which take seconds for each further test.
+SLOW = frozenset(("fcn_resnet50", "maxvit_t", "mc3_18", "mvit_v2_s", "s3d", "swin3d_t", "swin_t", "swin_v2_t", "vgg11"))
+
 
 def each(names: Iterable[str], always: frozenset[str] = FAMILIES) -> list[ParameterSet]:
     """A parameter for each of ``names``; those not in ``always`` are marked exhaustive."""

@@ -46,6 +46,7 @@ def test_the_first_by_name_that_can_be_read(tmp_path: Path, caplog: pytest.LogCa
     assert [line.split(" is not")[0] for line in told] == [str(tmp_path / "0.jpg"), str(tmp_path / "a.png")]
 
 
+@pytest.mark.exhaustive
 def test_one_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(6):
         photograph(tmp_path / f"{i}.png", i)

@@ -79,6 +79,7 @@ def test_models_of_a_size_are_counted_and_few(
     assert grows(lower(), batch[:1]) == 0
 
 
+@pytest.mark.exhaustive
 def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
     class Positive(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

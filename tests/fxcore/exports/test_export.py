@@ -119,7 +119,12 @@ def test_exports_run_elsewhere_and_agree(format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "node"), [("vit_b_32", "encoder.ln"), ("swin_t", "features.1"), ("convnext_tiny", "features.1")]
+    ("name", "node"),
+    [
+        pytest.param("vit_b_32", "encoder.ln", marks=pytest.mark.exhaustive),
+        pytest.param("swin_t", "features.1", marks=pytest.mark.exhaustive),
+        ("convnext_tiny", "features.1"),
+    ],
 )
 def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -> None:
     """ViT reads a parameter and calls nn.MultiheadAttention; Swin calls a function of torchvision; both others have
@@ -179,6 +184,7 @@ def test_int8_of_torch_is_exported_as_it_is(
             export(quantized, format)
 
 
+@pytest.mark.exhaustive
 def test_int8_of_openvino_is_made_by_its_export(
     calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def _holds_nothing(model: nn.Module) -> None:
     assert sum(t.untyped_storage().nbytes() for t in held) < 2**25
 
 
+@pytest.mark.exhaustive
 def test_listing_the_nodes_of_large_models_takes_no_memory() -> None:
     """HAZARDS 11, measured: the weights of these two would take 5.1 GB. In a process of its own, for its own peak."""
     script = (

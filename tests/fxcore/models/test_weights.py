@@ -128,7 +128,12 @@ def test_auxiliary_heads_and_transform_input(name: str, node: str, size: int, pu
     ("name", "weights", "arguments"),
     [
         ("fasterrcnn_resnet50_fpn", "COCO_V1", {}),  # frozen batch norms whose eps is 0
-        ("keypointrcnn_resnet50_fpn", "COCO_LEGACY", {"num_keypoints": 17, "num_classes": 2}),  # and whose is not
+        pytest.param(  # and whose is not
+            "keypointrcnn_resnet50_fpn",
+            "COCO_LEGACY",
+            {"num_keypoints": 17, "num_classes": 2},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_backbones_with_frozen_batch_norms(name: str, weights: str, arguments: dict[str, Any], put: Put) -> None:
@@ -153,6 +158,7 @@ def test_backbones_with_frozen_batch_norms(name: str, weights: str, arguments: d
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
+@pytest.mark.exhaustive
 def test_a_vit_is_built_for_the_size_of_its_weights(put: Put) -> None:
     """The SWAG weights want 384 px, and the bare model's position embedding is for 224."""
     weights, node = "IMAGENET1K_SWAG_E2E_V1", "encoder.layers.encoder_layer_0.add_1"
@@ -193,6 +199,7 @@ def test_int8_weights(put: Put) -> None:
     assert {n.name: n.dtype for n in graph.nodes}["conv1"] == "quint8"
 
 
+@pytest.mark.exhaustive
 def test_int8_weights_that_are_loaded_before_the_conversion(put: Put) -> None:
     """MobileNetV3's file holds the fake-quantized model of quantization-aware training."""
     name, weights = "quantized_mobilenet_v3_large", "IMAGENET1K_QNNPACK_V1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torchvision
 from torch import nn
 from torchvision.models import WeightsEnum, get_model_builder, get_model_weights
 from torchvision.models.feature_extraction import get_graph_node_names
@@ -13,7 +12,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import get_model, model_graph
 from fxcore.memory import give_back
 from fxcore.models.entry import weightless
-from tests.fxcore.model_list import ALL, each
+from tests.fxcore.model_list import ALL, FAMILIES, SLOW, each
 
 DIFFERENT = frozenset(("googlenet", "inception_v3", "deeplabv3_mobilenet_v3_large", "fcn_resnet50", "resnet18"))
 """Their default weights change the structure; but for the last."""
@@ -37,8 +36,13 @@ def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("asked", ["DEFAULT", "random"])
-@pytest.mark.parametrize("name", each(ALL, DIFFERENT))
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        *(pytest.param(*name.values, "random", marks=name.marks) for name in each(ALL, FAMILIES - SLOW)),
+        *(pytest.param(*name.values, "DEFAULT", marks=name.marks) for name in each(ALL, DIFFERENT)),
+    ],
+)
 def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = get_model_weights(name)["DEFAULT"] if asked == "DEFAULT" else None
     entry = get_model(name)
@@ -50,6 +54,7 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
         train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
         assert graph.train_nodes == train
         assert graph.eval_nodes == evaluation
+        assert graph.closed == []
     for part in parts or ():
         inner = get_graph_node_names(model.get_submodule(part), suppress_diff_warning=True)[1]
         # A pyramid is one node to torchvision, and open here. The path of SSD's parameter begins at the traced root.
@@ -59,14 +64,23 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
     give_back()
 
 
-@pytest.mark.exhaustive
-def test_the_models_that_their_weights_change() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "googlenet",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (
+                "inception_v3",
+                "fcn_resnet50",
+                "fcn_resnet101",
+                "deeplabv3_resnet50",
+                "deeplabv3_resnet101",
+                "deeplabv3_mobilenet_v3_large",
+            )
+        ),
+    ],
+)
+def test_the_models_that_their_weights_change(name: str) -> None:
     """Listing only what untrained models have would leave out googlenet's ``cat``, which can be extracted."""
-    changed = {
-        name
-        for name in torchvision.models.list_models()
-        if get_model(name).task in ("classification", "segmentation")
-        and model_graph(name).eval_nodes != model_graph(name, get_model(name).structure()).eval_nodes
-    }
-    assert changed >= {"googlenet", "inception_v3", "fcn_resnet50", "fcn_resnet101"}
-    assert changed >= {"deeplabv3_resnet50", "deeplabv3_resnet101", "deeplabv3_mobilenet_v3_large"}
+    assert model_graph(name).eval_nodes != model_graph(name, get_model(name).structure()).eval_nodes

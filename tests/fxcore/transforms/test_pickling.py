@@ -109,6 +109,7 @@ def test_functions_kept_whole_stay_so(protocol: int) -> None:
     assert table(remove(again)) == table(made)
 
 
+@pytest.mark.exhaustive
 def test_an_extractor_is_read_in_another_process(tmp_path: Path) -> None:
     graph = model_graph("resnet18")
     made = build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve({"C2": "c2"})).module

@@ -48,6 +48,7 @@ finally:
         assert command in run.stdout
 
 
+@pytest.mark.exhaustive
 def test_torch_is_imported_with_few_full_collections() -> None:
     """Each looks at the million objects that are torch and torchvision; as Python does it by default there are six."""
     script = """
@@ -320,7 +321,7 @@ print("torch" in sys.modules)
     assert child.stdout.decode() == "False True\n", child.stderr
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("nonsense\n")

@@ -300,6 +300,7 @@ async def test_video_models_take_clips(engine: MakeEngine) -> None:
     assert_close(answer.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """Every answer while twenty extractors are traced and built is bit-equal to the quiet one."""
     models = ["resnet18", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5"]

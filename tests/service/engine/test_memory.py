@@ -27,6 +27,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's allocator")
 def test_all_threads_allocate_from_one_heap() -> None:
     """See malloc_info(3): an element for each of the allocator's heaps."""

@@ -93,7 +93,8 @@ def test_what_a_kill_may_leave_behind_is_put_right(
     assert not list(out.glob("*.part"))
 
 
-@pytest.mark.parametrize("kilobytes", [0, 4, 8, 40])  # too few for spec.json, the index or the shard
+# Too few for spec.json, the index or the shard.
+@pytest.mark.parametrize("kilobytes", [0, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (4, 8, 40))])
 def test_a_folder_that_cannot_be_written_is_named_and_gone_on_with_later(
     kilobytes: int, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

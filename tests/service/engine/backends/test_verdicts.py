@@ -83,6 +83,7 @@ async def test_a_second_start_confirms_what_the_first_found(start: Callable[...,
     assert second.checks == first.checks
 
 
+@pytest.mark.exhaustive
 async def test_a_backend_that_no_longer_agrees_is_not_taken(start: Callable[..., Any]) -> None:
     await start()
     record, compared = await start(error=0.01)
@@ -102,6 +103,7 @@ async def test_a_damaged_verdict_is_none(start: Callable[..., Any], tmp_path: Pa
     assert (record.backend, again) == ("openvino", compared)
 
 
+@pytest.mark.exhaustive
 async def test_a_verdict_is_of_what_it_was_measured_with(start: Callable[..., Any]) -> None:
     _, compared = await start()
     for settings in ({"compute_threads": 3}, {"max_batch": 1}, {"cache_dir": None}):

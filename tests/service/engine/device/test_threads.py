@@ -33,6 +33,7 @@ client.close()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
 def test_computing_goes_before_answering_and_that_before_decoding() -> None:
     root = Path(__file__).parents[4]

@@ -78,6 +78,7 @@ async def test_a_failed_build_keeps_no_request(engine: MakeEngine) -> None:
         assert record.problem.__traceback__ is None
 
 
+@pytest.mark.exhaustive
 async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes]) -> None:
     """Of resnet18 (45 MiB, and 42 folded), squeezenet (5) and mobilenet (10 and 4) two fit; the oldest goes."""
     large, small, third = ("resnet18", "random"), ("squeezenet1_1", "random"), ("mobilenet_v3_small", "random")
@@ -292,6 +293,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures resident memory as Linux tells it")
 async def test_fifty_extractors_cost_little_more_than_one() -> None:
     done = subprocess.run([sys.executable, "-c", FIFTY], capture_output=True, text=True, timeout=600)
@@ -330,6 +332,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
         assert created
 
 
+@pytest.mark.exhaustive
 async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

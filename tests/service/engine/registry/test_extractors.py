@@ -230,6 +230,7 @@ async def test_a_preload_that_meets_a_defect_is_told_of(engine: MakeEngine, monk
         )
 
 
+@pytest.mark.exhaustive
 async def test_the_loop_goes_on_while_extractors_are_built(engine: MakeEngine) -> None:
     """Tracing and loading hold the interpreter now and then, never the event loop: it turns all the time."""
     turns = 0

@@ -13,6 +13,7 @@ from tests.service.engine.running import MakeEngine, built
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.exhaustive
 async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
     """Requests choose shapes, and subsets of the outputs, of which there are more than memory holds."""
     nodes = [f"features.{number}" for number in range(13)]

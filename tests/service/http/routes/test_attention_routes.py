@@ -81,7 +81,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "module", "call", "beside", "reference", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("model", "module", "call", "beside", "reference", "shape"),
+    [case if case[0] != "maxvit_t" else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
+)
 def test_maps_are_the_weights_that_the_model_uses(
     client: Any,
     model: str,

@@ -25,10 +25,10 @@ def small(client):
     ("format", "suffix", "kind"),
     [
         ("fx", ".zip", "application/zip"),
-        ("torch_export", ".pt2", "application/octet-stream"),
-        ("onnx", ".onnx", "application/octet-stream"),
-        ("openvino", ".zip", "application/zip"),
-        ("torchscript", ".pt", "application/octet-stream"),
+        pytest.param("torch_export", ".pt2", "application/octet-stream", marks=pytest.mark.exhaustive),
+        pytest.param("onnx", ".onnx", "application/octet-stream", marks=pytest.mark.exhaustive),
+        pytest.param("openvino", ".zip", "application/zip", marks=pytest.mark.exhaustive),
+        pytest.param("torchscript", ".pt", "application/octet-stream", marks=pytest.mark.exhaustive),
     ],
 )
 def test_each_format_is_a_download(client, small, format, suffix, kind):
@@ -79,6 +79,7 @@ def test_int8_is_exported_and_profiled_as_what_serves(client):
     assert profile["serving"]["milliseconds"] > 0
 
 
+@pytest.mark.exhaustive
 def test_features_stay_right_while_an_export_runs(client, small, photos):
     """torch.export patches what every thread runs, so it has to run in another process."""
     url, headers = f"/v1/extractors/{small}/features", {"content-type": "image/jpeg", "accept": "application/x-npy"}

@@ -303,6 +303,7 @@ def test_an_extractor_that_failed_stands_in_no_models_way(make_client, tmp_path,
     assert [output["name"] for output in client.get("/v2/models/mine").json()["outputs"]] == ["features.4"]
 
 
+@pytest.mark.exhaustive
 def test_what_unpacks_to_too_much_is_given_up_early(make_client):
     small = make_client(max_body_bytes=1_000_000)
     bomb = gzip.compress(b"x" * 500_000_000, 9)
