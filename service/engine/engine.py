@@ -1,7 +1,7 @@
-"""One request's way: admission, decoding, the queue, the device worker, and back.
+"""The engine: its parts put together, its start, its readiness and its end.
 
-:class:`Engine` wires the parts of this package together. Its methods run on one event loop and never hold it up; what
-takes time runs in one of its pools or on the device worker.
+Its methods run on one event loop and never hold it up: what takes time runs in one of its pools, or on the device
+worker.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from copy import copy
 from typing import TypeVar
 
 import torch
 
 from fxcore.errors import BadBox, FxError, summarize
 from fxcore.extractor import Extractor
-from fxcore.images.files import Header
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Upgrades
-from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, switch_often, thread_trouble
 from service.engine.device.worker import DeviceWorker
@@ -32,17 +29,17 @@ from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
-from service.engine.regions import Boxes, Regions
+from service.engine.regions import Boxes
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, warn_unknown_models
-from service.engine.registry.store import Store, Stored
+from service.engine.registry.records import Records
+from service.engine.registry.store import Store
 from service.engine.registry.weights import ModelStore
-from service.engine.requests import plan, sizes
-from service.engine.requests.admission import Admission, Ticket
-from service.engine.requests.decoding import Decoders, Decoding
+from service.engine.requests.admission import Admission
+from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
-from service.engine.requests.plan import Inputs, Plan
-from service.engine.rows import RowShape
+from service.engine.requests.pipeline import Pipeline
+from service.engine.requests.plan import Inputs
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
 from service.schemas.spec_text import spec_of_text
@@ -66,11 +63,17 @@ class Engine:
     Args:
         settings: the service's settings.
         metrics: what to count in; its own where nobody reads it.
+
+    Attributes:
+        admission: how much work may be in the service at a time.
+        models: the loaded weights.
+        records: the extractors that this process knows.
+        extractors: makes, finds and deletes extractors.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
         self.settings = settings
-        self.metrics = metrics or Metrics()
+        self.metrics = metrics = metrics or Metrics()
         self.device = pick_device(settings.device)
         # Turns for four batches: one is computed, one waits for that, one is decoded, and one is being answered and
         # replaced.
@@ -80,16 +83,16 @@ class Engine:
         self._decoders = Decoders(settings.decode_threads)
         self._encoders = Pool(settings.encode_threads, "fxserve-encode", compute_with, 1)
         self._builders = Pool(settings.build_threads, "fxserve-build", compute_on, self.device, 1)
-        # Reading headers decides over admission and must not wait behind what was admitted.
-        self._intake = Pool(1, "fxserve-intake", compute_with, 1)
         # What asyncio.to_thread runs.
         self._chores = Pool(CHORES, "fxserve-chore", compute_with, 1)
         # Downloads take minutes and hardly any CPU, and must not keep what is there already from being built.
         self._downloads = Pool(DOWNLOADS, "fxserve-download")
-        self._models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
+        self.models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
         self._upgrades = Upgrades(self.device, self._queue, settings)
-        self._extractors = Extractors(
-            self._models,
+        self.records = Records(metrics.evictions)
+        self.extractors = Extractors(
+            self.records,
+            self.models,
             self.device,
             self._builders,
             settings.memory_budget,
@@ -99,6 +102,9 @@ class Engine:
             most_compiled=most_compiled(settings.compute_threads),
             store=None if settings.extractors is None else Store(settings.extractors),
         )
+        # Reading headers decides over admission and must not wait behind what was admitted.
+        self._intake = Pool(1, "fxserve-intake", compute_with, 1)
+        self._pipeline = Pipeline(settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades)
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
         self.draining = False
@@ -123,7 +129,7 @@ class Engine:
         await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()
-        await self._extractors.start()
+        await self.extractors.start()
         self._preloading = asyncio.create_task(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
@@ -155,7 +161,7 @@ class Engine:
             self._preloading.cancel()
         await self.drain(grace)
         self._upgrades.close()
-        self._extractors.close()
+        self.extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
         # The event loop may go on, and needs an executor that does.
@@ -169,11 +175,12 @@ class Engine:
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
-        trouble = self._extractors.never_opened() or self._preload_trouble or trouble
+        store = self.extractors.sharing
+        trouble = (store and store.never_opened) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble
         # Where the store is away it is so for all replicas at a time, and what they have in memory is better than none.
-        away = self._extractors.store_trouble()
+        away = store and store.trouble()
         return True, "ready" if away is None else f"ready with what is in memory: {away}"
 
     def device_trouble(self) -> str | None:
@@ -188,10 +195,10 @@ class Engine:
         metrics.inflight_bytes.set(self.admission.bytes)
         metrics.queue_size.set(len(self._queue))
         metrics.tasks.set(len(asyncio.all_tasks()))
-        metrics.models_loaded.set(len(self._models.loaded()))
-        metrics.memory_bytes.set(self._extractors.eviction.bytes())
+        metrics.models_loaded.set(len(self.models.loaded()))
+        metrics.memory_bytes.set(self.extractors.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
-        states = Counter("evicted" if r.state == "ready" and r.run is None else r.state for r in self.list())
+        states = Counter("evicted" if r.state == "ready" and r.run is None else r.state for r in self.records.list())
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":
@@ -227,74 +234,10 @@ class Engine:
             Draining: the service is shutting down.
         """
         self._refuse_new_work()
-        record, created = await self._extractors.get(spec, build, keep)
+        record, created = await self.extractors.get(spec, build, keep)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created
-
-    def known(self, id_or_name: str) -> ExtractorRecord | None:
-        """The extractor of that id or name, if this process knows one."""
-        return self._extractors.known(id_or_name)
-
-    async def look_up(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name, which another process may have made; then its build has begun here.
-
-        Raises:
-            UnknownExtractor: there is none.
-            NotReady: there may be one, and the store cannot be read.
-        """
-        return self._extractors.known(id_or_name) or await self._extractors.look_up(id_or_name)
-
-    async def namesake(self, model: str) -> ExtractorRecord | None:
-        """The extractor that has a model's name, if there is one and the store can be read."""
-        return await self._extractors.namesake(model)
-
-    async def elsewhere(self) -> list[tuple[Stored, str | None]]:
-        """The extractors that other processes made and this one has not been asked for, each with a name it has."""
-        return await self._extractors.elsewhere()
-
-    def find(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name, of those that this process knows.
-
-        Raises:
-            UnknownExtractor: there is none.
-        """
-        return self._extractors.find(id_or_name)
-
-    def list(self) -> list[ExtractorRecord]:
-        """All extractors that this process knows, in the order they came to be known."""
-        return self._extractors.list()
-
-    async def delete(self, id_or_name: str) -> None:
-        """Forget an extractor, in all processes; requests on their way through it end normally.
-
-        Raises:
-            UnknownExtractor: there is none.
-            NotReady: the store cannot be written, and nothing was deleted.
-        """
-        await self._extractors.delete(id_or_name)
-
-    async def unload(self, id_or_name: str) -> None:
-        """Give back an extractor's memory; it stays known and is built again by the next request for it.
-
-        Raises:
-            UnknownExtractor: there is none.
-        """
-        self._extractors.unload(id_or_name)
-
-    async def load(self, record: ExtractorRecord) -> ExtractorRecord:
-        """Wait until ``record`` is built and in memory, building it again if it was evicted.
-
-        Raises:
-            FxError: what its build failed of.
-        """
-        if record.state != "failed" or isinstance(record.problem, NotReady):
-            self._extractors.ensure(record)
-        if record.build is not None:
-            await asyncio.wait({record.build})
-        if record.problem is not None:
-            raise copy(record.problem)
-        return record
 
     async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Measured:
         """Where the time and memory of ``extractor``, which ``record`` runs, go; measured between requests."""
@@ -305,14 +248,6 @@ class Engine:
         search = self._upgrades.improve(record)
         if search is not None:
             await asyncio.wait({search})
-
-    def make_room(self) -> None:
-        """Evict down to the memory budget, after graphs were traced for listing or drawing."""
-        self._extractors.eviction.make_room()
-
-    def models_loaded(self) -> set[tuple[str, str]]:
-        """(model, weights) of the weights in memory."""
-        return {(model, weights) for model, weights, _ in self._models.loaded()}
 
     async def features(
         self,
@@ -354,7 +289,8 @@ class Engine:
         with self.admission.enter() as ticket, record.in_use(), self._in_flight:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
-                    return await self._features(record, images, boxes, options, deadline, ticket)
+                    await self.extractors.load(record)
+                    return await self._pipeline.compute(record, images, boxes, options, deadline, ticket)
             except TimeoutError:
                 if limit.expired():
                     raise DeadlineExceeded() from None
@@ -370,65 +306,6 @@ class Engine:
         with self._in_flight:
             return await in_pool(self._builders, function, *args)
 
-    async def _features(
-        self,
-        record: ExtractorRecord,
-        images: Inputs,
-        boxes: Boxes | None,
-        options: FeatureOptions,
-        deadline: float,
-        ticket: Ticket,
-    ) -> FeatureResult:
-        await self.load(record)
-        started = time.monotonic()
-        plan = await self._plan(record, images, options)
-        known = all(shape in record.row_sizes for shape in set(plan.shapes))
-        sizing = (record, plan, options, boxes)
-        at_hand = known and boxes is None
-        sized = self._sizes(*sizing) if at_hand else await in_pool(self._intake, self._sizes, *sizing)
-        row_bytes, answer, regions = sized
-        at_once = plan.at_once(self.settings.decode_threads + 1, self.admission.max_bytes)  # and the device worker
-        ticket.claim(plan.held(at_once), answer)
-        waited = await ticket.turn()
-        job = Job(record, options, len(plan.shapes), deadline, regions)
-        Decoding(plan, job, self._queue, row_bytes, at_once).start(self._decoders)
-        del plan  # from here on the decoders and the queue own what is decoded
-        outputs = await job.answer()
-        timings = {
-            "decode": job.queued - started - waited,
-            "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
-            "compute": job.computed,
-        }
-        self._upgrades.used(record, job.rows)
-        return FeatureResult(
-            {key: outputs[key] for key in record.return_nodes if key in outputs},
-            {stage: seconds * 1000 for stage, seconds in timings.items()},
-            job.rows,
-            None if regions is None else regions.box_image,
-        )
-
-    async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
-        preprocess, most = options.preprocess, self.settings.max_pixels
-        if preprocess == "default":
-            preprocess = self.settings.preprocess
-        if isinstance(images, Mapping) or plan.is_quick(images):
-            return plan.plan(record, images, preprocess, most)
-        plan.check_takes_images(record, images)
-        headers: list[Header] = []
-        for indices in plan.header_steps(len(images)):  # others' come in between
-            headers += await in_pool(self._intake, plan.read_headers, images, indices, most)
-        return await in_pool(self._intake, plan.plan, record, images, preprocess, most, headers)
-
-    def _sizes(
-        self, record: ExtractorRecord, planned: Plan, options: FeatureOptions, boxes: Boxes | None
-    ) -> tuple[dict[RowShape, int], int, Regions | None]:
-        """The bytes that a row of each shape takes, those of the answer, and what the boxes are on the maps."""
-        shapes, limit = planned.shapes, self.settings.max_response_bytes
-        regions = None if boxes is None else plan.regions(record, planned, boxes, options.roi_size)
-        counts = None if regions is None else [len(one) for one in regions.boxes]
-        answer = sizes.answer_bytes(record, shapes, options, limit, counts)
-        return {shape: sizes.row_size(record, shape).bytes for shape in set(shapes)}, answer, regions
-
     def _refuse_new_work(self) -> None:
         if self.draining and not self._in_flight.includes_caller:
             raise Draining()
@@ -438,12 +315,12 @@ class Engine:
         try:
             for text in self.settings.preload:
                 self._preload_trouble = f"preloading {text}"
-                record = await self._extractors.preload(spec_of_text(text))
+                record = await self.extractors.preload(spec_of_text(text))
                 if record is None:
                     log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
                     continue
                 record.pinned = True
-                await self.load(record)
+                await self.extractors.load(record)
                 await self.settle(record)  # ready means as fast as it gets
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})

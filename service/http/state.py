@@ -120,7 +120,7 @@ class State:
         """
         async with self.lookups.place() as place:
             result = await place.run(work)
-        self.engine.make_room()
+        self.engine.extractors.eviction.make_room()
         return result
 
     def start(self) -> None:

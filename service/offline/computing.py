@@ -130,7 +130,7 @@ class Local:
         if asked == "auto" and served_by is not None:
             spec = spec.model_copy(update={"backend": served_by})
         record, _ = await self._engine.extractor(spec)
-        await self._engine.load(record)
+        await self._engine.extractors.load(record)
         await self._engine.settle(record)  # a backend that took over half-way would round the later rows differently
         self._record = record
         self.described = Described(

@@ -75,6 +75,10 @@ class ModelStore:
             if load.done() and not load.cancelled() and load.exception() is None
         }
 
+    def loaded_weights(self) -> set[tuple[str, str]]:
+        """Model and weights of what is in memory now, in whatever precision."""
+        return {(model, weights) for model, weights, _ in self.loaded()}
+
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, _ = key
         if await in_pool(self._pool, missing_weights, entry, weights) is not None:

@@ -79,7 +79,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
         del chunks
         record = await _extractor(request, state, asked.model)
         if record.run is None:
-            await state.engine.load(record)
+            await state.engine.extractors.load(record)
         return await while_connected(request, _embed(request, state, record, asked, deadline))
 
 
@@ -89,7 +89,7 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
         await state.model(spec.model)  # refuses what is not served
         return await made_on_the_way(request, state, spec)
     try:
-        record = await state.engine.look_up(model)
+        record = await state.engine.extractors.look_up(model)
     except UnknownExtractor as error:
         name = model.partition("@")[0]
         if name.startswith(PREFIX) or name in {entry.name for entry in state.models()}:

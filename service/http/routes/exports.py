@@ -67,7 +67,7 @@ async def download(
     ] = "fx",
 ) -> Response:
     """An extractor as a file: its graph with its transforms and weights, before any backend lowered it."""
-    record = await state.engine.look_up(extractor)
+    record = await state.engine.extractors.look_up(extractor)
     async with state.exports.place() as place:
         with record.in_use():
             built = await loaded(state, record, DEFAULT_WAIT)

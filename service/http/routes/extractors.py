@@ -150,7 +150,7 @@ async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extracto
     """
     try:
         async with asyncio.timeout(wait):
-            await state.engine.load(record)
+            await state.engine.extractors.load(record)
     except TimeoutError:
         raise NotReady(f"extractor {record.id} is still being built") from None
     assert record.extractor is not None
@@ -202,11 +202,11 @@ async def make_extractor(
 async def list_extractors(state: Shared) -> Response:
     """All extractors, in whatever state. Of those that only other processes were asked for, their outputs' shapes are
     not known."""
-    others = await state.engine.elsewhere()
+    others = await state.engine.extractors.elsewhere()
     answer = orjson.dumps(
         {
             "extractors": [
-                *(described(record) for record in state.engine.list()),
+                *(described(record) for record in state.engine.records.list()),
                 *(described_elsewhere(stored, name) for stored, name in others),
             ]
         }
@@ -221,7 +221,7 @@ async def list_extractors(state: Shared) -> Response:
 )
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """One extractor. The first process that is asked for what another made builds it before it answers."""
-    record = await state.engine.look_up(extractor)
+    record = await state.engine.extractors.look_up(extractor)
     return Response(orjson.dumps(await described_once_built(state, record)), media_type="application/json")
 
 
@@ -233,7 +233,7 @@ async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
 )
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Forget an extractor; requests that it is working on are still answered."""
-    await state.engine.delete(extractor)
+    await state.engine.extractors.delete(extractor)
     return Response(status_code=204)
 
 
@@ -266,7 +266,7 @@ async def show_graph(
     wanted = graph_formats.chosen_format(format, request)
     if profile and wanted != "json":
         raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
-    record = await state.engine.look_up(extractor)
+    record = await state.engine.extractors.look_up(extractor)
     answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
     return graph_formats.response(answer, wanted, format)
 
@@ -284,7 +284,8 @@ async def show_graph(
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
     """The Python that torch.fx generated for an extractor's forward."""
-    return Response(await _drawn(state, await state.engine.look_up(extractor), "code"), media_type="text/plain")
+    record = await state.engine.extractors.look_up(extractor)
+    return Response(await _drawn(state, record, "code"), media_type="text/plain")
 
 
 async def _profiled(state: State, record: ExtractorRecord) -> bytes:

@@ -127,7 +127,7 @@ async def extract(
     state = state_of(request)
 
     async def find() -> ExtractorRecord:
-        return await state.engine.look_up(extractor)
+        return await state.engine.extractors.look_up(extractor)
 
     return await _answer(request, state, find, asked, timeout)
 
@@ -194,7 +194,7 @@ async def _answer(
     async with in_time(state, timeout) as deadline:
         record = await find()
         if record.run is None:
-            await state.engine.load(record)
+            await state.engine.extractors.load(record)
         accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
         sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
         return await while_connected(request, _extract(request, state, record, sent, asked, accepted, deadline))

@@ -62,7 +62,7 @@ async def list_models(
 ) -> Response:
     """All models that are served, by name. Those of timm are over a thousand: they are counted, and listed where they
     are asked for by `source=timm`."""
-    loaded = {model for model, _ in state.engine.models_loaded()}
+    loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
     timms = await state.timms() if with_timm else []
     entries = [

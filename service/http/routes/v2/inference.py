@@ -112,7 +112,7 @@ async def _infer(
 ) -> Response:
     options = _options(asked)
     record = await _extractor(request, state, target, asked)
-    await state.engine.load(record)
+    await state.engine.extractors.load(record)
     wanted = _wanted(record, name, asked, options)
     if len(wanted) < len(record.return_nodes):
         options = replace(options, keys=frozenset(wanted))

@@ -45,20 +45,20 @@ async def find(state: State, name: str, version: str = VERSION) -> ExtractorReco
 
 
 async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
-    record = state.engine.known(name)
+    record = state.engine.records.known(name)
     if record is not None and record.state != "failed":
         return record
     try:
         model = await state.model(name)
     except UnknownModel as no_model:
         try:
-            return await state.engine.look_up(name)
+            return await state.engine.extractors.look_up(name)
         except UnknownExtractor as no_extractor:
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
             hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
             detail = f"there is no extractor or model {name!r}{hint}"
             raise Refusal("unknown-model", detail, suggestions=near) from None
-    return await state.engine.namesake(name) or model if record is None else model
+    return await state.engine.extractors.namesake(name) or model if record is None else model
 
 
 def own_nodes(graph: ModelGraph) -> list[str]:
@@ -164,8 +164,9 @@ def _values(
 
 def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
     """The state of each extractor, and of each model that of its default weights."""
-    loaded = state.engine.models_loaded()
-    building = {(record.spec.model, record.weights) for record in state.engine.list() if record.build is not None}
+    loaded = state.engine.models.loaded_weights()
+    records = state.engine.records.list()
+    building = {(record.spec.model, record.weights) for record in records if record.build is not None}
     for target in targets:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem
@@ -194,6 +195,6 @@ def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
     """The extractors over a model's default weights that have no name of their own."""
     return [
         record
-        for record in state.engine.list()
+        for record in state.engine.records.list()
         if record.name is None and record.spec.model == entry.name and record.weights == entry.default_weights
     ]

@@ -34,10 +34,10 @@ async def repository_index(request: Request, state: Shared) -> Response:
     """Every extractor and every model. A model is ready where its default weights are loaded, both in the process that
     answers: others have their own."""
     asked = await small_json(request, state, IndexRequest)
-    targets: list[ExtractorRecord | ModelEntry] = [*state.engine.list(), *state.models()]
+    targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
     entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
     if not asked.ready:
-        entries += [named.elsewhere(stored, name) for stored, name in await state.engine.elsewhere()]
+        entries += [named.elsewhere(stored, name) for stored, name in await state.engine.extractors.elsewhere()]
     return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
 
 
@@ -68,7 +68,7 @@ async def load(
                 if isinstance(target, ModelEntry):
                     target, _ = await state.engine.extractor(await named.own_spec(state, target))
                 record = target
-            await state.engine.load(record)
+            await state.engine.extractors.load(record)
     except TimeoutError:
         raise DeadlineExceeded(f"{name} is still being loaded after {timeout:.0f} s; it goes on") from None
     return ModelReady(name=name, ready=True)
@@ -87,7 +87,7 @@ async def unload(state: Shared, name: Name) -> ModelReady:
     """
     target = await named.find(state, name)
     for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
-        await state.engine.unload(record.id)
+        state.engine.extractors.unload(record.id)
     return ModelReady(name=name, ready=False)
 
 

@@ -25,7 +25,10 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             await running.features(record, tensors(*range(16)))
         await held.began("features.3")
         for record in (unused, queued, lowering):  # who comes next is lowered as soon as this one is not
-            await getattr(running, action)(record.id)
+            if action == "delete":
+                await running.extractors.delete(record.id)
+            else:
+                running.extractors.unload(record.id)
         await running.features(unused, tensors(*range(16)))
         assert unused.upgrade is None
         await running.features(wanted, tensors(0))
@@ -38,7 +41,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
         ]
         assert [record.backend for record in (lowering, queued)] == ["eager", "eager"]
         if action == "unload":
-            known = running.find(queued.id)
+            known = running.records.find(queued.id)
             await running.features(known, tensors(*range(16)))
             await settled(known)
             await held.began("features.3", "features.6", "features.4")
@@ -49,11 +52,11 @@ async def test_a_build_that_nobody_wants_lowers_nothing(engine: MakeEngine, held
         await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")  # builds begin at once, in an order of their own
         await running.extractor(spec(nodes=["features.4"], backend="openvino"))
-        records = running.list()
+        records = running.records.list()
         builds = [record.build for record in records if record.build is not None]
         assert len(builds) == 2
         for record in records[::-1]:  # the second is lowered as soon as the first is not
-            await running.delete(record.id)
+            await running.extractors.delete(record.id)
         await asyncio.wait_for(asyncio.gather(*builds), PATIENCE)
         for record in records:
             assert isinstance(record.problem, BackendRefused)
@@ -67,7 +70,7 @@ async def test_a_request_has_what_it_waits_for_lowered(engine: MakeEngine, held:
         record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         request = asyncio.create_task(running.features(record, tensors(0)))
         await held.began("features.3")
-        await running.delete(record.id)
+        await running.extractors.delete(record.id)
         held.open.set()
         assert (await request).images == 1
 

@@ -122,7 +122,7 @@ async def test_what_is_no_copy_has_nobody_wait(
         assert [record.backend for record in records[:2]] == ["eager", "openvino"]
         await running.features(records[2], jpegs)
         assert records[2].upgrade is None
-        await running.delete(records[1].id)
+        await running.extractors.delete(records[1].id)
         await running.features(records[3], jpegs)
         assert records[3].upgrade is not None
 
@@ -258,6 +258,6 @@ async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, c
         lowering=True, cache_dir=cache, preload="mobilenet_v3_small@random:features.8,features.12"
     ) as running:
         await until(lambda: running.readiness()[0])
-        (record,) = running.list()
+        (record,) = running.records.list()
         assert record.upgrade is not None
         assert record.upgrade.done()

@@ -52,11 +52,11 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         assert isinstance(record.problem, told)
         await until(lambda: gc.collect() >= 0 and built_over[0]() is None)  # the thread may be about to let go of it
         assert [module() for module in built_over] == [None]
-        (model,) = running._extractors._models.loaded().values()
+        (model,) = running.models.loaded().values()
         weights = weakref.ref(model.module)
         del model
-        running._extractors.eviction._memory_budget = 1
-        running.make_room()
+        running.extractors.eviction._memory_budget = 1
+        running.extractors.eviction.make_room()
         tidy()
         assert weights() is None
         assert "no such operation" in record.problem.detail
@@ -87,17 +87,17 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
             large: await built(running, "resnet18", ["layer4"]),
             small: await built(running, "squeezenet1_1", ["features.12"]),
         }
-        assert running.models_loaded() == {large, small}
+        assert running.models.loaded_weights() == {large, small}
         expected = (await running.features(records[large], jpegs)).outputs["layer4"]
         records[third] = await built(running)
-        assert running.models_loaded() == {large, third}
+        assert running.models.loaded_weights() == {large, third}
         await running.features(records[small], jpegs)
-        assert running.models_loaded() == {small, third}
+        assert running.models.loaded_weights() == {small, third}
         assert records[large].run is None
-        assert running.find(records[large].id) is records[large]
+        assert running.records.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert running._extractors.eviction.bytes() <= 103 * MiB
+        assert running.extractors.eviction.bytes() <= 103 * MiB
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs
@@ -111,34 +111,34 @@ async def test_graphs_are_kept_under_the_budget(
         pinned = await built(running, "squeezenet1_1", ["features.3"], image_size=96)
         other = await built(running, "resnet18", ["layer4"])
         expected = (await running.features(other, jpegs[:1])).outputs["layer4"]  # what runs packs its weights
-        taken = running._extractors.eviction.bytes()
+        taken = running.extractors.eviction.bytes()
         listed = [model_graph(model) for model in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5")]
         maps = model_graph("vit_b_32").with_nodes_of("attention_maps")
         listed.append(model_graph("vit_b_32"))
-        assert running._extractors.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
+        assert running.extractors.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
         pinned.pinned = True
         own = [model_graph("squeezenet1_1"), model_graph("resnet18")]
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
         monkeypatch.setattr("service.engine.registry.eviction.GRAPH_SHARE", listed[0].bytes / budget)
-        running._extractors.eviction._memory_budget = budget
-        running.make_room()
+        running.extractors.eviction._memory_budget = budget
+        running.extractors.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
         assert other.run is not None
 
-        running._extractors.eviction._memory_budget = 1
-        running.make_room()
+        running.extractors.eviction._memory_budget = 1
+        running.extractors.eviction.make_room()
         assert kept_graphs() == own[:1]
         assert (other.run, other.held) == (None, None)
         assert pinned.run is not None
 
-        running._extractors.eviction._memory_budget = taken
+        running.extractors.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
         assert other.held is model_graph("resnet18") is not own[1]
         assert other.fingerprint == own[1].fingerprint
-        assert running._extractors.eviction.bytes() == taken
+        assert running.extractors.eviction.bytes() == taken
 
 
 @pytest.mark.parametrize("how", ["delete", "unload"])
@@ -164,7 +164,10 @@ async def test_what_was_given_back_is_freed(
         if why == "shared":
             assert (await request).images == 1
             del record, watched, request
-        await getattr(running, how)(identity)
+        if how == "delete":
+            await running.extractors.delete(identity)
+        else:
+            running.extractors.unload(identity)
         if why == "in use":
             await asyncio.sleep(1)
             assert module() is not None
@@ -194,11 +197,11 @@ async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypat
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
     async with engine() as running:
         record, _ = await running.extractor(spec())
-        await running.unload(record.id)
+        running.extractors.unload(record.id)
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
-        await until(lambda: running.find(record.id) is not record)
-        unloaded = running.find(record.id)
+        await until(lambda: running.records.find(record.id) is not record)
+        unloaded = running.records.find(record.id)
         assert (unloaded.state, unloaded.run) == ("ready", None)
         assert [info.key for info in unloaded.outputs] == ["features.8", "features.12"]
         assert (await running.features(unloaded, tensors(1))).images == 1
@@ -208,31 +211,31 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
     async with engine() as running:
         record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")
-        await running.unload(record.id)
-        assert running.find(record.id).state == "ready"
+        running.extractors.unload(record.id)
+        assert running.records.find(record.id).state == "ready"
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
         held.open.set()
-        assert (await running.features(running.find(record.id), tensors(1))).images == 1
+        assert (await running.features(running.records.find(record.id), tensors(1))).images == 1
 
 
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), PATIENCE)
-        assert running.models_loaded() == set()
+        assert running.models.loaded_weights() == set()
         with record.in_use():
-            await running.load(record)
+            await running.extractors.load(record)
             watched = Watched(record)
             watched.open.clear()
             task = asyncio.create_task(running.features(record, jpegs))
             await watched.begun()
         await built(running, "squeezenet1_1", ["features.12"])
-        assert running.models_loaded() == {("mobilenet_v3_small", "random")}
+        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
         record.pinned = True
         watched.open.set()
         await task
         await built(running, "squeezenet1_1", ["features.3"])
-        assert running.models_loaded() == {("mobilenet_v3_small", "random")}
+        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
 
 
 async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
@@ -240,21 +243,21 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec())
         with record.in_use():
-            await running.load(record)
-        assert running.models_loaded() == {("mobilenet_v3_small", "random")}
-        await until(lambda: not running.models_loaded())
+            await running.extractors.load(record)
+        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
+        await until(lambda: not running.models.loaded_weights())
         assert record.run is None
 
 
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
-        running._extractors.eviction._memory_budget = running._extractors.eviction.bytes()
+        running.extractors.eviction._memory_budget = running.extractors.eviction.bytes()
         with records[-1].in_use():
             await built(running, nodes=["features.12"])
             assert records[0].run is None
             assert all(record.run is not None for record in records[-3:])
-            assert running._extractors.eviction.bytes() <= running._extractors.eviction._memory_budget
+            assert running.extractors.eviction.bytes() <= running.extractors.eviction._memory_budget
         assert (await running.features(records[0], jpegs)).images == 3
 
 
@@ -277,15 +280,15 @@ async def main():
     graph = None
     sizes = []
     for count in (1, 50):
-        while len(engine.list()) < count:
-            nodes = ["layer4"] if graph is None else [graph[-3 - len(engine.list())], graph[-90]]
+        while len(engine.records.list()) < count:
+            nodes = ["layer4"] if graph is None else [graph[-3 - len(engine.records.list())], graph[-90]]
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
             record, _ = await engine.extractor(spec, 600)
             assert record.state == "ready", record.problem
             await record.check  # which runs it once
             graph = [node.name for node in graph_of(record).nodes if node.extractable]
         sizes.append(resident())
-    nodes = sum(len(r.extractor.module.graph.nodes) for r in engine.list()[1:])
+    nodes = sum(len(r.extractor.module.graph.nodes) for r in engine.records.list()[1:])
     print(json.dumps({"before": before, "one": sizes[0], "fifty": sizes[1], "node": (sizes[1] - sizes[0]) / nodes}))
     await engine.close()
 
@@ -312,20 +315,20 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
-        await running.unload("kept")
+        running.extractors.unload("kept")
         for number in range(12):
             name = f"bad-{number}" if number % 2 else None
             record, created = await running.extractor(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
             assert created
             assert record.state == "failed"
-        remembered = [record.spec.weights for record in running.list()]
+        remembered = [record.spec.weights for record in running.records.list()]
         assert remembered == ["random", "random", *(f"file:{number}.pth" for number in range(8, 12))]
         assert (await running.features(good, {"x": torch.zeros(1, 3, 64, 64)})).images == 1
-        assert running.find("kept").id == named.id
-        found = [running.known(f"bad-{number}") is not None for number in range(1, 12, 2)]
+        assert running.records.find("kept").id == named.id
+        found = [running.records.known(f"bad-{number}") is not None for number in range(1, 12, 2)]
         assert found == [False] * 4 + [True] * 2
         with pytest.raises(UnknownExtractor) as unknown:
-            running.find("bad-1")
+            running.records.find("bad-1")
         assert set(unknown.value.extra["suggestions"]) == {"bad-9", "bad-11"}
         assert (await built(running, name="bad-1")).name == "bad-1"
         _, created = await running.extractor(spec(weights="file:0.pth"), PATIENCE)  # a forgotten one is made anew
@@ -340,15 +343,15 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
     async with engine() as running:
         for number in range(8):
             await built(running, "squeezenet1_1", [f"features.{number}"], name=f"named-{number}")
-            await running.unload(f"named-{number}")
+            running.extractors.unload(f"named-{number}")
         await built(running, "squeezenet1_1", ["features.8"])
-        records = {record.id: record for record in running.list()}
+        records = {record.id: record for record in running.records.list()}
         each = max(record.description_bytes for record in records.values()) + 1000
         monkeypatch.setattr("service.engine.registry.forgetting.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
-        names = [record.name for record in running.list()]
+        names = [record.name for record in running.records.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
-        assert running.known("named-3") is None
+        assert running.records.known("named-3") is None
 
 
 async def test_extractors_with_threads_of_their_own_are_few(

@@ -36,8 +36,8 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
         made = [(await running.extractor(other, PATIENCE))[0] for other in others]
         assert len({record.id, *(other.id for other in made)}) == 6
         assert all(other.state == "ready" for other in made)
-        assert running.list() == [record, *made]
-        assert running.models_loaded() == {("mobilenet_v3_small", "random"), ("mobilenet_v3_large", "random")}
+        assert running.records.list() == [record, *made]
+        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random"), ("mobilenet_v3_large", "random")}
 
 
 async def test_extractors_share_weights(engine: MakeEngine) -> None:
@@ -76,7 +76,7 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, ob
     async with engine(models=("mobilenet_v3_small",)) as running:
         with pytest.raises(error):
             await running.extractor(spec(**wrong), PATIENCE)  # type: ignore[arg-type]
-        assert running.list() == []
+        assert running.records.list() == []
 
 
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
@@ -91,7 +91,7 @@ async def test_names(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, name="small")
         other = await built(running, nodes=["features.3"])
-        assert running.find("small") is running.find(record.id) is record
+        assert running.records.find("small") is running.records.find(record.id) is record
         with pytest.raises(NameTaken) as caught:
             await running.extractor(spec(nodes=["features.5"], name="small"), PATIENCE)
         assert caught.value.extra["extractor"] == record.id
@@ -99,17 +99,17 @@ async def test_names(engine: MakeEngine) -> None:
             await running.extractor(spec(nodes=["features.3"], name="small"), PATIENCE)
         with pytest.raises(NameTaken):
             await running.extractor(spec(nodes=["features.3"], name=record.id), PATIENCE)
-        assert running.list() == [record, other]
+        assert running.records.list() == [record, other]
         again, created = await running.extractor(spec(name="another"), PATIENCE)
         assert (again, created) == (record, False)
-        assert running.find("another") is running.find("small") is record
+        assert running.records.find("another") is running.records.find("small") is record
         with pytest.raises(UnknownExtractor) as unknown:
-            running.find("smal")
+            running.records.find("smal")
         assert unknown.value.extra["suggestions"] == ["small"]
-        await running.delete("small")
+        await running.extractors.delete("small")
         for gone in ("small", "another", record.id):
             with pytest.raises(UnknownExtractor) as unknown:
-                running.find(gone)
+                running.records.find(gone)
             assert gone not in unknown.value.extra["suggestions"]
         assert (await built(running, nodes=["features.5"], name="small")).name == "small"
 
@@ -123,12 +123,12 @@ async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
         for name in [*names, names[3]]:
             assert (await running.extractor(spec(name=name)))[0] is record
             assert record.name == name
-        assert [running.known(name) for name in names] == [None] * 3 + [record] * MOST_NAMES
-        assert running.known("other") is other
+        assert [running.records.known(name) for name in names] == [None] * 3 + [record] * MOST_NAMES
+        assert running.records.known("other") is other
         await running.extractor(spec(name="another"))
-        assert [running.known(names[3]), running.known(names[4])] == [record, None]
+        assert [running.records.known(names[3]), running.records.known(names[4])] == [record, None]
         with pytest.raises(UnknownExtractor):
-            running.find(names[0])
+            running.records.find(names[0])
         assert (await running.extractor(spec(nodes=["features.3"], name=names[0])))[0] is other
 
 
@@ -138,15 +138,15 @@ async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
         await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
         assert (failed.state, failed.name) == ("failed", "mine")
         record = await built(running, name="mine")
-        assert running.find("mine") is record
-        assert (failed.name, running.find("first")) == ("first", failed)
+        assert running.records.find("mine") is record
+        assert (failed.name, running.records.find("first")) == ("first", failed)
         with pytest.raises(NameTaken):
             await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
         with pytest.raises(NameTaken):  # an id is no name that could be given up
             await running.extractor(spec(name=failed.id), PATIENCE)
-        await running.delete("mine")
+        await running.extractors.delete("mine")
         await built(running, name="first")
-        assert (failed.name, running.find(failed.id)) == (None, failed)
+        assert (failed.name, running.records.find(failed.id)) == (None, failed)
 
 
 async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[bytes]) -> None:
@@ -156,8 +156,8 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
         watched.open.clear()
         task = asyncio.create_task(running.features(record, jpegs))
         await watched.begun()
-        await running.delete(record.id)
-        assert running.models_loaded() == set()
+        await running.extractors.delete(record.id)
+        assert running.models.loaded_weights() == set()
         watched.open.set()
         assert (await task).images == 3
 
@@ -193,8 +193,8 @@ async def test_preload(engine: MakeEngine) -> None:
         assert not ready
         assert reason == "the service is starting"
         await until(lambda: running.readiness()[0])
-        assert [record.pinned for record in running.list()] == [True, True]
-        assert list(running.list()[0].return_nodes) == ["C4", "top"]
+        assert [record.pinned for record in running.records.list()] == [True, True]
+        assert list(running.records.list()[0].return_nodes) == ["C4", "top"]
         _, created = await running.extractor(spec(nodes={"C4": "C4", "features.12": "top"}))
         assert not created
 

@@ -40,7 +40,7 @@ async def test_what_one_makes_the_other_builds_once(
         assert created
         resolved.clear()
         asked = [record.id, "r"] * 8
-        found = await asyncio.gather(*(other.look_up(name) for name in asked))
+        found = await asyncio.gather(*(other.extractors.look_up(name) for name in asked))
         assert {id(one) for one in found} == {id(found[0])}
         assert len(resolved) == 1
         assert (found[0].id, found[0].name) == (record.id, "r")
@@ -50,7 +50,7 @@ async def test_what_one_makes_the_other_builds_once(
             assert value.equal(given.outputs[key])
         again, created = await other.extractor(spec(name="again"), PATIENCE, keep=True)
         assert (again, created) == (found[0], False)
-        assert await one.look_up("again") is record
+        assert await one.extractors.look_up("again") is record
 
         with pytest.raises(NameTaken):
             await other.extractor(spec("resnet18", ["layer4"], name="r"), keep=True)
@@ -63,25 +63,25 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
     preload = "mobilenet_v3_small@random:features.8"
     async with engine(extractors=url, preload=preload) as one, engine(extractors=url, preload=preload) as other:
         await until(lambda: one.readiness()[0] and other.readiness()[0])
-        [record] = one.list()
-        await one.delete(record.id)
+        [record] = one.records.list()
+        await one.extractors.delete(record.id)
         # The S3 server is written in Python, beside whatever else this machine does.
-        await asyncio.wait_for(until(lambda: not other.list()), 10 if url.startswith("s3") else 2)
+        await asyncio.wait_for(until(lambda: not other.records.list()), 10 if url.startswith("s3") else 2)
         async with engine(extractors=url, preload=preload) as later:  # takes the place of one that died
             await until(lambda: later.readiness()[0])
-            assert later.list() == []
+            assert later.records.list() == []
             with pytest.raises(UnknownExtractor):
-                await later.look_up(record.id)
+                await later.extractors.look_up(record.id)
             await built(later, nodes=["features.8"])
-            assert (await one.look_up(record.id)).id == record.id
+            assert (await one.extractors.look_up(record.id)).id == record.id
             # Before the news of it can have come, the other makes anew what was deleted.
-            await later.delete(record.id)
+            await later.extractors.delete(record.id)
             _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
             assert created
-            assert (await later.look_up("anew")).id == record.id
+            assert (await later.extractors.look_up("anew")).id == record.id
             seconds = sharing.POLL_SECONDS if Store(url).local else sharing.REMOTE_POLL_SECONDS
             await asyncio.sleep(2 * seconds + 0.5)
-            assert one.known("anew") is not None
+            assert one.records.known("anew") is not None
 
 
 async def test_what_is_being_made_anew_is_not_forgotten(
@@ -97,12 +97,12 @@ async def test_what_is_being_made_anew_is_not_forgotten(
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         record = await built(one)
-        await other.look_up(record.id)
+        await other.extractors.look_up(record.id)
         monkeypatch.setattr(Store, "put", slow)
-        await other.delete(record.id)
+        await other.extractors.delete(record.id)
         again, created = await one.extractor(spec(name="anew"), keep=True)
         assert created
-        assert one.known("anew") is again
+        assert one.records.known("anew") is again
 
 
 async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, url: str) -> None:
@@ -111,13 +111,13 @@ async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, u
 
         async def ask() -> None:
             with pytest.raises(UnknownExtractor):
-                await other.look_up("r")
+                await other.extractors.look_up("r")
 
         await ask()
         before = asyncio.gather(*(ask() for _ in range(4)))
         await before
         record, _ = await one.extractor(spec(name="r"), keep=True)
-        assert (await other.look_up("r")).id == record.id
+        assert (await other.extractors.look_up("r")).id == record.id
 
 
 async def test_what_was_made_while_the_store_is_away_is_kept_later(engine: MakeEngine, tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ async def test_what_was_made_while_the_store_is_away_is_kept_later(engine: MakeE
         await until(lambda: one.readiness()[1] != "ready")
         record = await built(one)
         with pytest.raises(NotReady, match=r"store\.json is missing"):
-            await other.look_up(record.id)
+            await other.extractors.look_up(record.id)
         with pytest.raises(NotReady):
             await one.extractor(spec(name="r"), keep=True)
         aside.rename(folder)
         await until(lambda: record.token is not None)
         await until(lambda: other.readiness()[1] == "ready")
-        assert (await other.look_up(record.id)).id == record.id
+        assert (await other.extractors.look_up(record.id)).id == record.id

@@ -19,7 +19,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
     nodes = [f"features.{number}" for number in range(13)]
     async with engine() as running:
         record = await built(running, "squeezenet1_1", nodes)
-        before = running._extractors.eviction.bytes()
+        before = running.extractors.eviction.bytes()
         for side in range(64, 164):
             row_size(record, ((3, side, side),))
         shape = ((3, 64, 64),)
@@ -28,10 +28,10 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
             answer_bytes(record, [shape], FeatureOptions(keys=keys), 10**9)
         kept = record.row_sizes.bytes + record.answer_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
-        assert running._extractors.eviction.bytes() - before == kept
+        assert running.extractors.eviction.bytes() - before == kept
         # What was dropped is found again.
         values = {"x": torch.zeros(1, 3, 64, 64)}
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
-        await running.unload(record.id)
-        unloaded = running.find(record.id)
+        running.extractors.unload(record.id)
+        unloaded = running.records.find(record.id)
         assert unloaded.row_sizes.bytes == unloaded.answer_sizes.bytes == 0

@@ -1,0 +1,95 @@
+"""Extractors that other processes made, known here from the moment that this one is asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from fxcore.errors import FxError
+from service.engine.errors import NotReady
+from service.engine.record import ExtractorRecord
+from service.engine.registry.records import Records
+from service.engine.registry.sharing import Sharing
+from service.engine.registry.store import Stored
+from service.schemas.v1 import ExtractorSpec
+
+
+class Adoption:
+    """Looks for extractors in the store and makes them known. For one event loop.
+
+    Args:
+        sharing: reads the store.
+        records: what is known here.
+        resolve: finds what a spec asks for.
+        ensure: begins to build an extractor that is not in memory.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        records: Records,
+        resolve: Callable[[ExtractorSpec], Awaitable[ExtractorRecord]],
+        ensure: Callable[[ExtractorRecord], None],
+    ) -> None:
+        self._sharing = sharing
+        self._records = records
+        self._resolve = resolve
+        self._ensure = ensure
+        self._running: dict[str, asyncio.Task[ExtractorRecord]] = {}
+
+    async def look_up(self, id_or_name: str, believe: float = 0.0) -> ExtractorRecord | None:
+        """The extractor of that id or name in the store, if there is one; its build has begun here.
+
+        Args:
+            id_or_name: what to look for.
+            believe: seconds that an earlier answer that there is none may be old.
+
+        Raises:
+            NotReady: there may be one, and the store cannot be read.
+        """
+        stored = await self._sharing.find(id_or_name, believe)
+        if stored is None:
+            return None
+        record = await self._adopt(stored)
+        if id_or_name != record.id:
+            self._records.name(record, id_or_name)
+        return record
+
+    async def _adopt(self, stored: Stored) -> ExtractorRecord:
+        """The extractor ``stored``, resolved once, however many ask."""
+        running = self._running.get(stored.id)
+        if running is None:
+            running = self._running[stored.id] = asyncio.create_task(self._known(stored))
+            running.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(running)
+
+    async def _known(self, stored: Stored) -> ExtractorRecord:
+        try:
+            record = self._records.get(stored.id) or await self._made_known(stored)
+            self._ensure(record)
+            return record
+        finally:
+            del self._running[stored.id]
+
+    async def _made_known(self, stored: Stored) -> ExtractorRecord:
+        try:
+            fresh = await self._resolve(stored.spec)
+        except FxError as problem:
+            raise NotReady(f"extractor {stored.id}, which is in the store: {problem.detail}") from None
+        if fresh.id != stored.id:
+            raise NotReady(
+                f"extractor {stored.id} was made where {stored.spec.model} is another graph, by another "
+                "version of torchvision perhaps; make it anew here"
+            )
+        owner = None if fresh.name is None else await self._sharing.owner(fresh.name)
+        now = await self._sharing.get(stored.id)
+        if now is None:  # deleted meanwhile
+            return self._records.find(stored.id)
+        record = self._records.get(stored.id)
+        if record is not None:
+            return record
+        name, fresh.name, fresh.token, fresh.adopted = fresh.name, None, now.token, True
+        self._records.add(fresh)
+        if name is not None and owner is not None and owner.id == stored.id:
+            self._records.name(fresh, name)
+        return fresh

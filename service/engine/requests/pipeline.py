@@ -1,0 +1,130 @@
+"""A request's way through the engine: planned, admitted, decoded, queued for the device, answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from fxcore.images.files import Header
+from service.engine.backends.upgrade import Upgrades
+from service.engine.device.job import Job
+from service.engine.device.queue import Queue
+from service.engine.device.threads import in_pool
+from service.engine.options import FeatureOptions, FeatureResult
+from service.engine.record import ExtractorRecord
+from service.engine.regions import Boxes, Regions
+from service.engine.requests import plan as planning
+from service.engine.requests.admission import Admission, Ticket
+from service.engine.requests.decoding import Decoders, Decoding
+from service.engine.requests.plan import Inputs, Plan
+from service.engine.requests.sizes import answer_bytes, row_size
+from service.engine.rows import RowShape
+from service.settings import Settings
+
+
+class Sizes(NamedTuple):
+    """What a request will take and give, known before anything is computed.
+
+    Attributes:
+        row_bytes: what a row of each shape takes on the device.
+        answer_bytes: what the answer takes.
+        regions: what the boxes are on the maps; None without boxes.
+    """
+
+    row_bytes: dict[RowShape, int]
+    answer_bytes: int
+    regions: Regions | None
+
+
+class Pipeline:
+    """Computes features of requests that have a place. For one event loop.
+
+    Args:
+        settings: the service's settings.
+        admission: what requests claim their bytes of.
+        queue: where decoded rows wait for the device worker.
+        intake: the thread that reads headers and predicts sizes.
+        decoders: the threads that decode.
+        upgrades: told what each extractor was used for.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        admission: Admission,
+        queue: Queue,
+        intake: Executor,
+        decoders: Decoders,
+        upgrades: Upgrades,
+    ) -> None:
+        self._settings = settings
+        self._admission = admission
+        self._queue = queue
+        self._intake = intake
+        self._decoders = decoders
+        self._upgrades = upgrades
+
+    async def compute(
+        self,
+        record: ExtractorRecord,
+        images: Inputs,
+        boxes: Boxes | None,
+        options: FeatureOptions,
+        deadline: float,
+        ticket: Ticket,
+    ) -> FeatureResult:
+        """Features of ``images`` by ``record``, which is built; see :meth:`service.engine.engine.Engine.features`."""
+        started = time.monotonic()
+        plan = await self._plan(record, images, options)
+        sizes = await self._sizes(record, plan, options, boxes)
+        # As many parts as there are decoders and the device worker.
+        at_once = plan.at_once(self._settings.decode_threads + 1, self._admission.max_bytes)
+        ticket.claim(plan.held(at_once), sizes.answer_bytes)
+        waited = await ticket.turn()
+        job = Job(record, options, len(plan.shapes), deadline, sizes.regions)
+        Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
+        del plan  # from here on the decoders and the queue own what is decoded
+        outputs = await job.answer()
+        timings = {
+            "decode": job.queued - started - waited,
+            "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
+            "compute": job.computed,
+        }
+        self._upgrades.used(record, job.rows)
+        return FeatureResult(
+            {key: outputs[key] for key in record.return_nodes if key in outputs},
+            {stage: seconds * 1000 for stage, seconds in timings.items()},
+            job.rows,
+            None if sizes.regions is None else sizes.regions.box_image,
+        )
+
+    async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
+        preprocess, max_pixels = options.preprocess, self._settings.max_pixels
+        if preprocess == "default":
+            preprocess = self._settings.preprocess
+        if isinstance(images, Mapping) or planning.is_quick(images):
+            return planning.plan(record, images, preprocess, max_pixels)
+        planning.check_takes_images(record, images)
+        headers: list[Header] = []
+        for indices in planning.header_steps(len(images)):  # others' come in between
+            headers += await in_pool(self._intake, planning.read_headers, images, indices, max_pixels)
+        return await in_pool(self._intake, planning.plan, record, images, preprocess, max_pixels, headers)
+
+    async def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:
+        known = all(shape in record.row_sizes for shape in set(plan.shapes))
+        predicted = (record, plan, options, boxes, self._settings.max_response_bytes)
+        if known and boxes is None:
+            return _predicted(*predicted)
+        return await in_pool(self._intake, _predicted, *predicted)
+
+
+def _predicted(
+    record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_answer_bytes: int
+) -> Sizes:
+    regions = None if boxes is None else planning.regions(record, plan, boxes, options.roi_size)
+    counts = None if regions is None else [len(one) for one in regions.boxes]
+    answer = answer_bytes(record, plan.shapes, options, max_answer_bytes, counts)
+    row_bytes = {shape: row_size(record, shape).bytes for shape in set(plan.shapes)}
+    return Sizes(row_bytes, answer, regions)
