@@ -96,7 +96,8 @@ def _check(settings: Settings) -> None:
     """
     from fxcore.errors import FxError
     from service.app import traces_type
-    from service.engine.registry.store import Store, StoreTrouble
+    from service.engine.registry.objects import StoreTrouble
+    from service.engine.registry.store import Store
     from service.http.keys import Keys
 
     try:

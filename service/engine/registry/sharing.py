@@ -13,7 +13,8 @@ from typing import TypeVar
 from service.engine.device.threads import Pool, in_pool
 from service.engine.errors import NotReady
 from service.engine.record import ExtractorRecord
-from service.engine.registry.store import Damaged, Store, Stored, StoreTrouble, told_of
+from service.engine.registry.objects import Damaged, StoreTrouble, told_of
+from service.engine.registry.store import Store, Stored
 from service.observability.metrics import Metrics
 from service.schemas.v1 import ExtractorSpec
 

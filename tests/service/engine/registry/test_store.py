@@ -15,8 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.registry import store as module
-from service.engine.registry.store import Damaged, Store, Stored, StoreTrouble, told_at, told_of
+from service.engine.registry import objects
+from service.engine.registry import store as store_module
+from service.engine.registry.objects import Damaged, StoreTrouble, told_at, told_of
+from service.engine.registry.store import Store, Stored
 from service.schemas.v1 import ExtractorSpec
 
 SPEC = ExtractorSpec(model="resnet18", weights="DEFAULT", return_nodes={"layer4": "C5"})
@@ -37,7 +39,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
     if request.param == "driver without conditions":
-        monkeypatch.setattr(module, "_CONDITIONAL", frozenset())
+        monkeypatch.setattr(objects, "_CONDITIONAL", frozenset())
         return f"memory://{tmp_path}"
     if request.param == "folder without hard links":
 
@@ -159,7 +161,7 @@ def test_old_news_and_free_names_are_pruned(url: str, monkeypatch: pytest.Monkey
     store.delete(IDS[1])
     store.prune()
     assert len(store.deletions()) == 1
-    monkeypatch.setattr(module, "KEPT_SECONDS", -1.0)
+    monkeypatch.setattr(store_module, "KEPT_SECONDS", -1.0)
     store.prune()
     assert store.deletions() == []
     files, root = _files(url)
