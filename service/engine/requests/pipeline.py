@@ -15,7 +15,7 @@ from service.engine.device.threads import in_pool
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.record import ExtractorRecord
 from service.engine.regions import Boxes, Regions
-from service.engine.requests import plan as planning
+from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
 from service.engine.requests.plan import Inputs, Plan
@@ -104,12 +104,12 @@ class Pipeline:
         preprocess, max_pixels = options.preprocess, self._settings.max_pixels
         if preprocess == "default":
             preprocess = self._settings.preprocess
-        if isinstance(images, Mapping) or planning.is_quick(images):
+        if isinstance(images, Mapping) or image_plan.is_quick(images):
             return planning.plan(record, images, preprocess, max_pixels)
-        planning.check_takes_images(record, images)
+        image_plan.check_takes_images(record, images)
         headers: list[Header] = []
-        for indices in planning.header_steps(len(images)):  # others' come in between
-            headers += await in_pool(self._intake, planning.read_headers, images, indices, max_pixels)
+        for indices in image_plan.header_steps(len(images)):  # others' come in between
+            headers += await in_pool(self._intake, image_plan.read_headers, images, indices, max_pixels)
         return await in_pool(self._intake, planning.plan, record, images, preprocess, max_pixels, headers)
 
     async def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:

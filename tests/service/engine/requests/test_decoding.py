@@ -103,7 +103,7 @@ async def test_headers_of_several_requests_are_read_by_turns(
         go_on.wait(PATIENCE)
         return image_header(data, max_pixels)
 
-    monkeypatch.setattr("service.engine.requests.plan.image_header", noted)
+    monkeypatch.setattr("service.engine.requests.image_plan.image_header", noted)
     async with engine() as running:
         record = await built(running)
         first = asyncio.create_task(running.features(record, many))

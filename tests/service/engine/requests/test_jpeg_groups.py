@@ -15,7 +15,7 @@ from fxcore.images.nvjpeg import JpegBatches
 from service.engine import Engine, FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.requests.jpeg_groups import FEWEST, MOST, MOST_PIXELS, groups
-from service.engine.requests.plan import plan
+from service.engine.requests.planning import plan
 from tests.service.engine.running import MakeEngine, built, encoded, record_alone
 
 CPU = torch.device("cpu")

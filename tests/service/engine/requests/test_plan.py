@@ -11,7 +11,7 @@ import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from service.engine.record import ExtractorRecord
-from service.engine.requests.plan import plan
+from service.engine.requests.planning import plan
 from tests.service.engine.running import encoded, record_alone
 
 LIMIT = 1_000_000

@@ -1,0 +1,86 @@
+"""What a request will take and give, known before it is decoded: its plan, and the regions of its boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fxcore.errors import BadBox
+from fxcore.images.files import Header
+from fxcore.pooling import pooled_regions_shape
+from service.engine.backends.fallback import OneSize
+from service.engine.record import ExtractorRecord
+from service.engine.regions import Boxes, Regions
+from service.engine.requests.image_plan import check_takes_images, plan_images, read_headers
+from service.engine.requests.plan import Inputs, Plan, indexed
+from service.engine.requests.sizes import row_size
+from service.engine.requests.tensor_plan import plan_tensors
+
+_MOST_SAMPLES = 2**31
+"""Values of maps that the boxes of a request may take: they hold up the device, two cores for four seconds."""
+
+
+def plan(
+    record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()
+) -> Plan:
+    """Look at a request without decoding it, in any thread.
+
+    Args:
+        record: the extractor.
+        inputs: what the request carries.
+        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        max_pixels: most pixels of an image.
+        headers: of the images, where :func:`~service.engine.requests.image_plan.check_takes_images` and
+            :func:`~service.engine.requests.image_plan.read_headers` were called already.
+
+    Raises:
+        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
+        BadTensor: a wrong name, shape or dtype, or a size that the extractor's backend does not take.
+    """
+    if isinstance(inputs, Mapping):
+        made = plan_tensors(record, inputs, preprocess, max_pixels)
+    else:
+        if not headers:
+            check_takes_images(record, inputs)
+            headers = read_headers(inputs, range(len(inputs)), max_pixels)
+        made = plan_images(record, inputs, preprocess, max_pixels, headers)
+    if isinstance(record.run, OneSize):
+        for shape in dict.fromkeys(made.shapes):
+            record.run.check(shape)
+    return made
+
+
+def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> Regions:
+    """The regions that ``boxes``, in pixels of the images as sent, are in the model's input and on its maps. The sizes
+    of the plan's rows must be known.
+
+    Args:
+        size: positions a side of what each box becomes.
+
+    Raises:
+        BadBox: one is wrong; ``index`` and ``box`` in ``extra`` say which. Or all together they take too long.
+    """
+    placements = planned.placements()
+    if len(boxes) != len(placements):
+        raise BadBox(
+            f"boxes has {len(boxes)} lists and the request has {len(placements)} images: give one list for each, "
+            "empty where there is no box"
+        )
+    carried: list[Tensor] = []
+    for index, (placement, given) in enumerate(zip(placements, boxes, strict=True)):
+        with indexed(index):
+            carried.append(placement.carry(given))
+    rows = [row_size(record, shape) for shape in planned.shapes]
+    samples = 0
+    for row, of_image in zip(rows, carried, strict=True):
+        for info in record.outputs:
+            if (grid := row.grids.get(info.key)) is not None:
+                channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
+                samples += channels * grid.samples(of_image, size)
+    if samples > _MOST_SAMPLES:
+        raise BadBox(
+            f"pooling these boxes takes {samples:,} values of the maps, and at most {_MOST_SAMPLES:,} are taken in one "
+            "request: send fewer or smaller boxes, or ask for a coarser level"
+        )
+    return Regions(carried, [row.grids for row in rows])

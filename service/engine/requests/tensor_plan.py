@@ -1,0 +1,109 @@
+"""How a request's tensors become rows: widened to floats, or preprocessed where they are uint8 images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor, ImageTooLarge
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.tensors import TensorSpec, dtype_name
+from service.engine.record import ExtractorRecord
+from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, scaled, spread
+from service.engine.rows import RowShape
+
+
+def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
+    """The plan of tensors; see :func:`service.engine.requests.planning.plan`."""
+    specs = record.inputs
+    if set(tensors) != {spec.name for spec in specs}:
+        raise BadTensor(
+            f"{record.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
+            f"{', '.join(sorted(tensors)) or 'none'}"
+        )
+    counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
+    if len(set(counts.values())) > 1 or 0 in counts.values():
+        raise BadTensor(f"all tensors have the same first dimension, at least 1; the request has {counts}")
+    rows = next(iter(counts.values()))
+    ordered = [tensors[spec.name] for spec in specs]
+    shapes = []
+    for spec, tensor in zip(specs, ordered, strict=True):
+        _check_tensor(spec, tensor)
+        if tensor.dtype == torch.uint8:
+            _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
+            if preprocess != "none":
+                bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+        shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
+    row_shape: RowShape = tuple(shapes)
+    decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
+    cost = 0  # of one image or frame at a time, and of a clip's frames all together
+    for tensor in ordered:
+        if tensor.dtype == torch.uint8 and preprocess != "none":
+            frames = tensor.shape[1] if tensor.ndim == 5 else 1
+            cost += frames * record.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
+
+    def prepare(indices: range) -> tuple[Tensor, ...]:
+        return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
+
+    # Images are worth several threads, tensors are only widened.
+    step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
+    parts = spread(rows, step)
+    # The rows of a part are stacked from single ones.
+    costs = [cost and cost + decoded * len(part) // rows for part in parts]
+    return Plan([row_shape] * rows, decoded, costs, [(part, partial(prepare, part)) for part in parts])
+
+
+def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
+    """Check what a request gives for the input ``spec``.
+
+    Raises:
+        BadTensor: its dtype or shape is wrong.
+    """
+    images = tensor.dtype == torch.uint8
+    if not images and not tensor.is_floating_point():
+        raise BadTensor(
+            f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send float32 that is preprocessed, or uint8 images"
+        )
+    given = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    channels = spec.shape[spec.layout.index("C")]
+    if tensor.ndim != len(spec.layout) or tensor.shape[-1 if images else spec.layout.index("C")] != channels:
+        wanted = f"uint8 {spec.layout.replace('C', '')}C" if images else f"float32 {spec.layout}"
+        raise BadTensor(f"tensor {spec.name!r} is {given}; this model takes {wanted} with {channels} channels")
+    if 0 in tensor.shape:
+        raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes is at least 1")
+
+
+def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
+    if tensor.dtype != torch.uint8:
+        return tuple(tensor.shape[1:])
+    *outer, height, width, channels = tensor.shape[1:]
+    size = (height, width) if preprocess == "none" else preprocessing.output_size(height, width)
+    return (channels, *outer, *size)
+
+
+def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tensor:
+    if tensor.dtype != torch.uint8:
+        return tensor.to(torch.float32).contiguous()
+    if preprocess == "none":
+        return scaled(tensor.movedim(-1, 1))
+    if record.preprocessing.layout != "NCHW":
+        return record.preprocessing.tensor(tensor)
+    return torch.stack([record.decoder.pixels(pixels, preprocess) for pixels in tensor])
+
+
+def _check_pixels(height: int, width: int, max_pixels: int) -> None:
+    """Hold the images of an array to the limit that those in files have.
+
+    Raises:
+        ImageTooLarge: they have more than ``max_pixels``.
+    """
+    pixels = height * width
+    if pixels > max_pixels:
+        raise ImageTooLarge(
+            f"the images have {width} x {height} = {pixels} pixels; at most {max_pixels} are taken",
+            pixels=pixels,
+            limit=max_pixels,
+        )
