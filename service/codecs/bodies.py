@@ -15,8 +15,8 @@ from torch import Tensor
 
 from service.codecs import multipart, npy, safetensors
 from service.codecs.negotiation import media_type
+from service.schemas.features import MAX_BOXES, MAX_IMAGES, ImagesBody
 from service.schemas.problems import Refusal, invalid_body
-from service.schemas.v1 import MAX_BOXES, MAX_IMAGES, ImagesBody
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
 

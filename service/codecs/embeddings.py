@@ -13,8 +13,8 @@ from torch import Tensor
 
 from service.codecs import json
 from service.schemas.embeddings import EmbeddingsRequest
+from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import Refusal, invalid_body
-from service.schemas.v1 import MAX_IMAGES
 
 _MOST_COMMAS = 2 * MAX_IMAGES + 64
 """One in each data URL and one between two, and some for the other fields: what has more becomes millions of objects in

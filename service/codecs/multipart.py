@@ -8,8 +8,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from service.codecs.negotiation import media_type
+from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import Refusal
-from service.schemas.v1 import MAX_IMAGES
 
 MAX_PART_HEADER_BYTES = 8192
 

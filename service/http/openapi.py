@@ -10,7 +10,8 @@ from pydantic.json_schema import models_json_schema
 from service.http.access import OPEN
 from service.http.routes.v2 import routing
 from service.schemas import embeddings, problems
-from service.schemas.v1 import ImagesBody, Problem
+from service.schemas.features import ImagesBody
+from service.schemas.v1 import Problem
 
 _SECURITY_SCHEME = {
     "type": "http",

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from service.schemas.features import MAX_IMAGES
 from service.schemas.problem_kinds import KINDS
 from service.schemas.problems import status_without_422
-from service.schemas.v1 import MAX_IMAGES
 
 PATH = "/v1/embeddings"
 """The route whose errors have OpenAI's shape."""

@@ -25,9 +25,10 @@ from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
 from service.http.state import State, state_of
+from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
 from service.schemas.problems import Refusal, documented
-from service.schemas.v1 import ExtractorSpec, FeatureDocument, FeatureQuery, OneStepQuery
+from service.schemas.v1 import ExtractorSpec
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
 

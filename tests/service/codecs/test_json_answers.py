@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from service.codecs import json as codec
-from service.schemas.v1 import FeatureTensor
+from service.schemas.features import FeatureTensor
 
 
 def written(outputs, encoding="json"):

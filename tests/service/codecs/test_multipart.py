@@ -5,8 +5,8 @@ import pytest
 
 from service.codecs import multipart
 from service.codecs.negotiation import media_type
+from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import Refusal
-from service.schemas.v1 import MAX_IMAGES
 
 
 def read(body, content_type, step=None):
