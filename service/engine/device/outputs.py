@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,20 @@ from torch import Tensor
 from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions
+
+
+class OutputRows(NamedTuple):
+    """One output of a batch.
+
+    Attributes:
+        key: of the output.
+        layout: of one row; see :func:`service.engine.rows.row_layout`.
+        values: ``[rows, ...]``, on the device.
+    """
+
+    key: str
+    layout: str | None
+    values: Tensor
 
 
 def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
@@ -36,23 +51,39 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
     return deliveries
 
 
-def regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """What :meth:`~service.engine.options.FeatureOptions.finish` pools of the output ``key`` of ``items``, which have
-    one input shape: the boxes of each row, and the places of the map."""
+def finish(
+    outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
+) -> dict[str, Tensor]:
+    """What ``options`` ask for of a batch's outputs, by key, on the CPU.
+
+    Args:
+        outputs: of the whole batch.
+        options: of ``items``.
+        items: those of the batch that want this.
+        rows: the batch's rows that are theirs; None for all, in order.
+    """
+    finished = {}
+    for key, layout, values in outputs:
+        if options.wants(key):
+            chosen = values if rows is None else values[rows]
+            finished[key] = _on_cpu(options.finish(chosen, layout, *_regions_of(items, key)))
+    return finished
+
+
+def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """``values`` in pieces of so many rows."""
+    return torch.split(values, counts) if len(counts) > 1 else (values,)
+
+
+def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
+    """What is pooled of the output ``key`` of ``items``, which have one input shape: the boxes of each row, and the
+    places of the map."""
     boxes = [regions.boxes[row] for item in items if (regions := item.job.regions) for row in item.rows]
     first = items[0].job.regions
     return boxes, None if first is None else first.grids[items[0].rows.start][key]
 
 
-def select_rows(values: Tensor, rows: list[int] | None) -> Tensor:
-    return values if rows is None else values[rows]
-
-
-def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    return torch.split(values, counts) if len(counts) > 1 else (values,)
-
-
-def on_cpu(values: Tensor) -> Tensor:
+def _on_cpu(values: Tensor) -> Tensor:
     """``values.cpu()``, not called where there is nothing to do, because it releases the GIL even then.
 
     Values are made contiguous on their device, which is many times faster there than on the CPU.

@@ -11,17 +11,20 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from fxcore.backends import Lowered
 from fxcore.errors import summarize
 from service.engine.device.job import Item, Job, announce
-from service.engine.device.outputs import by_options, deliveries, on_cpu, regions_of, select_rows, split_rows
+from service.engine.device.outputs import OutputRows, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue, Undecoded
 from service.engine.device.staging import Staging
 from service.engine.device.threads import alone, compute_on
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
+from service.engine.record import ExtractorRecord
 from service.engine.rows import by_image, row_layout
 from service.observability.metrics import Metrics
 
@@ -213,46 +216,49 @@ class DeviceWorker:
             torch.cuda.empty_cache()
 
     def _compute(self, items: Sequence[Item]) -> None:
+        """Run a batch through its extractor, and deliver to each job what is its own."""
         started = time.monotonic()
         record = items[0].job.record
-        run, dtype = record.run, record.dtype  # read once: a backend is swapped in between batches
+        run = record.run  # read once: a backend is swapped in between batches
         if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
             return
         with torch.inference_mode():
-            inputs = self._staging.inputs([item.inputs for item in items], record.decoder, dtype)
-            self._announce()
-            raw = run(*inputs)
-            rows = _rows(items)
-            values = [(info.key, row_layout(info), by_image(info, raw[info.key], rows)) for info in record.outputs]
-            del raw, inputs
-            finished = [
-                (
-                    group,
-                    {
-                        key: on_cpu(options.finish(select_rows(value, taken), layout, *regions_of(group, key)))
-                        for key, layout, value in values
-                        if options.wants(key)
-                    },
-                )
-                for options, group, taken in by_options(items)
-            ]
+            values = self._forward(record, run, items)
+            finished = [(group, finish(values, options, group, rows)) for options, group, rows in by_options(items)]
+            del values
         spent = time.monotonic() - started
         jobs = list({item.job: None for item in items})
         for job in jobs:
             job.computed += spent
         for group, outputs in finished:
-            parts = deliveries(group)
-            counts = [len(job.answered(span)) for job, span in parts]
-            pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
-            for place, (job, answered) in enumerate(parts):
-                try:
-                    job.deliver(answered, {key: piece[place] for key, piece in pieces.items()})
-                except Exception as error:  # computed again, the batch would be delivered twice
-                    job.fail(_verdict(error, is_out_of_memory(error)))
+            _deliver(group, outputs)
         self._done = jobs
         if self._queue.drained():
             self._announce()
-        self._metrics.batch_size.observe(rows)  # which nobody waits for
+        self._metrics.batch_size.observe(_rows(items))  # which nobody waits for
+
+    def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
+        """What ``run`` gives for a batch. The batch before is announced once this one is put together."""
+        inputs = self._staging.inputs([item.inputs for item in items], record.decoder, record.dtype)
+        self._announce()
+        outputs = run(*inputs)
+        rows = _rows(items)
+        return [
+            OutputRows(info.key, row_layout(info), by_image(info, outputs[info.key], rows)) for info in record.outputs
+        ]
+
+
+def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
+    """Give the jobs of ``items`` their rows of ``outputs``. What cannot be delivered fails its own job only: computed
+    again, the batch would be delivered twice to the others."""
+    parts = deliveries(items)
+    counts = [len(job.answered(rows)) for job, rows in parts]
+    pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
+    for place, (job, rows) in enumerate(parts):
+        try:
+            job.deliver(rows, {key: piece[place] for key, piece in pieces.items()})
+        except Exception as error:
+            job.fail(_verdict(error, is_out_of_memory(error)))
 
 
 def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
