@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import tempfile
-import time
-from functools import partial
 from socket import socket
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.http import protocol_choice
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
 from service.settings import Settings
+
+log = logging.getLogger("fxserve")
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept: longer than proxies keep theirs, 60 s in nginx and in AWS's load balancers,
@@ -59,8 +58,19 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
         # has to be imported and each model of one's own to be tried, on a machine that is busy.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
-        config = uvicorn.Config("service.app:create_app", factory=True, workers=settings.workers, **options)
-        _Supervisor(config, [config.bind_socket()]).run()
+        _supervise("service.app:create_app", factory=True, workers=settings.workers, **options)
+
+
+def _supervise(app: str, **options: Any) -> None:
+    """``uvicorn.run``, and each server process is replaced as soon as it has ended where uvicorn lets that be done."""
+    try:
+        from service.http.supervisor import Supervisor
+    except ImportError as error:
+        log.warning("server processes that end are replaced later than they could be: %s", error)
+        uvicorn.run(app, **options)
+        return
+    config = uvicorn.Config(app, **options)
+    Supervisor(config, [config.bind_socket()]).run()
 
 
 def _options(settings: Settings, log_level: str) -> dict[str, Any]:
@@ -98,38 +108,6 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             print(_greeting(host, port, self._device), flush=True)
-
-
-class _Supervisor(Multiprocess):
-    """Replaces a server process as soon as it has ended, also while it or another is silent.
-
-    uvicorn asks each in turn for a sign of life and waits for it. That a process was killed in the meantime is not
-    noticed then, because the parent holds the other end of its pipe, too.
-    """
-
-    def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
-        super().__init__(config, sockets)
-        self._asked: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
-
-    def keep_subprocess_alive(self) -> None:
-        for process in self.processes:
-            process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
-        super().keep_subprocess_alive()
-
-    def _is_alive(self, process: Process, timeout: float) -> bool:
-        """Whether ``process`` runs, and answered what it was asked no longer than ``timeout`` seconds ago."""
-        if not process.process.is_alive():
-            return False
-        try:
-            while process.parent_conn.poll():
-                process.parent_conn.recv()
-                self._asked.pop(process, None)
-            if process not in self._asked:
-                process.parent_conn.send(b"ping")
-                self._asked[process] = time.monotonic()
-        except (OSError, EOFError):
-            return False
-        return time.monotonic() - self._asked[process] < timeout
 
 
 def _end(number: int, frame: FrameType | None) -> None:

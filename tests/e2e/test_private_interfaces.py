@@ -35,6 +35,11 @@ import types
 import torch
 torch.ops.mkldnn = types.SimpleNamespace()
 """,
+    "torch.ops.quantized": """
+import types
+import torch
+torch.ops.quantized = types.SimpleNamespace()
+""",
     "torchvision.transforms._presets": """
 import sys
 import torchvision.transforms._presets
@@ -49,7 +54,16 @@ sys.modules["uvicorn.protocols.http.httptools_impl"] = None
 import uvicorn.protocols.http.httptools_impl as implementation
 del implementation.HttpToolsProtocol._unset_keepalive_if_required
 """,
+    "uvicorn's supervisor": """
+import inspect
+import uvicorn.supervisors.multiprocess as module
+source = inspect.getsource(module.Process).replace("parent_conn", "parents_end")
+exec("from __future__ import annotations\\n" + source, module.__dict__)
+""",
 }
+
+WORKERS = {"uvicorn's supervisor": 2}
+"""Server processes where that is about more than one."""
 
 
 @pytest.fixture
@@ -88,7 +102,7 @@ def expected(photo: bytes) -> np.ndarray:
     "name", ["torch.ao", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TAKEN if name != "torch.ao")]
 )
 def test_the_service_answers_without(name: str, without: Callable[..., Server], photos: dict[str, bytes]) -> None:
-    server = without(name)
+    server = without(name, workers=WORKERS.get(name, 1))
     found = features(server, photos["chelsea"], f"/v1/models/resnet18/features?nodes={NODE}&weights=random")
     reference = expected(photos["chelsea"])
     assert np.linalg.norm(found - reference) < 1e-4 * np.linalg.norm(reference)
