@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import page
 from service.engine.requests.admission import CLIENT
+from service.http.headers import header, headers_of, joined_header
 from service.http.hosts import Hosts, is_own_origin
 from service.http.keys import Key, Keys
 from service.http.problem_responses import error_response
@@ -61,24 +62,15 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        authorization = fetched_from = origin = host = None
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                authorization = value
-            elif name == b"sec-fetch-site":
-                fetched_from = value
-            elif name == b"origin":
-                origin = value if origin is None else b"%b, %b" % (origin, value)
-            elif name == b"host":
-                host = value.decode("latin-1")
+        host = header(scope, b"host")
         client = address(scope)
         try:
             if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
                 raise _misdirected(host)
             if scope["method"] not in _READ_METHODS:
-                self._check_origin(origin, host, fetched_from)
+                self._check_origin(scope, host)
             if self.keys is not None and scope["path"] not in OPEN:
-                key = scope[_KEY] = self._key(scope, authorization)
+                key = scope[_KEY] = self._key(scope)
                 client = f"key {key.name}"
         except Refusal as refusal:
             await error_response(scope["path"], refusal)(scope, receive, send)
@@ -86,9 +78,10 @@ class Access:
         CLIENT.set(client)
         await self.app(scope, receive, send)
 
-    def _key(self, scope: Scope, authorization: bytes | None) -> Key:
+    def _key(self, scope: Scope) -> Key:
         assert self.keys is not None
-        scheme, _, secret = (authorization or b"").partition(b" ")
+        authorization = headers_of(scope).get(b"authorization", [b""])[-1]
+        scheme, _, secret = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             raise Refusal(
                 "unauthorized",
@@ -106,18 +99,18 @@ class Access:
             raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
         return key
 
-    def _check_origin(self, origin: bytes | None, host: str | None, fetched_from: bytes | None) -> None:
+    def _check_origin(self, scope: Scope, host: str | None) -> None:
         """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight.
 
         They do not send ``Sec-Fetch-Site`` to servers without TLS, but for loopback addresses.
         """
         if "*" in self.origins:
             return
+        origin = joined_header(scope, b"origin")
         if origin is None:
-            allowed = fetched_from not in (b"cross-site", b"same-site")
+            allowed = headers_of(scope).get(b"sec-fetch-site", [b""])[-1] not in (b"cross-site", b"same-site")
         else:
-            page = origin.decode("latin-1")
-            allowed = page in self.origins or (host is not None and is_own_origin(page, host))
+            allowed = origin in self.origins or (host is not None and is_own_origin(origin, host))
         if not allowed:
             raise Refusal("forbidden", "web pages of other origins may not do this; FXSERVE_CORS_ORIGINS lists who may")
 

@@ -15,7 +15,7 @@ from fxcore.rendering.render import render
 from fxcore.tracing.tracer import PATH
 from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
-from service.http.middleware import joined_header
+from service.http.headers import joined_header
 from service.schemas.graphs import GraphDocument, GraphFormat
 from service.schemas.problems import Refusal
 

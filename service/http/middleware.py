@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fxcore.errors import FxError
 from service.engine.errors import EngineError, is_shortage, shortage
 from service.engine.requests.admission import Admission, Visit
+from service.http.headers import header
 from service.http.problem_responses import error_response, internal_response
 from service.observability import logs
 from service.observability.metrics import Metrics
@@ -53,21 +54,6 @@ _WITH_IMAGES = ("/features", "/infer", "/embeddings")
 
 # JSON and images run nothing and load nothing. Drawings bring their own styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first value of a request header; ``name`` in lower case."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
-
-
-def joined_header(scope: Scope, name: bytes) -> str | None:
-    """All values of a request header that is a list, as one line would have them (RFC 9110, 5.3); ``name`` in lower
-    case."""
-    values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-    return ", ".join(values) if values else None
 
 
 def request_id(sent: str | None) -> str:

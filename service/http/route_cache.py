@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
-from service.http.middleware import header
+from service.http.headers import header
 from service.http.problem_responses import error_response
 from service.http.queries import Route
 from service.schemas.problems import Refusal

@@ -16,7 +16,7 @@ from service.codecs.answers import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
 from service.engine.requests.admission import claim_for_current_request
-from service.http.middleware import header, joined_header
+from service.http.headers import header, joined_header
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected

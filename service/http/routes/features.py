@@ -20,7 +20,7 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
-from service.http.middleware import header, joined_header
+from service.http.headers import header, joined_header
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model

@@ -19,7 +19,7 @@ from service.engine.errors import DeadlineExceeded
 from service.engine.options import CHOICES
 from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
-from service.http.middleware import joined_header
+from service.http.headers import joined_header
 from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, while_connected

@@ -1,0 +1,30 @@
+"""Request headers by name, indexed once for a request."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+_HEADERS = "fxserve.headers"
+
+
+def headers_of(scope: Scope) -> dict[bytes, list[bytes]]:
+    """The values of each request header, in the order sent, by its name in lower case."""
+    known: dict[bytes, list[bytes]] | None = scope.get(_HEADERS)
+    if known is None:
+        known = scope[_HEADERS] = {}
+        for name, value in scope["headers"]:
+            known.setdefault(name, []).append(value)
+    return known
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of a request header; ``name`` in lower case."""
+    values = headers_of(scope).get(name)
+    return values[0].decode("latin-1") if values else None
+
+
+def joined_header(scope: Scope, name: bytes) -> str | None:
+    """All values of a request header that is a list, as one line would have them (RFC 9110, 5.3); ``name`` in lower
+    case."""
+    values = headers_of(scope).get(name)
+    return b", ".join(values).decode("latin-1") if values else None
