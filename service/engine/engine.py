@@ -35,7 +35,7 @@ from service.engine.registry.own_models import register_models, warn_unknown_mod
 from service.engine.registry.records import Records
 from service.engine.registry.store import Store
 from service.engine.registry.weights import ModelStore
-from service.engine.requests.admission import Admission
+from service.engine.requests.admission import Admission, Reservation
 from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
@@ -256,6 +256,7 @@ class Engine:
         options: FeatureOptions | None = None,
         deadline: float | None = None,
         boxes: Boxes | None = None,
+        reservation: Reservation | None = None,
     ) -> FeatureResult:
         """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
 
@@ -268,6 +269,7 @@ class Engine:
             options: what to do with the outputs.
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
             boxes: what ``pool=roi`` pools, of images.
+            reservation: what the request holds already, to which the bytes of the answer are added until that is sent.
 
         Raises:
             BadImage, BadBox, ImageTooLarge, BadTensor: of the first image it is about, ``index`` in ``extra``.
@@ -286,7 +288,7 @@ class Engine:
             raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
-        with self.admission.enter() as ticket, record.in_use(), self._in_flight:
+        with self.admission.enter(reservation) as ticket, record.in_use(), self._in_flight:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
                     await self.extractors.load(record)

@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fxcore.errors import FxError
 from service.engine.errors import EngineError, is_shortage, shortage
-from service.engine.requests.admission import Admission, Visit
+from service.engine.requests.admission import Admission, Reservation
 from service.http.headers import header
 from service.http.problem_responses import error_response, internal_response
+from service.http.reservations import set_reservation
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.schemas.problems import Refusal
@@ -204,8 +205,9 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these; what comes stays in the socket
             await self.app(scope, receive, send)
             return
-        with self.admission.visit() as visit:
-            body = _Body(limit, self.timeout, visit, receive, send)
+        with self.admission.reserve() as reservation:
+            set_reservation(scope, reservation)
+            body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
         if body.refusal is not None and not body.answered:  # what came of it is given back, however long this takes
@@ -219,12 +221,12 @@ def _too_large(limit: int) -> Refusal:
 class _Body:
     """One body on its way in. Once it is refused, that is the answer, whatever the route makes of it."""
 
-    def __init__(self, limit: int, timeout: float, visit: Visit, receive: Receive, send: Send) -> None:
+    def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
         self.refusal: Refusal | FxError | None = None
         self.answered = False
         self._limit = limit
         self._timeout = timeout
-        self._visit = visit
+        self._reservation = reservation
         self._receive = receive
         self._send = send
         self._seen = 0
@@ -244,7 +246,7 @@ class _Body:
             if self._seen > self._limit:
                 self._refuse(_too_large(self._limit))
             try:
-                self._visit.claim(size)
+                self._reservation.claim(size)
             except EngineError as full:
                 self._refuse(full)
         return message

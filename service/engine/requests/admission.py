@@ -30,8 +30,6 @@ from service.engine.errors import AdmissionFull, RequestTooLarge
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """Who the current request comes from; empty for the service itself."""
 
-_VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
-
 _WINDOW = 10.0
 """Seconds over which the drain rate is measured; only those count in which there was something to do."""
 
@@ -82,8 +80,11 @@ class Admission:
         if held >= _SHARE * (self.max_requests - self.requests):
             raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
 
-    def enter(self) -> Ticket:
+    def enter(self, reservation: Reservation | None = None) -> Ticket:
         """Take a place for the current request.
+
+        Args:
+            reservation: what it holds beside it, to which the bytes of its answer are added.
 
         Raises:
             AdmissionFull: there is none.
@@ -94,11 +95,11 @@ class Admission:
             self._busy_since = time.monotonic()
         self.requests += 1
         self._requests_of[client] = self._requests_of.get(client, 0) + 1
-        return Ticket(self, client, _VISIT.get())
+        return Ticket(self, client, reservation)
 
-    def visit(self) -> Visit:
+    def reserve(self) -> Reservation:
         """Count the bytes that the current request holds from its body's first to its answer's last."""
-        return Visit(self, CLIENT.get())
+        return Reservation(self, CLIENT.get())
 
     def retry_after(self) -> float:
         """Seconds until what is in now will have left, and what was told to come back before, going by how fast
@@ -192,10 +193,10 @@ class Admission:
 class Ticket:
     """A request's place; use it as a context manager so that the place is given back."""
 
-    def __init__(self, admission: Admission, client: str, visit: Visit | None) -> None:
+    def __init__(self, admission: Admission, client: str, reservation: Reservation | None) -> None:
         self._admission = admission
         self._client = client
-        self._visit = visit
+        self._reservation = reservation
         self._bytes = 0
         self._answer = 0
         self._has_turn = False
@@ -207,7 +208,7 @@ class Ticket:
             AdmissionFull: they do not fit beside what others hold, or are more than this client's share.
             RequestTooLarge: they would not fit if this request were alone.
         """
-        own = self._bytes + self._answer + (0 if self._visit is None else self._visit.bytes)
+        own = self._bytes + self._answer + (0 if self._reservation is None else self._reservation.bytes)
         self._admission._claim(self._client, amount + answer, own)
         self._bytes += amount
         self._answer += answer
@@ -229,14 +230,15 @@ class Ticket:
             self._admission._pass_on()
         self._admission._leave(self._client, self._bytes + self._answer > 0)
         self._admission._release(self._client, self._bytes)
-        if self._visit is not None and error is None:
-            self._visit.transfer(self._answer)
+        if self._reservation is not None and error is None:
+            self._reservation.transfer(self._answer)
         else:
             self._admission._release(self._client, self._answer)
 
 
-class Visit:
-    """What one request holds while the server listens to it and answers it; a context manager that gives it back."""
+class Reservation:
+    """The bytes that one request holds, from the first of its body to the last of its answer; a context manager that
+    gives them back."""
 
     def __init__(self, admission: Admission, client: str) -> None:
         self._admission = admission
@@ -245,7 +247,7 @@ class Visit:
         self.bytes = 0
 
     def claim(self, amount: int) -> None:
-        """Count ``amount`` bytes until the request ends.
+        """Count ``amount`` bytes until the request ends, such as what its body unpacks to.
 
         Raises:
             AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
@@ -260,27 +262,14 @@ class Visit:
         else:
             self.bytes += amount
 
-    def __enter__(self) -> Visit:
-        self._token = _VISIT.set(self)
+    def __enter__(self) -> Reservation:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _VISIT.reset(self._token)
         self._ended = True
         self._admission._release(self._client, self.bytes)
-
-
-def claim_for_current_request(amount: int) -> None:
-    """Count ``amount`` more bytes to the current request until it ends, such as what its body unpacks to.
-
-    Raises:
-        AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
-    """
-    visit = _VISIT.get()
-    if visit is not None:
-        visit.claim(amount)
 
 
 def _subtract(amounts: dict[str, int], client: str, amount: int) -> None:

@@ -15,8 +15,8 @@ from service.codecs import bodies, embeddings, json
 from service.codecs.answers import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
-from service.engine.requests.admission import claim_for_current_request
 from service.http.headers import header, joined_header
+from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected
@@ -132,14 +132,16 @@ async def _embed(
 ) -> Response:
     tokens = record.outputs[0].tokens
     options = _POOLED["cls" if tokens is not None and tokens.class_token else "avg"]
-    result = await state.engine.features(record, asked.images, options, deadline)
+    result = await state.engine.features(
+        record, asked.images, options, deadline, reservation=reservation_of(request.scope)
+    )
     started = time.perf_counter()
     vectors = _shortened(result.outputs[record.outputs[0].key].reshape(result.images, -1), asked.dimensions)
     writing = (vectors, asked.model, asked.encoding)
     if vectors.numel() <= _WRITTEN_AT_ONCE:
         parts = embeddings.write(*writing)
     else:
-        claim_for_current_request(json.most_bytes(vectors))
+        reservation_of(request.scope).claim(json.most_bytes(vectors))
         parts = await state.engine.run_in_encoder(embeddings.write, *writing)
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     return PartsResponse(parts, json.MEDIA_TYPE, state.answer_headers(request.scope, record, timings))

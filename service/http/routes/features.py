@@ -18,9 +18,9 @@ from fxcore.images.files import image_header
 from service.codecs import answers, bodies, heatmap, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
-from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
 from service.http.headers import header, joined_header
+from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
@@ -253,7 +253,7 @@ async def _extract(
         )
     roi_size = asked.roi_size if asked.pool == "roi" else _NO_REGIONS
     options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess, roi_size)
-    result = await state.engine.features(record, images, options, deadline, sent.boxes)
+    result = await state.engine.features(record, images, options, deadline, sent.boxes, reservation_of(request.scope))
     started = time.perf_counter()
     source = _source(record)
     outputs = result.outputs
@@ -264,14 +264,14 @@ async def _extract(
         output = record.outputs[0]
         preprocessing = record.preprocessing if asked.preprocess != "none" else None
         header = await state.engine.run_in_encoder(image_header, images[0])
-        claim_for_current_request(header.held)
+        reservation_of(request.scope).claim(header.held)
         parts = await state.engine.run_in_encoder(
             heatmap.write, images[0], preprocessing, outputs[output.key], output.layout
         )
     elif accepted in answers.IMMEDIATE:
         parts = answers.write(accepted, source, outputs, result.images, asked.encoding)
     else:
-        claim_for_current_request(answers.written_bytes(accepted, outputs, asked.encoding))
+        reservation_of(request.scope).claim(answers.written_bytes(accepted, outputs, asked.encoding))
         parts = await state.engine.run_in_encoder(
             answers.write, accepted, source, outputs, result.images, asked.encoding
         )

@@ -17,9 +17,9 @@ from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
 from service.engine.options import CHOICES
-from service.engine.requests.admission import claim_for_current_request
 from service.http.access import may_build
 from service.http.headers import joined_header
+from service.http.reservations import reservation_of
 from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, while_connected
@@ -90,7 +90,7 @@ async def _answer(request: Request, name: str, version: str, timeout: float | No
                 asked = v2.read(sent, limit_bytes, tensors)
             else:
                 asked = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
-            claim_for_current_request(max(0, asked.bytes - len(data)))
+            reservation_of(request.scope).claim(max(0, asked.bytes - len(data)))
             del data, sent
             seconds = min(seconds, _own_timeout(asked))
             limit.reschedule(asyncio.get_running_loop().time() + started + seconds - time.monotonic())
@@ -117,7 +117,7 @@ async def _infer(
     if len(wanted) < len(record.return_nodes):
         options = replace(options, keys=frozenset(wanted))
     inputs = asked.images if asked.images is not None else asked.tensors
-    result = await state.engine.features(record, inputs, options, deadline)
+    result = await state.engine.features(record, inputs, options, deadline, reservation=reservation_of(request.scope))
     written = time.perf_counter()
     document = {"model_name": name, "model_version": named.VERSION}
     if asked.id is not None:
@@ -126,7 +126,9 @@ async def _infer(
     if all(wanted.values()):  # raw tensors are sent from where they are
         parts, length = v2.write(document, outputs, wanted)
     else:
-        claim_for_current_request(sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary))
+        reservation_of(request.scope).claim(
+            sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary)
+        )
         parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
     headers = {"Vary": "Accept-Encoding"}
     if length is not None:

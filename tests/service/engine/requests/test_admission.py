@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from service.engine.errors import AdmissionFull, RequestTooLarge
-from service.engine.requests.admission import CLIENT, Admission, Ticket, claim_for_current_request
+from service.engine.requests.admission import CLIENT, Admission, Ticket
 
 
 @pytest.fixture(autouse=True)
@@ -136,9 +136,9 @@ def test_bytes_are_left_for_others() -> None:
 def test_one_request_may_take_everything() -> None:
     """Otherwise it would be told to come back for ever."""
     admission = Admission(100, 900)
-    with admission.visit() as visit:
-        visit.claim(100)
-        with admission.enter() as ticket:
+    with admission.reserve() as reservation:
+        reservation.claim(100)
+        with admission.enter(reservation) as ticket:
             ticket.claim(700, answer=100)
             assert admission.bytes == 900
             with pytest.raises(RequestTooLarge):
@@ -147,18 +147,17 @@ def test_one_request_may_take_everything() -> None:
 
 def test_a_body_and_an_answer_count_until_the_request_ends() -> None:
     admission = Admission(10, 100)
-    with admission.visit():
-        claim_for_current_request(20)
-        with admission.enter() as ticket:
+    with admission.reserve() as reservation:
+        reservation.claim(20)
+        with admission.enter(reservation) as ticket:
             ticket.claim(30, answer=5)
             assert admission.bytes == 55
         assert admission.bytes == 25
-        ticket = admission.enter()
+        ticket = admission.enter(reservation)
         ticket.claim(20, answer=20)
         ticket.__exit__(AdmissionFull, AdmissionFull("of something else", 1), None)
         assert admission.bytes == 25
     assert admission.bytes == 0
-    claim_for_current_request(1000)  # nobody's
 
 
 def test_turns_go_round_the_clients() -> None:
