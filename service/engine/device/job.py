@@ -20,6 +20,20 @@ from service.engine.record import ExtractorRecord
 from service.engine.regions import Regions
 
 
+class _Once:
+    """A flag that threads set once: of those that set it, one is told that it did."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def set(self) -> bool:
+        """Set it, and whether it was not set before."""
+        return self._lock.acquire(blocking=False)
+
+    def is_set(self) -> bool:
+        return self._lock.locked()
+
+
 class Job:
     """One request on its way through the device worker; made on the event loop that waits for its answer.
 
@@ -52,7 +66,7 @@ class Job:
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
         self._missing = rows
-        self._settled = threading.Lock()  # taken once, by whoever settles the job
+        self._settled = _Once()
         self._outcome: dict[str, Tensor] | Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._answer: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
@@ -66,13 +80,13 @@ class Job:
         try:
             return await self._answer
         finally:
-            self._settled.acquire(blocking=False)
+            self._settled.set()
 
     def wanted(self) -> bool:
         """Whether somebody still waits for the answer and it can still come in time."""
-        if not self._settled.locked() and time.monotonic() > self.deadline:
+        if not self._settled.is_set() and time.monotonic() > self.deadline:
             self.fail(DeadlineExceeded())
-        return not self._settled.locked()
+        return not self._settled.is_set()
 
     def answered(self, rows: range) -> range:
         """The rows of the answer that ``rows`` become."""
@@ -81,7 +95,7 @@ class Job:
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
         """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery makes the
         answer, which :func:`announce` brings to the event loop."""
-        if self._settled.locked():
+        if self._settled.is_set():
             return
         for key, values in outputs.items():
             if len(rows) == self.rows:
@@ -96,14 +110,14 @@ class Job:
                 return
             copy_rows(whole, self.answered(rows).start, values)
         self._missing -= len(rows)
-        if self._missing == 0 and self._settled.acquire(blocking=False):
+        if self._missing == 0 and self._settled.set():
             self._outcome, self._outputs = self._outputs, {}
 
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``, unless there is an answer already or nobody waits."""
         if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
-        if self._settled.acquire(blocking=False):
+        if self._settled.set():
             self._outcome = as_exception(error)
             self._outputs = {}
         announce((self,))
@@ -133,7 +147,7 @@ def announce(jobs: Sequence[Job]) -> None:
 
     A call for each would wake the loop for each, which then takes turns at the interpreter with its caller.
     """
-    settled = [job for job in jobs if job._settled.locked()]
+    settled = [job for job in jobs if job._settled.is_set()]
     if settled:
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             settled[0]._loop.call_soon_threadsafe(_arrive, settled)

@@ -1,8 +1,8 @@
 """Work that waits for the device, and how batches are made of it.
 
 A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
-have one shape. :class:`Queue` keeps a line for every (extractor, shape) and hands out, whenever the device is free, as
-much as fits of the line whose first item has waited longest.
+have one shape. :class:`Queue` has a queue for each (extractor, shape, dtype) and hands out, whenever the device is
+free, the largest batch of the one whose first item has waited longest.
 
 Batches are made for each extractor, not over the union of the nodes of several: a batch each took 0.65 to 0.91 of the
 time of one batch over the union (``benchmarks/union.py``; two extractors with 1 and with 8 images each, eager and
@@ -67,7 +67,7 @@ class BackgroundTask:
 
 
 class Queue:
-    """Lines of waiting items, one for each key; safe to use from several threads.
+    """Waiting items, in a queue for each key; safe to use from several threads.
 
     Args:
         max_rows: most rows in a batch.
@@ -119,9 +119,9 @@ class Queue:
     def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
 
-        A batch is the largest of a :func:`usual_size` that fits, of the line whose first item has waited longest. Items
-        whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a deadline that
-        passed.
+        A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest.
+        Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a
+        deadline that passed.
 
         Args:
             before_waiting: called when there is nothing, before waiting for it.
@@ -152,7 +152,7 @@ class Queue:
         """Fail what waits and what is put from now on with ``reason``."""
         with self._changed:
             self._closed = reason
-            waiting = [item for line in self._queues.values() for item in line]
+            waiting = [item for queue in self._queues.values() for item in queue]
             self._queues.clear()
             offered, self._offered = self._offered, None
             tasks, self._tasks = self._tasks, deque()
@@ -179,35 +179,35 @@ class Queue:
         while self._queues:
             key = min(self._queues, key=lambda key: self._queues[key][0].since)
             batch: list[Item] = []
-            line = self._queues[key]
+            queue = self._queues[key]
             try:
-                self._form(batch, line)
-            except BaseException as error:  # whoever came for this line would fail of it again
-                for item in (*batch, *line):
+                self._form(batch, queue)
+            except BaseException as error:  # whoever came for this queue would fail of it again
+                for item in (*batch, *queue):
                     item.job.fail(error)
                 batch.clear()
-                line.clear()
-            if not line:
+                queue.clear()
+            if not queue:
                 del self._queues[key]
             if batch:
                 return batch
         return self._tasks.popleft() if self._tasks else None
 
-    def _form(self, batch: list[Item], line: deque[Item]) -> None:
-        """Move a batch from ``line`` to ``batch``; each item is in one of them all the time."""
+    def _form(self, batch: list[Item], queue: deque[Item]) -> None:
+        """Move a batch from ``queue`` to ``batch``; each item is in one of them all the time."""
         rows = 0
-        while line:
-            item = line[0]
+        while queue:
+            item = queue[0]
             if not item.job.wanted():
-                line.popleft()
+                queue.popleft()
                 continue
             room = min(self.max_rows, max(1, self.max_bytes // item.row_bytes)) - rows
             if room <= 0:
                 break
             if len(item.rows) > room:
-                item, line[0] = item.split(room)
+                item, queue[0] = item.split(room)
             else:
-                line.popleft()
+                queue.popleft()
             batch.append(item)
             rows += len(item.rows)
         excess = rows - usual_size(rows)
@@ -217,7 +217,7 @@ class Queue:
                 batch[-1], item = item.split(len(item.rows) - excess)
             else:
                 batch.pop()
-            line.appendleft(item)
+            queue.appendleft(item)
             excess -= len(item.rows)
 
 

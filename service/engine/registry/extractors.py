@@ -253,7 +253,7 @@ class Extractors:
         self._records.remove(record)
         self._upgrades.forget(record)
         shared = any(other.model_key == record.model_key for other in self._records.values())
-        self._let_go(record, None if shared else "deleted")
+        self._release(record, None if shared else "deleted")
 
     def _forget_deleted(self, tokens: Mapping[str, str]) -> None:
         for id, token in tokens.items():
@@ -287,7 +287,7 @@ class Extractors:
         self._upgrades.forget(record)
         others = (other for other in self._records.values() if other.model_key == record.model_key)
         loaded = any(other.run is not None or other.build is not None for other in others)
-        self._let_go(record, None if loaded else "unloaded")
+        self._release(record, None if loaded else "unloaded")
 
     def _unload_built(self, record: ExtractorRecord) -> None:
         if record.run is not None and self._records.get(record.id) is record:
@@ -305,7 +305,7 @@ class Extractors:
         self._deleted.close()
         self.eviction.close()
 
-    def _let_go(self, record: ExtractorRecord, reason: str | None) -> None:
+    def _release(self, record: ExtractorRecord, reason: str | None) -> None:
         """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
         if reason is not None:
             self.eviction.drop(record.model_key, reason)

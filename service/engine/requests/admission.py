@@ -10,8 +10,8 @@ Two rules keep one client from starving the rest, a client being an API key or, 
   (IEEE/ACM Transactions on Networking 6(2), 1998), which switches use to share a buffer between ports. It needs no
   list of who is active: a single client gets eight ninths, two get eight seventeenths each, and somebody new always
   finds a place.
-- *Turns*: of what has a place, only so much is worked on as keeps batches full. The rest waits in a line for each
-  client, and the lines take turns. So a client with one request waits for one round and not for all that another has
+- *Turns*: of what has a place, only so much is worked on as keeps batches full. The rest waits in a queue for each
+  client, and the queues take turns. So a client with one request waits for one round and not for all that another has
   sent before. Batches are formed of what had its turn, and need to know no clients.
 """
 
@@ -128,8 +128,8 @@ class Admission:
             self._turns += 1
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._waiting.setdefault(client, deque())
-        line.append(waiter)
+        queue = self._waiting.setdefault(client, deque())
+        queue.append(waiter)
         try:
             await waiter
         except asyncio.CancelledError:
@@ -137,18 +137,18 @@ class Admission:
                 self._pass_on()
             else:
                 with suppress(ValueError):  # passed over already
-                    line.remove(waiter)
-                if not line and self._waiting.get(client) is line:
+                    queue.remove(waiter)
+                if not queue and self._waiting.get(client) is queue:
                     del self._waiting[client]
             raise
 
     def _pass_on(self) -> None:
         """Give a turn that ended to the next client in the round."""
         while self._waiting:
-            client, line = self._waiting.popitem(last=False)
-            waiter = line.popleft()
-            if line:
-                self._waiting[client] = line  # at the end of the round
+            client, queue = self._waiting.popitem(last=False)
+            waiter = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # at the end of the round
             if not waiter.done():
                 waiter.set_result(None)
                 return
