@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
+from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed
 from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import observe
@@ -120,6 +121,7 @@ def build_extractor(
         dtype: the floating-point type that ``model`` has been cast to.
 
     Raises:
+        BadArgument: ``graph`` is none, or ``return_nodes`` are not its nodes' exact names.
         CannotTransform: the model writes to memory in a way that cannot be followed; see
             :func:`fxcore.transforms.out_of_place.functionalize`.
 
@@ -130,6 +132,11 @@ def build_extractor(
     >>> {key: tuple(value.shape) for key, value in extractor.module(torch.zeros(1, 3, 224, 224)).items()}
     {'C4': (1, 256, 14, 14), 'C5': (1, 512, 7, 7)}
     """
+    if not isinstance(graph, ModelGraph):
+        raise BadArgument(f"an extractor is made of what model_graph returns, not of {graph!r:.100}")
+    exact = return_nodes.values() if isinstance(return_nodes, Mapping) else [None]
+    if any(not isinstance(name, str) or name not in graph.by_name for name in exact):
+        raise BadArgument(f"return_nodes is what graph.resolve returns, not {return_nodes!r:.100}")
     pruned = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     whole = fx.Graph()

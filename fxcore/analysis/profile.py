@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxcore.bad_argument import BadArgument
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.tracer import public_name
 
@@ -70,12 +71,18 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
         runs: how many runs the medians are over.
         warmup: runs before those.
 
+    Raises:
+        NotAGraph, BadTensor: see there.
+        BadArgument: no runs to take a median of.
+
     >>> from torch import nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval())
     >>> found = profile(model, torch.ones(2, 8), runs=2)
     >>> [(n.name, n.bytes) for n in found.nodes]
     [('input_1', 0), ('_0', 64), ('_1', 64)]
     """
+    if not (isinstance(runs, int) and runs >= 1 and isinstance(warmup, int) and warmup >= 0):
+        raise BadArgument(f"runs is at least 1 and warmup at least 0, not {runs!r:.100} and {warmup!r:.100}")
     profiler = Profiler(module, inputs)
     for run in range(warmup + runs):
         profiler.run(counts=run >= warmup)

@@ -353,6 +353,7 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
     Raises:
         UnknownModel, NotTraceable: see there.
+        BadArgument: ``model`` is neither a name nor an entry.
 
     >>> graph = model_graph("resnet18")
     >>> graph.eval_nodes[:4], graph.totals["params"], graph.levels["C4"].node
@@ -360,7 +361,7 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
     >>> model_graph("resnet18") is graph
     True
     """
-    entry = get_model(model) if isinstance(model, str) else model
+    entry = model if isinstance(model, ModelEntry) else get_model(model)
     if weights not in entry.published:
         weights = RANDOM
     key = (entry.name, weights)

@@ -7,11 +7,12 @@ each node answer one name only, so that overlapping names return wrong tensors.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import fx
 
+from fxcore.bad_argument import BadArgument
 from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
 from fxcore.tracing.parts import UntraceablePart
@@ -43,7 +44,12 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
     """See :meth:`fxcore.graph.model_graph.ModelGraph.resolve`."""
     if isinstance(return_nodes, str):
         return_nodes = [return_nodes]
+    if not isinstance(return_nodes, Iterable):
+        raise BadArgument(f"nodes are a list of names, or names with keys, not {return_nodes!r:.100}")
     pairs = list(return_nodes.items()) if isinstance(return_nodes, Mapping) else [(name, name) for name in return_nodes]
+    if wrong := [pair for pair in pairs if not all(isinstance(part, str) for part in pair)]:
+        name, key = wrong[0]
+        raise BadArgument(f"names of nodes and keys are text, not {key if isinstance(name, str) else name!r:.100}")
     if not pairs:
         raise UnknownNode("no node was asked for; name at least one", name="", suggestions=_examples(graph))
     resolved: dict[str, str] = {}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import PIL.Image
 
+from fxcore.bad_argument import BadArgument
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped
@@ -165,6 +166,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
 
     Raises:
         BadImage: not an image, truncated or damaged.
+        BadArgument: not the bytes of a file, but its name or something else.
         ImageTooLarge: the header says more than ``max_pixels``; nothing has been decoded.
 
     >>> file = io.BytesIO()
@@ -173,6 +175,8 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     >>> image.mode, image.size, image.getpixel((0, 0))
     ('RGB', (4, 2), (7, 7, 7))
     """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise BadArgument(f"an image is the bytes of its file, as Path(...).read_bytes() gives, not {data!r:.100}")
     image, turn = open_within_limit(data, max_pixels)
     format = image.format or "image"
     try:

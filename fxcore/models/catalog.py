@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from fxcore import torch_ao
+from fxcore.bad_argument import BadArgument
 from fxcore.errors import FxError, UnknownModel, Unsupported
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX, TimmEntry, timm_model, timm_models
@@ -37,6 +38,7 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
         source: only those of ``torchvision``, or ``own`` ones; or ``timm``'s, which are listed so only.
 
     Raises:
+        BadArgument: a source that is none of those.
         Unsupported: timm's are asked for, and it is not installed.
 
     >>> names = [entry.name for entry in list_models()]
@@ -45,6 +47,8 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
     >>> len(list_models("timm")) > 1000
     True
     """
+    if source is not None and source not in get_args(Source):
+        raise BadArgument(f"there is no source {source!r:.100}; there are {', '.join(get_args(Source))}")
     if source == "timm":
         return list(timm_models().values())
     asked = {**(torchvision_models() if source != "own" else {}), **(_registered if source != "torchvision" else {})}
@@ -68,11 +72,14 @@ def get_model(name: str) -> ModelEntry:
 
     Raises:
         UnknownModel: no model has that name; the error suggests the nearest.
+        BadArgument: it is no name.
         Unsupported: torch can no longer run it, or timm is not installed.
 
     >>> get_model("resnet50").default_weights
     'IMAGENET1K_V2'
     """
+    if not isinstance(name, str):
+        raise BadArgument(f"a model's name is text such as 'resnet50', not {name!r:.100}")
     if name.startswith(PREFIX):
         return timm_model(name)
     registry = {**torchvision_models(), **_registered}

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fxcore.bad_argument import BadArgument
 from fxcore.errors import UnknownWeights, WeightsUnavailable
 from fxcore.models.entry import FILE_PREFIX, RANDOM, ModelEntry, WeightsInfo
 from fxcore.models.hub import HubWeights
@@ -66,7 +67,8 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
 
     Raises:
         WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit the model.
-        UnknownWeights: ``file:NAME`` names nothing in ``weights_dir``.
+        UnknownWeights: the model has none of that name, or ``file:NAME`` names nothing in ``weights_dir``.
+        BadArgument: ``entry`` is none.
 
     >>> from fxcore import get_model
     >>> one, other = (load_model(get_model("squeezenet1_1"), "random") for _ in range(2))
@@ -75,6 +77,11 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     >>> one.training, any(getattr(m, "inplace", False) for m in one.modules())
     (False, False)
     """
+    if not isinstance(entry, ModelEntry):
+        raise BadArgument(f"weights are loaded into what get_model returns, not into {entry!r:.100}")
+    if not isinstance(weights, str):
+        raise BadArgument(f"weights are named by text such as 'random', not by {weights!r:.100}")
+    weights = entry.canonical_weights(weights)
     if weights == RANDOM:
         model = entry.build()
     elif weights.startswith(FILE_PREFIX):

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from fxcore.bad_argument import BadArgument
 from fxcore.graph.model_graph import ModelGraph, target_name
 from fxcore.rendering import modules
 from fxcore.rendering.boxes import Box
@@ -55,7 +56,7 @@ def render(
 
     Raises:
         NotAGraph: something that has no graph, such as a module that was not traced.
-        ValueError: a format that is not one of those, a depth below 1, or ``opened`` beside one or for another
+        BadArgument: a format that is not one of those, a depth below 1, or ``opened`` beside one or for another
             format.
 
     >>> from fxcore import model_graph
@@ -63,11 +64,11 @@ def render(
       n5["C2: layer1<br/>14 nodes<br/>[N, 64, 56, 56]"]
     """
     if format not in FORMATS:
-        raise ValueError(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
-    if depth is not None and depth < 1:
-        raise ValueError(f"a depth is at least 1, not {depth}")
+        raise BadArgument(f"there is no graph format {format!r}; there are {', '.join(FORMATS)}")
+    if depth is not None and not (isinstance(depth, int) and depth >= 1):
+        raise BadArgument(f"a depth is a whole number, at least 1, not {depth!r:.100}")
     if opened is not None and (format != "layout" or depth is not None):
-        raise ValueError("modules are opened in a layout, and without a depth")
+        raise BadArgument("modules are opened in a layout, and without a depth")
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
     else:

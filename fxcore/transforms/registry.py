@@ -6,11 +6,13 @@ Only names of operations, modules and nodes, and numbers: no parameter brings co
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from fxcore.bad_argument import BadArgument
+from fxcore.tracing.interpreter import require_graph
 from fxcore.transforms.arguments import normalize_arguments
 from fxcore.transforms.attention import attention_maps
 from fxcore.transforms.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
@@ -149,7 +151,9 @@ def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
     >>> transform.name, parameters
     ('remove', {'dropout': True, 'identity': False})
     """
-    given: dict[str, Any] = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    given: dict[str, Any] = {"name": wanted} if isinstance(wanted, str) else {}
+    if isinstance(wanted, Mapping):
+        given = dict(wanted)
     name = given.pop("name", None)
     if not isinstance(name, str):
         raise UnknownTransform(
@@ -184,6 +188,8 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
         The new module; :func:`fxcore.transforms.applied` tells what each pass changed.
 
     Raises:
+        NotAGraph: ``module`` was not traced.
+        BadArgument: ``wanted`` is no list.
         UnknownTransform, BadParameter: before any pass has run.
         CannotTransform: a pass does not apply.
 
@@ -192,6 +198,9 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
     >>> [(a.name, a.changes) for a in applied(apply_transforms(model, ["fuse_conv_bn", "remove"]))]
     [('fuse_conv_bn', 1), ('remove', 1)]
     """
+    require_graph(module)
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
+        raise BadArgument(f"transforms are a list such as ['fuse_conv_bn'], not {wanted!r:.100}")
     steps = [parse(one) for one in wanted]
     for found, parameters in steps:
         module = found.run(module, **parameters)
