@@ -12,6 +12,7 @@ Needs the extra ``bench``.
 from __future__ import annotations
 
 import argparse
+import io
 import platform
 import statistics
 import sys
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import load
+import numpy as np
 import photos
 import servers
 from load import Load
@@ -82,6 +84,7 @@ _PROTOCOL_CONNECTIONS = (1, 32)
 PROTOCOL_BAR = 0.9
 """Of the rate of ``/v1``."""
 NODE_LIST_BAR = 1500
+NOTHING_BAR = 2500
 MEMORY_BAR = 1.6e9
 
 
@@ -174,6 +177,21 @@ class Benchmark:
         say(f"nodes: {shown(result)}")
         rate, p50, p99 = figures(result, 1)
         self.rows.append(("nodes, warm", "fxserve", rate, p50, p99, "", f"≥ {NODE_LIST_BAR}/s"))
+
+    def nothing(self) -> None:
+        """What a request costs beside decoding and computing: an input node of a small tensor, pooled."""
+        values = io.BytesIO()
+        np.save(values, np.zeros((1, 3, 32, 32), np.float32))
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["x"], "backend": "eager"}
+        seconds, warm, wrk = self.options.seconds, self.options.warm, self.options.wrk
+        with servers.fxserve() as server:
+            path, _ = extractor(server, spec, 0)
+            requests = [load.http(server.port, f"{path}?pool=avg", values.getvalue(), "application/x-npy", SAFETENSORS)]
+            for connections in _PROTOCOL_CONNECTIONS:
+                found = load.run(server.port, requests, connections, seconds, warm, wrk=wrk)
+                say(f"nothing-{connections}: {shown(found)}")
+                bar = f"≥ {NOTHING_BAR}/s" if connections > 1 else ""
+                self.rows.append((f"nothing-{connections}", "fxserve", *figures(found, 1), "", bar))
 
     def memory(self) -> None:
         case = next(case for case in CASES if case.name == "resnet50-8")
@@ -285,7 +303,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def main() -> None:
-    names = [case.name for case in CASES] + ["v2", "embeddings", "nodes", "memory"]
+    names = [case.name for case in CASES] + ["v2", "embeddings", "nodes", "nothing", "memory"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
     parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
@@ -308,6 +326,8 @@ def main() -> None:
                 benchmark.embeddings()
             elif name == "nodes":
                 benchmark.node_list()
+            elif name == "nothing":
+                benchmark.nothing()
             elif name == "memory":
                 benchmark.memory()
             else:
