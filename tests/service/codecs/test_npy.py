@@ -84,6 +84,13 @@ def test_reads_what_numpy_writes(array, version):
     np.testing.assert_array_equal(npy.read(saved(array, version=version)).numpy(), array)
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_equal_heads_before_different_values(version):
+    """Heads are remembered, and a head that differs in one place is another's."""
+    for array in (np.zeros((2, 3), "f4"), np.ones((2, 3), "f4"), np.ones((3, 2), "f4"), np.asfortranarray(np.eye(3))):
+        np.testing.assert_array_equal(npy.read(saved(array, version=version)).numpy(), array)
+
+
 def test_reading_shares_the_bodys_memory():
     body = saved(np.zeros(4, np.float32))
     tensor = npy.read(body)
