@@ -128,6 +128,20 @@ def test_a_server_may_restart_and_another_one_end_for_good(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("*.png")}, reference)
 
 
+def test_servers_that_prepare_images_differently_are_refused(
+    server: Server,
+    start: Callable[..., Server],
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    other = start(preprocess="pil")
+    with pytest.raises(FxError, match=rf"{other.url} prepares images by .*PIL image\), {server.url} by .*decode_image"):
+        extract(job(tmp_path / "out", folder(1), servers=(server.url, other.url)), SETTINGS)
+    assert not (tmp_path / "out").exists()
+    made = extract(job(tmp_path / "out", folder(1), servers=(server.url, other.url), preprocess="pil"), SETTINGS)
+    assert made.done == 1
+
+
 def test_what_a_server_refuses_is_told(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(FxError, match=f"{server.url}: squeezenet1_1 has no node 'layer9'"):
         extract(job(tmp_path / "out", folder(1), servers=(server.url,), spec={"return_nodes": ["layer9"]}), SETTINGS)

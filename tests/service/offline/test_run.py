@@ -162,6 +162,7 @@ def test_archives_and_folders_together(tmp_path: Path, reference: Callable[..., 
         ({"spec": {"image_size": 64}}, "made with image_size None, not 64"),
         ({"spec": {"model": "squeezenet1_0"}}, "made with model squeezenet1_1, not squeezenet1_0"),
         ({"pool": "max"}, "made with pool avg, not max"),
+        ({"preprocess": "pil"}, r"made with preprocess default, not pil; images prepared by .*decode_image.*PIL image"),
         ({"format": "npz"}, "made with format safetensors, not npz"),
     ],
     ids=str,
@@ -176,6 +177,22 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(
     with pytest.raises(FxError, match=said):
         extract(job(out, root, **changed), SETTINGS)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_a_folder_whose_default_preprocessing_was_another_is_refused(
+    folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, out = folder(2), tmp_path / "out"
+    extract(job(out, root), SETTINGS)
+    before = (out / "spec.json").read_bytes()
+    with pytest.raises(FxError, match=r"images prepared by weights.*decode_image.*, not weights.*PIL image"):
+        extract(job(out, root), SETTINGS.model_copy(update={"preprocess": "pil"}))
+    assert (out / "spec.json").read_bytes() == before
+    written = json.loads(before)
+    del written["images"]  # as before it was written down
+    (out / "spec.json").write_text(json.dumps(written))
+    with pytest.raises(FxError, match="made with an fxserve whose preprocess=default was another"):
+        extract(job(out, root), SETTINGS)
 
 
 def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path], tmp_path: Path) -> None:

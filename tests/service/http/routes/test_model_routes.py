@@ -1,4 +1,9 @@
+import io
+
+import numpy as np
+import PIL.Image
 import pytest
+import torch
 import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
@@ -52,6 +57,29 @@ def test_one_model_agrees_with_torchvisions_own_words(client):
     assert detail["preprocessing"]["interpolation"] == preset.interpolation.value
     assert detail["inputs"] == [{"name": "x", "layout": "NCHW", "shape": [None, 3, 224, 224]}]
     assert set(detail["levels"]) == {"C1", "C2", "C3", "C4", "C5"}
+
+
+@pytest.mark.parametrize("way", ["default", "pil", "fast"])
+def test_what_default_preprocessing_means_on_this_server(make_client, photos, way):
+    client = make_client(preprocess=way)
+    told = client.get("/v1/models/resnet18").json()["default_preprocess"]
+    assert told["way"] == way
+    path = "/v1/models/resnet18/features?nodes=x&weights=random"
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+    answer = client.post(path, content=photos["chelsea"], headers=headers)
+    made = np.load(io.BytesIO(answer.content))
+    # Python, but for the PIL image.
+    names = {
+        "torchvision": torchvision,
+        "weights": torchvision.models.ResNet18_Weights.DEFAULT,
+        "data": torch.frombuffer(bytearray(photos["chelsea"]), dtype=torch.uint8),
+        "image": PIL.Image.open(io.BytesIO(photos["chelsea"])),
+    }
+    if way != "fast":  # which is as default for a file of this size
+        meant = eval(told["meaning"].replace("PIL image", "image"), names)
+        assert np.array_equal(made[0], meant.numpy())
+    else:
+        assert told["meaning"].startswith("as default")
 
 
 def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
