@@ -1,10 +1,12 @@
-"""``fxserve extract``: memory over many images, and its rate against what these cores can do.
+"""``fxserve extract``: memory over many images, and its rate against what these cores can do and against a script.
 
     python benchmarks/extract.py memory --images 20000
     python benchmarks/extract.py rate --model resnet50 --images 2000
+    python benchmarks/extract.py script --model resnet50 --images 2000
 
 ``memory`` makes that many small images, has a process extract them, and shows its resident memory on the way. ``rate``
-takes the photographs of the other benchmarks again and again, and compares with ``ceiling.py``.
+takes the photographs of the other benchmarks again and again, and compares with ``ceiling.py``; ``script`` with
+``peers/dataloader_script.py`` at its best number of workers, each a whole process from its start to its end.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ import servers
 
 HERE = Path(__file__).parent
 PER_FOLDER = 1000
+
+NODES = {"mobilenet_v3_small": "features.12", "resnet50": "layer4"}
+"""Of C5, as torchvision's own extractor takes them."""
+WORKERS = (1, 2)
 
 # Between these shares of the images neither the start nor the last, half-filled batches count.
 STEADY = (0.1, 0.95)
@@ -129,9 +135,29 @@ def against_ceiling(options: argparse.Namespace, folder: Path) -> None:
     print(f"{ceiling.backend}): {mine / most:.2f}")
 
 
+def against_script(options: argparse.Namespace, folder: Path) -> None:
+    same_photographs(folder / "images", options.images)
+    images, node = str(folder / "images"), f"{NODES[options.model]}:C5"
+    mine = ["-c", "from service.cli import main; main()", "extract", images, "--model", options.model, "--nodes", node]
+    mine += ["--weights", "random", "--pool", "avg", "--backend", options.backend, "--out", str(folder / "features")]
+    taken = seconds(mine)
+    script = [str(HERE / "peers" / "dataloader_script.py"), options.model, node, images, str(folder / "script.out")]
+    others = {workers: seconds([*script, str(workers)]) for workers in WORKERS}
+    best = min(others, key=others.__getitem__)
+    print(f"{options.model}, {options.images} images: extract {taken:.1f} s, script {others[best]:.1f} s", end="")
+    print(f" with {best} of {sorted(others)} workers: {others[best] / taken:.2f}")
+
+
+def seconds(arguments: list[str]) -> float:
+    """That a Python process takes, its start included."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, cwd=HERE.parent, check=True)
+    return time.perf_counter() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "rate", "child"])
+    parser.add_argument("what", choices=["memory", "rate", "script", "child"])
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--model", default="mobilenet_v3_small")
     parser.add_argument("--backend", default="auto", choices=["auto", "eager", "openvino", "inductor"])
@@ -143,7 +169,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="benchmark-extract-") as name:
         (Path(name) / "images").mkdir()
-        (memory if options.what == "memory" else against_ceiling)(options, Path(name))
+        {"memory": memory, "rate": against_ceiling, "script": against_script}[options.what](options, Path(name))
 
 
 if __name__ == "__main__":

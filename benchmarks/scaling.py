@@ -1,42 +1,64 @@
-"""How fxserve scales: a table and a plot, with no cliff in it.
+"""How fxserve on its default settings scales: a table, and a figure for each sweep.
 
-    python benchmarks/scaling.py                        # everything, some ten minutes
-    python benchmarks/scaling.py --sweeps connections --seconds 3
+    python benchmarks/scaling.py                        # everything, some seven minutes
+    python benchmarks/scaling.py --sweeps connections --seconds 6
 
-Sweeps: connections 1 to 256, images a request 1 to 64, image sides 224 to 2,048 pixels, extractors 1 to 64, and
-overload: four times as many connections as are admitted, which must be answered by 429 while the rate holds. A
-client that is refused comes back when ``Retry-After`` says.
+Sweeps:
+
+- connections, 1 to 512, of which 256 are admitted: the others are answered by 429 and come back when ``Retry-After``
+  says;
+- images a request, 1 to 256, over 4 connections, pooled;
+- sizes of a photograph, 100 x 75 pixels to 20 million, over 8 connections;
+- extractors over one model, 1 to 200, which 32 connections ask in turn;
+- models, 1 to 40, asked in the same way: one architecture with the weights of 40 files, so that an image costs the same
+  whichever it is.
+
 Needs the extra ``bench``.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import load
 import photos
 import servers
+import torch
+import torchvision
 from load import Load
 from serve import CASES, SAFETENSORS, extractor, machine, say, table
 from servers import Server
 
 MOBILENET = next(case for case in CASES if case.model == "mobilenet_v3_small")
-CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-IMAGES = (1, 2, 4, 8, 16, 32, 64)
-SIDES = (224, 320, 448, 640, 896, 1280, 2048)
-EXTRACTORS = (1, 2, 4, 8, 16, 32, 64)
-ADMITTED = 64
+CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+IMAGES = (1, 4, 16, 64, 256)
+WIDTHS = (100, 224, 500, 1000, 2000, 5164)
+"""Of photographs of 4 to 3; the last have 20 million pixels."""
+EXTRACTORS = (1, 4, 16, 64, 200)
+MODELS = (1, 4, 10, 20, 40)
 
 
 @dataclass
 class Point:
+    """One load.
+
+    Attributes:
+        x: what the sweep changes.
+        images: a request.
+        note: what else there is to say of it.
+    """
+
     sweep: str
     x: int
     load: Load
     images: int = 1
+    note: str = ""
 
     @property
     def rate(self) -> float:
@@ -44,16 +66,15 @@ class Point:
 
 
 class Scaling:
-    """The sweeps, each over one server with one model."""
+    """The sweeps, each over one server."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.files = photos.jpegs()
-        self._backend = options.backend
 
     def connections(self) -> Iterator[Point]:
-        with servers.fxserve(max_inflight=512) as server:
-            requests = self._requests(server, self._extractor(server), self.files)
+        with servers.fxserve() as server:
+            requests = self._requests(server, [self._extractor(server)], self.files)
             for count in CONNECTIONS:
                 yield Point("connections", count, self._run(server, requests, count))
 
@@ -61,111 +82,125 @@ class Scaling:
         with servers.fxserve() as server:
             path = self._extractor(server) + "?pool=avg"
             for count in IMAGES:
-                body, kind = photos.multipart([self.files[i % len(self.files)] for i in range(count)])
+                body, kind = photos.multipart(list(islice(cycle(self.files), count)))
                 requests = [load.http(server.port, path, body, kind, SAFETENSORS)]
-                yield Point("images", count, self._run(server, requests, 4), count)
+                # Whole answers are counted: of requests that take most of a second there must be enough.
+                seconds = self.options.seconds * (3 if count > 64 else 1)
+                yield Point("images", count, self._run(server, requests, 4, seconds), count)
 
-    def sides(self) -> Iterator[Point]:
+    def sizes(self) -> Iterator[Point]:
         with servers.fxserve() as server:
             path = self._extractor(server)
-            for side in SIDES:
-                requests = self._requests(server, path, photos.jpegs(side, side))
-                yield Point("sides", side, self._run(server, requests, 16))
+            for width in WIDTHS:
+                files = photos.jpegs(width, width * 3 // 4)
+                note = f"{sum(map(len, files)) // len(files) // 1000} KB a file"
+                yield Point("sizes", width, self._run(server, self._requests(server, [path], files), 8), note=note)
 
     def extractors(self) -> Iterator[Point]:
         with servers.fxserve() as server:
-            paths: list[str] = []
-            for count in EXTRACTORS:
-                while len(paths) < count:
-                    paths.append(self._extractor(server, len(paths)))
-                requests = [
-                    load.http(server.port, path, self.files[i % len(self.files)], "image/jpeg", SAFETENSORS)
-                    for i, path in enumerate(paths)
-                ]
-                yield Point("extractors", count, self._run(server, requests, 32))
+            yield from self._growing(server, "extractors", EXTRACTORS, [MOBILENET.spec("auto")])
 
-    def overload(self) -> Iterator[Point]:
-        with servers.fxserve(max_inflight=ADMITTED) as server:
-            requests = self._requests(server, self._extractor(server), self.files)
-            for count in (ADMITTED // 2, 4 * ADMITTED):
-                yield Point("overload", count, self._run(server, requests, count))
+    def models(self) -> Iterator[Point]:
+        with tempfile.TemporaryDirectory() as folder:
+            specs = []
+            for number in range(max(MODELS)):
+                torch.manual_seed(number)
+                made = torchvision.models.get_model(MOBILENET.model, weights=None)
+                torch.save(made.state_dict(), Path(folder, f"{number}.pth"))
+                specs.append(MOBILENET.spec("auto") | {"weights": f"file:{number}.pth"})
+            with servers.fxserve(weights_dir=folder) as server:
+                yield from self._growing(server, "models", MODELS, specs)
 
-    def _extractor(self, server: Server, number: int = 0) -> str:
-        """The path of a new extractor's features; each ``number`` has other keys, and so is another extractor."""
-        spec = MOBILENET.spec(self.options.backend)
-        if number:
-            # Lowered from the start, as it would be after its first requests: this is about batches, not compiling.
-            spec["backend"] = self._backend
-            spec["return_nodes"] = {node: f"{key}-{number}" for node, key in spec["return_nodes"].items()}
-        path, backend = extractor(server, spec, self.options.settle)
-        self._backend = backend
-        return path
+    def _growing(
+        self, server: Server, sweep: str, counts: tuple[int, ...], specs: list[dict[str, Any]]
+    ) -> Iterator[Point]:
+        """Loads over more and more extractors. Each has other keys, and so is another extractor."""
+        paths: list[str] = []
+        for count in counts:
+            while len(paths) < count:
+                spec = specs[len(paths) % len(specs)]
+                keys = {node: f"{key}-{len(paths)}" for node, key in spec["return_nodes"].items()}
+                settle = 0.0 if paths else self.options.settle
+                paths.append(extractor(server, spec | {"return_nodes": keys}, settle)[0])
+            requests = self._requests(server, paths, self.files)
+            found = self._run(server, requests, 32)
+            backends = [server.http.get(path.removesuffix("/features")).json()["backend"] for path in paths]
+            memory = f"{server.memory() / 1e9:.1f} GB resident"
+            note = f"{backends.count('openvino')} of {count} lowered, {memory}"
+            yield Point(sweep, count, found, note=note)
 
-    def _requests(self, server: Server, path: str, files: list[bytes]) -> list[bytes]:
-        return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for data in files]
+    def _extractor(self, server: Server) -> str:
+        return extractor(server, MOBILENET.spec("auto"), self.options.settle)[0]
 
-    def _run(self, server: Server, requests: list[bytes], connections: int) -> Load:
+    def _requests(self, server: Server, paths: list[str], files: list[bytes]) -> list[bytes]:
+        """A request to each path in turn, and of each file."""
+        pairs = islice(zip(cycle(paths), cycle(files), strict=False), max(len(paths), len(files)))
+        return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for path, data in pairs]
+
+    def _run(self, server: Server, requests: list[bytes], connections: int, seconds: float | None = None) -> Load:
         # The own generator: wrk cannot tell how long answers took that are not errors.
-        return load.run(server.port, requests, connections, self.options.seconds, self.options.warm, wrk=False)
+        seconds = seconds or self.options.seconds
+        return load.run(server.port, requests, connections, seconds, self.options.warm, wrk=False)
+
+
+LABELS = {
+    "connections": "connections",
+    "images": "images a request",
+    "sizes": "width of a 4:3 photograph, pixels",
+    "extractors": "extractors over one model",
+    "models": "models",
+}
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """One panel a sweep: images a second, and p99 on the right."""
+    """One sweep: images a second, and p50 and p99 on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sweeps = list(dict.fromkeys(point.sweep for point in points))
-    figure, axes = pyplot.subplots(1, len(sweeps), figsize=(4 * len(sweeps), 3.4), squeeze=False, layout="constrained")
-    for axis, sweep in zip(axes[0], sweeps, strict=True):
-        of = [point for point in points if point.sweep == sweep]
-        x = [point.x for point in of]
-        axis.plot(x, [point.rate for point in of], "o-", color="tab:blue")
-        axis.set(title=sweep, xscale="log", ylim=(0, None), ylabel="images/s", xticks=x, xticklabels=x)
-        axis.minorticks_off()
-        axis.tick_params(axis="x", labelrotation=60)
-        right = axis.twinx()
-        right.plot(x, [point.load.p99 for point in of], "s--", color="tab:red", markersize=3)
-        right.set(ylim=(0, None))
-        right.set_ylabel("p99, ms", color="tab:red")
-    figure.suptitle(f"fxserve, {MOBILENET.model}, {machine()}", fontsize=9)
-    figure.savefig(path, dpi=120)
+    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    x = [point.x for point in points]
+    axis.plot(x, [point.rate for point in points], "o-", color="tab:blue")
+    axis.set(xscale="log", ylim=(0, None), xlabel=LABELS[points[0].sweep], xticks=x, xticklabels=x)
+    axis.set_ylabel("images/s", color="tab:blue")
+    axis.minorticks_off()
+    right = axis.twinx()
+    right.plot(x, [point.load.p50 for point in points], "s-", color="tab:orange", markersize=3, label="p50")
+    right.plot(x, [point.load.p99 for point in points], "s--", color="tab:red", markersize=3, label="p99")
+    right.set(yscale="log", ylabel="ms")
+    right.legend(loc="lower right", fontsize=8)
+    axis.set_title(f"fxserve, default settings, {MOBILENET.model}; {machine()}", fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    sweeps = ("connections", "images", "sides", "extractors", "overload")
+    sweeps = tuple(LABELS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", default=",".join(sweeps), help=f"of {', '.join(sweeps)}")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--seconds", type=float, default=6.0, help="that each load lasts")
-    parser.add_argument("--warm", type=float, default=2.0, help="seconds of load before that")
-    parser.add_argument("--settle", type=float, default=90.0, help="seconds that backend=auto gets to lower")
-    parser.add_argument("--plot", type=Path, default=Path("scaling.png"))
+    parser.add_argument("--seconds", type=float, default=4.0, help="that each load lasts")
+    parser.add_argument("--warm", type=float, default=1.0, help="seconds of load before that")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds that the first lowering gets")
+    parser.add_argument("--plots", type=Path, default=Path("."), help="folder for scaling-SWEEP.png")
     options = parser.parse_args()
     asked = options.sweeps.split(",")
     if wrong := set(asked) - set(sweeps):
         parser.error(f"there is no sweep {', '.join(sorted(wrong))}")
     scaling = Scaling(options)
-    points: list[Point] = []
-    for sweep in asked:
-        for point in getattr(scaling, sweep)():
-            points.append(point)
-            say(f"{point.sweep} {point.x}: {point.rate:.1f} images/s, {point.load.statuses}")
-    rows = [
-        (
-            point.sweep,
-            str(point.x),
-            f"{point.rate:.1f}",
-            f"{point.load.p50:.1f}",
-            f"{point.load.p99:.1f}",
-            ", ".join(f"{status}: {count}" for status, count in sorted(point.load.statuses.items())),
-        )
-        for point in points
-    ]
-    print(f"{machine()}; {MOBILENET.model}, {options.backend}. Milliseconds of the answers with 200.\n")
-    print("\n".join(table(("sweep", "at", "images/s", "p50", "p99", "answers"), rows)))
-    plot(points, options.plot)
+    rows = []
+    try:
+        for sweep in asked:
+            points: list[Point] = []
+            for point in getattr(scaling, sweep)():
+                points.append(point)
+                say(f"{point.sweep} {point.x}: {point.rate:.1f} images/s, {point.load.statuses} {point.note}")
+                answers = ", ".join(f"{status}: {count}" for status, count in sorted(point.load.statuses.items()))
+                figures = (f"{point.rate:.1f}", f"{point.load.p50:.1f}", f"{point.load.p99:.1f}")
+                rows.append((point.sweep, str(point.x), *figures, answers, point.note))
+            plot(points, options.plots / f"scaling-{sweep}.png")
+    finally:  # what was measured before something failed took minutes
+        print(f"{machine()}; {MOBILENET.model}, default settings. Milliseconds of the answers with 200.\n")
+        print("\n".join(table(("sweep", "at", "images/s", "p50", "p99", "answers", ""), rows)))
 
 
 if __name__ == "__main__":
