@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 
 import PIL.Image
 import skimage.data
 
 
+@functools.cache
 def jpegs(width: int = 500, height: int = 375, quality: int = 90) -> list[bytes]:
     """Each photograph, cut to the shape and scaled to ``width`` x ``height``."""
     files = []
