@@ -29,5 +29,6 @@ def test_metadata_that_unpacks_to_much_holds_up_nobody(server: Server) -> None:
             assert server.http.get("/healthz").status_code == 200
             slowest = max(slowest, time.monotonic() - asked)
         assert [answer.result().status_code for answer in answers] == [200] * 8
-    assert time.monotonic() - began < 5
-    assert slowest < 0.5
+    # Far from both, also on a machine that does other things meanwhile.
+    assert time.monotonic() - began < 20
+    assert slowest < 2

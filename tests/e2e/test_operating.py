@@ -94,7 +94,7 @@ def test_two_processes_count_as_one(serve: Serve) -> None:
 
     victim = answered.pop()
     os.kill(victim, signal.SIGKILL)
-    until(lambda: "died" in serve.log.read_text(), 10)
+    until(lambda: "died" in serve.log.read_text())
 
     def two_again() -> bool:
         with contextlib.suppress(httpx.TransportError):
