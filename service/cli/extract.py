@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -23,13 +22,13 @@ def extract(
         list[str],
         typer.Argument(
             metavar="IMAGES...",
-            help="Folders (all images below them), image files, tar archives such as WebDataset's shards, or patterns "
-            "in quotes: 'photos/**/*.jpg'.",
+            help="Folders (all images below them), image files, tar archives such as WebDataset's shards, patterns "
+            "in quotes: 'photos/**/*.jpg', or URLs of these: s3://bucket/photos/.",
         ),
     ],
     model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
     nodes: Annotated[str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY names an output.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; one that an earlier run began is gone on with.")],
+    out: Annotated[str, typer.Option(help="Folder or URL to write; one that an earlier run began is gone on with.")],
     format: Annotated[ShardFormat, typer.Option(help="Of the shards; parquet and zarr need fxserve\\[offline].")] = (
         "safetensors"
     ),
@@ -72,6 +71,7 @@ def extract(
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
+    fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features
     """
     from fxcore.errors import FxError
     from service.cli import tables
@@ -97,7 +97,9 @@ def extract(
     if not made.images:
         raise FxError(f"no images found in {', '.join(inputs)}")
     tables.show(tables.outputs(made.outputs))
-    unreadable = f", {made.unreadable} could not be read: see {out / 'errors.jsonl'}" if made.unreadable else ""
+    out = out.rstrip("/")
+    told = f"{out}/errors.jsonl"
+    unreadable = f", {made.unreadable} could not be read: see {told}" if made.unreadable else ""
     print(f"{out}: {made.done} of {made.images} images in {made.shards} shard{'s' * (made.shards != 1)}{unreadable}")
     if not made.done:
         raise typer.Exit(1)

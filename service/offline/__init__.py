@@ -1,4 +1,4 @@
-"""``fxserve extract``: features of more images than a request holds, in shards on the disk, and resumable.
+"""``fxserve extract``: features of more images than a request holds, in shards on the disk or in a bucket; resumable.
 
 An output folder holds
 

@@ -83,15 +83,21 @@ class Parquet(ShardFormat):
 
         columns: dict[str, Any] = {PATH: pyarrow.array(paths, pyarrow.string())}
         for key, values in rows.items():
-            if values.dtype is torch.bool:  # Arrow's booleans are bits
-                values = values.to(torch.uint8)
-            if values.ndim == 1:
-                columns[key] = pyarrow.array(values.numpy())
-            else:
-                columns[key] = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
+            columns[key] = arrow_column(values)
         table = pyarrow.table(columns).replace_schema_metadata(dict(about))
         # Floating numbers hardly ever repeat: dictionaries and compression would cost time and save nothing.
         pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=[PATH])
+
+
+def arrow_column(values: Tensor) -> Any:
+    """``[n, ...]`` as a column of ``n`` numbers, or of tensors of a fixed shape."""
+    import pyarrow
+
+    if values.dtype is torch.bool:  # Arrow's booleans are bits
+        values = values.to(torch.uint8)
+    if values.ndim == 1:
+        return pyarrow.array(values.numpy())
+    return pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
 
 
 class Zarr(ShardFormat):
@@ -149,7 +155,7 @@ def write_shard(
         OSError: it cannot be written.
     """
     unfinished = target.with_name(target.name + UNFINISHED)
-    _remove(unfinished)
+    remove(unfinished)
     try:
         chosen.write(unfinished, rows, paths, about)
         for part in sorted(unfinished.rglob("*")) if unfinished.is_dir() else ():
@@ -158,7 +164,7 @@ def write_shard(
         os.replace(unfinished, target)
         _synchronise(target.parent)
     finally:
-        _remove(unfinished)
+        remove(unfinished)
 
 
 def write_text(target: Path, text: str) -> None:
@@ -170,11 +176,11 @@ def write_text(target: Path, text: str) -> None:
         os.replace(unfinished, target)
         _synchronise(target.parent)
     finally:
-        _remove(unfinished)
+        remove(unfinished)
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def writing(folder: object) -> Iterator[None]:
     """Turn errors of writing into ones that name ``folder``; the system's own may be no more than a number.
 
     Raises:
@@ -191,7 +197,7 @@ def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
     """Remove shards that were begun and never entered in the index."""
     for file in folder.glob(f"shard-*{suffix}*"):
         if file.name not in kept:
-            _remove(file)
+            remove(file)
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -199,7 +205,8 @@ def shard_name(number: int, suffix: str) -> str:
     return f"shard-{number:06d}{suffix}"
 
 
-def _remove(file: Path) -> None:
+def remove(file: Path) -> None:
+    """Remove a file, or a folder with all in it, if it is there."""
     if file.is_dir():
         shutil.rmtree(file)
     else:

@@ -1,4 +1,4 @@
-"""Where images come from: files, folders, globs, and members of tar archives (WebDataset shards)."""
+"""Where images come from: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import IO
 
 from fxcore.errors import BadImage, FxError
+from service.offline.folder import filesystem, is_url, reaching
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
@@ -25,7 +27,7 @@ class Source:
     """One image.
 
     Attributes:
-        path: what it is called: absolute, of a member of an archive ``ARCHIVE/NAME``.
+        path: what it is called: absolute or a URL, of a member of an archive ``ARCHIVE/NAME``.
         file: the file to open. On some systems names need not be text; those are here as Python opens them, and in
             ``path`` with their odd bytes written out.
         offset: where in the (unpacked) file the image begins, or :data:`WHOLE`.
@@ -50,18 +52,21 @@ def find(inputs: Iterable[str]) -> Iterator[Source]:
 
     Args:
         inputs: files, which are taken whatever they are called; folders, of which all images are taken that have a
-            suffix of :data:`IMAGE_SUFFIXES`, and the archives; patterns as of :func:`glob.glob`, ``**`` allowed.
+            suffix of :data:`IMAGE_SUFFIXES`, and the archives; patterns as of :func:`glob.glob`, ``**`` allowed; and
+            URLs of these that fsspec has a driver for. The list of a bucket's files is in memory as a whole.
 
     Raises:
-        FxError: an input that is not there, or a pattern that nothing matches.
+        FxError: an input that is not there or cannot be reached, or a pattern that nothing matches.
     """
     inputs = list(inputs)
     for text in inputs:
-        if not os.path.lexists(text) and not glob.has_magic(text):
+        if not is_url(text) and not os.path.lexists(text) and not glob.has_magic(text):
             raise FxError(f"{text}: No such file or folder")
     for text in inputs:
         path = os.path.abspath(text)
-        if os.path.lexists(path):
+        if is_url(text):
+            yield from _in_bucket(text)
+        elif os.path.lexists(path):
             yield from _under(path)
         else:
             matched = False
@@ -80,6 +85,41 @@ def _under(path: str) -> Iterator[Source]:
         yield from _in_archive(path)
     else:
         yield Source(_shown(path), path)
+
+
+def _in_bucket(url: str) -> Iterator[Source]:
+    """The file at ``url``, or all images below it or that match it."""
+    fs, path = filesystem(url)
+    with reaching(url):
+        if glob.has_magic(path):
+            found = fs.glob(path, detail=True)
+        elif fs.isfile(path):
+            found = {path: fs.info(path)}
+        else:
+            found = {
+                place: info
+                for place, info in fs.find(path, detail=True).items()
+                if place.lower().endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES))
+            }
+        if not found:
+            raise FxError(f"{url}: no images there")
+    for place, info in found.items():
+        if info.get("type") == "directory":
+            continue
+        name = fs.unstrip_protocol(place)
+        if place.lower().endswith(TAR_SUFFIXES):
+            yield from _in_archive(name)
+        else:
+            yield Source(name, name, size=info.get("size"))
+
+
+def _opened(file: str) -> IO[bytes]:
+    """A file of this machine or at a URL; it can be read from anywhere."""
+    if not is_url(file):
+        return open(file, "rb")
+    fs, path = filesystem(file)
+    opened: IO[bytes] = fs.open(path, "rb")
+    return opened
 
 
 def _in_folder(root: str) -> Iterator[Source]:
@@ -137,7 +177,7 @@ def _in_archive(path: str) -> Iterator[Source]:
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    with tarfile.open(path, "r:*", errors="surrogateescape") as archive:
+    with _opened(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would remember them all
             yield member
@@ -147,7 +187,8 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
 def _compressed(path: str) -> bool:
     """Whether the archive is, whatever it is called."""
     try:
-        tarfile.open(path, "r:").close()
+        with _opened(path) as file:
+            tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.ReadError:
         return True
     except OSError:  # which reading it will tell
@@ -169,7 +210,7 @@ class Reader:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._archive: tarfile.TarFile | None = None
+        self._archive: tuple[str, tarfile.TarFile, IO[bytes]] | None = None
 
     def read(self, source: Source) -> bytes:
         """The encoded image.
@@ -181,6 +222,8 @@ class Reader:
             if source.packed:
                 self._check(source.size or 0)
                 return self._unpacked(source)
+            if is_url(source.file):
+                return self._fetched(source)
             with open(source.file, "rb") as file:
                 size = os.fstat(file.fileno()).st_size if source.size is None else source.size
                 self._check(size)
@@ -194,9 +237,27 @@ class Reader:
     def close(self) -> None:
         """Close the archive that was read last."""
         with self._lock:
-            if self._archive is not None:
-                self._archive.close()
-                self._archive = None
+            self._end_archive()
+
+    def _end_archive(self) -> None:
+        if self._archive is not None:
+            self._archive[1].close()
+            self._archive[2].close()
+            self._archive = None
+
+    def _fetched(self, source: Source) -> bytes:
+        """From a URL. What is said of the image alone is its own error, any other ends the run."""
+        fs, path = filesystem(source.file)
+        try:
+            self._check(fs.size(path) if source.size is None else source.size)
+            begin = None if source.offset == WHOLE else source.offset
+            end = None if begin is None else begin + (source.size or 0)
+            return bytes(fs.cat_file(path, start=begin, end=end))
+        except (FileNotFoundError, PermissionError, BadImage):
+            raise
+        except Exception as error:
+            with reaching(source.file):
+                raise error
 
     def _check(self, size: int) -> None:
         if size > self._limit:
@@ -205,11 +266,11 @@ class Reader:
     def _unpacked(self, source: Source) -> bytes:
         """From a compressed archive, which stays open: the next image is further on in it."""
         with self._lock:
-            if self._archive is None or self._archive.name != source.file:
-                if self._archive is not None:
-                    self._archive.close()
-                self._archive = tarfile.open(source.file, "r:*")  # noqa: SIM115
-            stream = self._archive.fileobj
+            if self._archive is None or self._archive[0] != source.file:
+                self._end_archive()
+                opened = _opened(source.file)
+                self._archive = source.file, tarfile.open(fileobj=opened, mode="r:*"), opened  # noqa: SIM115
+            stream = self._archive[1].fileobj
             assert stream is not None
             stream.seek(source.offset)
             return bytes(stream.read(source.size or 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,7 +14,8 @@ from fxcore.tensors import dtype_name
 from service.engine import FeatureOptions
 from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows
-from service.offline.shards import UNFINISHED, write_text
+from service.offline.folder import Folder
+from service.offline.shards import UNFINISHED
 
 FILE = "spec.json"
 
@@ -65,7 +65,7 @@ class Record:
             "fingerprint": self._document["fingerprint"],
         }
 
-    def settle(self, folder: Path) -> None:
+    def settle(self, folder: Folder) -> None:
         """Write it into a new folder, or hold it against what is there.
 
         Raises:
@@ -74,34 +74,33 @@ class Record:
         before = read(folder)
         if before is None:
             # A run that ended while it wrote its first file left half of that.
-            if folder.is_dir() and any(file.name != FILE + UNFINISHED for file in folder.iterdir()):
+            if any(name != FILE + UNFINISHED for name in folder.names()):
                 raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
+            folder.write(FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
             return
-        differences = [*_differences(before, self._document)]
-        if differences:
+        if differences := _differences(before, self._document):
             raise FxError(
                 f"{folder} was made with {'; '.join(differences)}: use that to go on, or extract into a new folder"
             )
 
 
-def read(folder: Path) -> dict[str, Any] | None:
+def read(folder: Folder) -> dict[str, Any] | None:
     """What is written in ``folder``, if anything.
 
     Raises:
         FxError: it is damaged, or ``folder`` is no folder.
     """
-    if folder.exists() and not folder.is_dir():
+    if folder.disk is not None and folder.disk.exists() and not folder.disk.is_dir():
         raise FxError(f"{folder} is a file; --out names a folder")
-    try:
-        document = orjson.loads((folder / FILE).read_bytes())
-    except FileNotFoundError:
+    data = folder.read(FILE)
+    if data is None:
         return None
+    try:
+        document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise FxError(f"{folder / FILE} is damaged: {error}") from error
+        raise FxError(f"{folder}/{FILE} is damaged: {error}") from error
     if not isinstance(document, dict):
-        raise FxError(f"{folder / FILE} is damaged: it is no JSON object")
+        raise FxError(f"{folder}/{FILE} is damaged: it is no JSON object")
     return document
 
 

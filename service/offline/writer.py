@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import orjson
 import torch
@@ -16,6 +15,7 @@ from fxcore.memory import give_back
 from service.engine.device.threads import compute_with
 from service.offline.index import Index
 from service.offline.shards import ShardFormat, shard_name, write_shard, writing
+from service.offline.workplace import Workplace
 
 ERRORS = "errors.jsonl"
 
@@ -31,7 +31,7 @@ class Writer:
     """Gathers rows into shards of one shape and has a thread of its own write them; two are in memory at most.
 
     Args:
-        folder: where to.
+        place: where to.
         chosen: the format.
         index: what is entered there counts.
         about: what each shard says of itself.
@@ -39,9 +39,9 @@ class Writer:
     """
 
     def __init__(
-        self, folder: Path, chosen: ShardFormat, index: Index, about: Mapping[str, str], shard_rows: int | None
+        self, place: Workplace, chosen: ShardFormat, index: Index, about: Mapping[str, str], shard_rows: int | None
     ) -> None:
-        self._folder = folder
+        self._place = place
         self._format = chosen
         self._index = index
         self._about = about
@@ -119,11 +119,13 @@ class Writer:
             await writing
 
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
-        with writing(self._folder):
+        with writing(self._place):
             if paths:
-                write_shard(self._format, self._folder / name, rows, paths, self._about)
+                write_shard(self._format, self._place.folder / name, rows, paths, self._about)
+                self._place.put(name)
             self._index.commit(name, paths, errors)
-            with (self._folder / ERRORS).open("ab") as file:
+            self._place.committed()
+            with (self._place.folder / ERRORS).open("ab") as file:
                 file.writelines(error_line(path, reason) for path, reason in errors)
         give_back()  # else what the allocator keeps of a shard's memory adds up: 1 KB an image was seen
 

@@ -19,6 +19,9 @@ from service.engine import FeatureOptions
 from service.offline import Job
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
+from tests.service.engine.registry.conftest import bucket
+
+__all__ = ["bucket"]
 
 SETTINGS = Settings(device="cpu", lowering=False, compute_threads=1)
 
@@ -47,7 +50,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def job(out: Path, *inputs: Path | str, **changed: Any) -> Job:
+def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
     """Pooled features of squeezenet with random weights, four to a shard."""
     options = FeatureOptions(pool=changed.pop("pool", "avg"), preprocess=changed.pop("preprocess", "default"))
     spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.5": "mid", "features.12": "top"}}

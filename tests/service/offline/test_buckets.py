@@ -1,0 +1,94 @@
+"""Runs from and to buckets, beside the same run on the disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import s3fs
+from safetensors.numpy import load
+
+from fxcore.errors import FxError
+from service.offline import extract
+from tests.service.offline.conftest import SETTINGS, job, png, rows
+
+
+@pytest.fixture
+def photos(bucket: str) -> str:
+    """Images and archives under a URL."""
+    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    for number in range(6):
+        fs.pipe_file(f"{bucket}/photos/{'deep/' * (number % 2)}{number}.png", png(number))
+    for name, mode in (("a.tar", "w"), ("b.tar.gz", "w:gz")):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode=mode) as archive:  # type: ignore[call-overload]
+            member = tarfile.TarInfo("in/6.png")
+            member.size = len(png(6))
+            archive.addfile(member, io.BytesIO(png(6)))
+        fs.pipe_file(f"{bucket}/photos/{name}", packed.getvalue())
+    fs.pipe_file(f"{bucket}/photos/broken.png", png(0)[:500])
+    fs.pipe_file(f"{bucket}/photos/notes.txt", b"no image")
+    return f"{bucket}/photos"
+
+
+def in_bucket(out: str) -> dict[str, dict[str, Any]]:
+    """Path → its features in all shards of ``out``, each once."""
+    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    found: dict[str, dict[str, Any]] = {}
+    for file in fs.glob(f"{out}/shard-*.safetensors"):
+        data = fs.cat_file(file)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        arrays = load(data)
+        for row, path in enumerate(json.loads(header["__metadata__"]["path"])):
+            assert path not in found
+            found[path] = {key: values[row] for key, values in arrays.items()}
+    return found
+
+
+def test_a_run_between_buckets_gives_what_one_on_the_disk_does(
+    bucket: str, photos: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    extract(job(tmp_path / "out", folder(7)), SETTINGS)
+    right = {int(Path(path).stem): features for path, features in rows(tmp_path / "out").items()}
+    made = extract(job(f"{bucket}/out", photos), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (9, 8, 1)
+    found = in_bucket(f"{bucket}/out")
+    assert sorted(found) == sorted(
+        [f"{photos}/{'deep/' * (number % 2)}{number}.png" for number in range(6)]
+        + [f"{photos}/a.tar/in/6.png", f"{photos}/b.tar.gz/in/6.png"]
+    )
+    for path, features in found.items():
+        for key, values in features.items():
+            np.testing.assert_allclose(values, right[int(Path(path).stem)][key], rtol=1e-4, atol=1e-5)
+    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    assert b"broken.png" in fs.cat_file(f"{bucket}/out/errors.jsonl")
+
+
+def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
+    out = f"{bucket}/resumed"
+    extract(job(out, f"{photos}/*.png"), SETTINGS)
+    first = in_bucket(out)
+    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    fs.pipe_file(f"{out}/shard-000007.safetensors", b"of a run that was killed before its index was there")
+    made = extract(job(out, photos), SETTINGS)
+    assert (made.done, made.unreadable) == (8, 1)
+    found = in_bucket(out)
+    assert first.keys() < found.keys()
+    assert len(found) == 8
+
+
+def test_what_cannot_be_reached_is_told_in_a_line(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(FxError, match=r"s3://nobodys/photos: .*bucket does not exist|s3://nobodys/photos: no images"):
+        extract(job(tmp_path / "out", "s3://nobodys/photos"), SETTINGS)
+    with pytest.raises(FxError, match=r"gs://photos/: .*gcsfs.*pip install"):
+        extract(job(tmp_path / "out", "gs://photos/"), SETTINGS)
+    with pytest.raises(FxError, match=r"nothing://here/: .*nothing"):
+        extract(job("nothing://here/", tmp_path), SETTINGS)
+    with pytest.raises(FxError, match="s3://nobodys/out"):
+        extract(job("s3://nobodys/out", f"{bucket}/photos"), SETTINGS)
