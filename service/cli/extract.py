@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from service.cli.environment import device_of, settings_of
+
+if TYPE_CHECKING:
+    from service.offline import Job, Summary
+    from service.settings import Settings
 
 Pool = Literal["none", "avg", "max", "gem", "cls"]
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -60,6 +64,15 @@ def extract(
         str | None,
         typer.Option(envvar="FXSERVE_API_KEY", show_default=False, help="What the servers want to see, if anything."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            show_default=False,
+            help="Use a Ray cluster: its address, auto for the one of this machine, local to begin one; writes "
+            "Parquet. Needs fxserve\\[ray].",
+        ),
+    ] = None,
 ) -> None:
     """Compute nodes of any number of images into shards in a folder. No server is needed.
 
@@ -67,11 +80,13 @@ def extract(
     index.sqlite says where the features of an image are (table images: path, shard, row), errors.jsonl which images
     could not be read, spec.json what was computed.
 
+    With --ray, rows are in Parquet files, images that could not be read have an error there, and stay so.
+
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
-    fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features
+    fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features --ray auto
     """
     from fxcore.errors import FxError
     from service.cli import tables
@@ -92,17 +107,34 @@ def extract(
     device_of(settings)
     options = FeatureOptions(pool, dtype, normalize, preprocess)
     job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows)
-    with progress() as report:
-        made = extract(job, settings, report)
+    if ray is not None:
+        made = _on_ray(ray, job, settings)
+    else:
+        with progress() as report:
+            made = extract(job, settings, report)
     if not made.images:
         raise FxError(f"no images found in {', '.join(inputs)}")
     tables.show(tables.outputs(made.outputs))
     out = out.rstrip("/")
-    told = f"{out}/errors.jsonl"
+    told = "the column error" if ray is not None else f"{out}/errors.jsonl"
     unreadable = f", {made.unreadable} could not be read: see {told}" if made.unreadable else ""
     print(f"{out}: {made.done} of {made.images} images in {made.shards} shard{'s' * (made.shards != 1)}{unreadable}")
     if not made.done:
         raise typer.Exit(1)
+
+
+def _on_ray(address: str, job: Job, settings: Settings) -> Summary:
+    from fxcore.errors import FxError
+
+    if job.servers:
+        raise typer.BadParameter("--ray and --server are two ways to compute: name one")
+    if job.format not in ("safetensors", "parquet"):
+        raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
+    try:
+        from service.cluster import bulk
+    except ImportError as error:
+        raise FxError(f"--ray needs Ray Data: pip install 'fxserve[ray]' ({error})") from error
+    return bulk.extract(job, settings, address)
 
 
 def _named_nodes(text: str) -> dict[str, str]:

@@ -115,6 +115,16 @@ class Index:
                 "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
             )
 
+    def known(self, paths: Sequence[str]) -> set[str]:
+        """Those of ``paths`` that are done or cannot be read."""
+        found: set[str] = set()
+        with self._lock:
+            ask = "SELECT 1 FROM images WHERE path = ? AND (shard IS NOT NULL OR error IS NOT NULL)"
+            for path in paths:
+                if self._database.execute(ask, (path,)).fetchone():
+                    found.add(path)
+        return found
+
     def errors(self) -> Iterator[tuple[str, str]]:
         """(path, reason) of every image that cannot be read, by path."""
         after = ""

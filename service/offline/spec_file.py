@@ -65,6 +65,10 @@ class Record:
             "fingerprint": self._document["fingerprint"],
         }
 
+    def differences(self, other: Record) -> list[str]:
+        """In what ``other`` is another one, in words about ``other``; empty where its rows may stand beside these."""
+        return _differences(other._document, self._document)
+
     def settle(self, folder: Folder) -> None:
         """Write it into a new folder, or hold it against what is there.
 

@@ -1,0 +1,266 @@
+"""``fxserve extract --ray``: the same extraction by a pool of actors on Ray Data.
+
+The driver lists the images and what of them is still to be done. Blocks of their places go through ``map_batches`` to
+actors, each with an engine as a run on one machine has it, and ``write_parquet`` makes a file of each block. Actors
+read the images themselves, as that run does: one that cannot be read is a row with an ``error`` (it would end
+``ray.data.read_binary_files``), members of archives have the same paths, and no image takes room in the object store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import ray
+import ray.data
+import ray.exceptions
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from fxcore.errors import FxError, summarize
+from service.cluster.rows import ERROR, Output, schema_of, table_of
+from service.engine import FeatureOptions
+from service.offline import Job, Summary, shards, sources, spec_file
+from service.offline.batches import Batches, Result, probe_image
+from service.offline.computing import Described, Local, Rows
+from service.offline.folder import Folder
+from service.offline.index import Index
+from service.offline.run import WORTH_LOWERING
+from service.offline.sources import Reader, Source
+from service.schemas.v1 import ExtractorSpec
+from service.settings import Settings
+
+FORMAT = "parquet of Ray"
+"""What ``spec.json`` calls it: a run without Ray keeps an index of its own and would do everything again."""
+
+_MOST_ROWS = 4096
+_MOST_BYTES = 64 * 1024**2
+_BLOCKS_AN_ACTOR = 4
+"""At least, where there are as many images: while the last blocks are done, the other actors idle."""
+
+_WRITER_CPUS = 0.01
+"""Of a task that writes a file: the cores are the actors'."""
+
+
+def extract(job: Job, settings: Settings, address: str) -> Summary:
+    """Run ``job``, or what an earlier run of it left to do, on Ray.
+
+    Each actor takes ``FXSERVE_COMPUTE_THREADS`` cores (1 by default), and a GPU where the cluster has some; there are
+    as many as the cluster has room for.
+
+    Args:
+        job: its format is Parquet, whatever it says.
+        settings: of the engine in each actor.
+        address: of a cluster; ``auto`` is the one that this machine is part of, ``local`` begins one on it.
+
+    Raises:
+        FxError: it cannot be done as asked, or the folder holds something else or cannot be written.
+    """
+    with _connected(address):
+        return _extract(job, settings, Folder(job.out))
+
+
+def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
+    before = spec_file.read(out)
+    cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
+    gpus, actors = _room(cores, settings.device)
+    threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
+    with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
+        lost: dict[str, str] = {}
+        index.enter(_readable(sources.find(job.inputs), lost))
+        backend = before.get("backend") if before else None
+        fast = before is None and index.counts()[0] >= WORTH_LOWERING
+        engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, fast)
+        described, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_described).remote(engine))
+        _check(described, job.options, probe)
+        made = spec_file.Record(described, job.options, FORMAT, probe)
+        with shards.writing(out):
+            made.settle(out)
+        output = Output(out, index)
+        output.look()
+        images, done, unreadable = index.counts()
+        left = images - done - unreadable
+        if left:
+            row_bytes = max(1, sum(values.nbytes for values in probe.values()))
+            rows = job.shard_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
+            rows = min(rows, -(-left // (_BLOCKS_AN_ACTOR * actors)))
+            schema = schema_of(probe, made.about())
+            same = replace(engine, backend=described.backend, fast=False)
+            blocks: Any = [ray.put(block) for block in _blocks(index, lost, rows)]
+            ray.data.from_arrow_refs(blocks).map_batches(
+                _Actor,
+                fn_constructor_args=(same, made, schema),
+                batch_size=None,
+                batch_format="pyarrow",
+                compute=ray.data.ActorPoolStrategy(min_size=1, max_size=actors),
+                num_cpus=cores,
+                num_gpus=gpus,
+            ).write_parquet(
+                out.root,
+                filesystem=PyFileSystem(FSSpecHandler(out.fs)),
+                ray_remote_args={"num_cpus": _WRITER_CPUS},
+                schema=schema,
+                compression="none",
+            )
+            output.look()
+            images, done, unreadable = index.counts()
+            if left := images - done - unreadable:
+                raise FxError(f"{left} of {images} images have no row in {out}; the same command does them")
+        return Summary(made.outputs, images, done, unreadable, len(output.files))
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """A connection to the cluster, and what fails there as errors of this program.
+
+    Raises:
+        FxError: there is no such cluster, or something failed there.
+    """
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise FxError(f"--ray {address}: {summarize(error)}; local begins a cluster on this machine") from error
+    context = ray.data.DataContext.get_current()
+    context.print_on_execution_start, context.enable_progress_bars = False, sys.stderr.isatty()
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    try:
+        yield
+    except (ray.exceptions.RayError, OSError) as error:
+        raise _of_ours(error) or FxError(f"--ray {address}: {summarize(error)}") from error
+    finally:
+        ray.shutdown()
+
+
+def _of_ours(error: BaseException | None) -> FxError | None:
+    """The error of this program that Ray has wrapped, if it is one."""
+    while error is not None and not isinstance(error, FxError):
+        error = getattr(error, "cause", None) or error.__cause__
+    return None if error is None else FxError(error.detail, **error.extra)
+
+
+def _room(cores: int, device: str) -> tuple[int, int]:
+    """GPUs that an actor takes, and how many actors there is room for.
+
+    Raises:
+        FxError: for none.
+    """
+    listed: Any = ray.nodes
+    nodes = [node["Resources"] for node in listed() if node["Alive"]]
+    gpus = int(device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes))
+    actors = sum(int(min(node.get("CPU", 0) // cores, node.get("GPU", 0) if gpus else 2**31)) for node in nodes)
+    if not actors:
+        raise FxError(f"no node of the cluster has {cores} cores (FXSERVE_COMPUTE_THREADS)")
+    return gpus, actors
+
+
+def _check(described: Described, options: FeatureOptions, probe: Rows) -> None:
+    shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
+    if ERROR in probe:
+        raise FxError(f"an output cannot be called {ERROR!r}, which says why an image has none")
+    if not described.one_size and options.pool == "none":
+        raise FxError("with --ray, outputs of all images have one shape: use --pool, or --image-size")
+
+
+def _readable(found: Iterable[Source], lost: dict[str, str]) -> Iterator[Source]:
+    """``found``, as if all could be read; ``lost`` gets the path and the reason of those that cannot."""
+    for source in found:
+        if source.error is not None:
+            lost[source.path] = source.error
+        yield replace(source, error=None)
+
+
+def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarrow.Table]:
+    """Places of images that are still to be done, ``rows`` a table; those in ``lost`` with the reason."""
+    left = itertools.chain.from_iterable(index.left())
+    while some := list(itertools.islice(left, rows)):
+        yield pyarrow.table(
+            {
+                "path": pyarrow.array([source.path for source in some], pyarrow.large_string()),
+                "file": pyarrow.array([source.file.encode("utf-8", "surrogateescape") for source in some]),
+                "offset": pyarrow.array([source.offset for source in some], pyarrow.int64()),
+                "size": pyarrow.array([source.size for source in some], pyarrow.int64()),
+                "error": pyarrow.array([lost.get(source.path) for source in some], pyarrow.string()),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """What an actor builds.
+
+    Attributes:
+        backend: which computed earlier rows; None: what the spec says.
+        fast: whether to look for a faster one first.
+    """
+
+    settings: Settings
+    spec: ExtractorSpec
+    options: FeatureOptions
+    backend: str | None
+    fast: bool
+
+    async def start(self) -> tuple[Local, Rows]:
+        """The engine, and the features of an image that is always the same."""
+        computer = Local(self.settings, self.options, self.fast)
+        await computer.start(self.spec, self.backend)
+        return computer, await computer.features([probe_image()])
+
+
+def _described(engine: _Engine) -> tuple[Described, Rows]:
+    async def described() -> tuple[Described, Rows]:
+        computer, probe = await engine.start()
+        try:
+            return computer.described, probe
+        finally:
+            await computer.close()
+
+    return asyncio.run(described())
+
+
+class _Actor:
+    """Computes rows of blocks of images, one block at a time and several batches of it at once.
+
+    Raises:
+        FxError: the engine cannot be built here, or gives other values than where the run began.
+    """
+
+    def __init__(self, engine: _Engine, made: spec_file.Record, schema: pyarrow.Schema) -> None:
+        self._schema = schema
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="fxserve-loop", daemon=True).start()
+        computer, probe = asyncio.run_coroutine_threadsafe(engine.start(), self._loop).result()
+        other = spec_file.Record(computer.described, engine.options, FORMAT, probe)
+        if differences := made.differences(other):
+            node = ray.get_runtime_context().get_node_id()
+            raise FxError(f"node {node} of the cluster computes with {'; '.join(differences)}")
+        self._batches = Batches(computer, Reader(engine.settings.max_body_bytes), probe)
+
+    def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
+        found, lost = [], []
+        for row in block.to_pylist():
+            if row["error"] is not None:
+                lost.append((row["path"], row["error"]))
+            else:
+                file = row["file"].decode("utf-8", "surrogateescape")
+                found.append(Source(row["path"], file, row["offset"], row["size"]))
+        results = asyncio.run_coroutine_threadsafe(self._results(found), self._loop).result()
+        return table_of([*results, Result([], [], lost)], self._schema)
+
+    async def _results(self, found: list[Source]) -> list[Result]:
+        room = asyncio.Semaphore(self._batches.at_a_time)
+
+        async def result(batch: list[Source]) -> Result:
+            async with room:
+                return await self._batches.result(batch)
+
+        size = self._batches.size
+        return await asyncio.gather(*(result(found[start : start + size]) for start in range(0, len(found), size)))

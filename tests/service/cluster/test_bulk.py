@@ -1,0 +1,92 @@
+"""Bulk extraction on a Ray of this machine, beside the same run without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.offline import extract
+from tests.service.offline.conftest import SETTINGS, job, png, rows
+
+pytest.importorskip("ray.data")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def begin(root: Path | str, out: Path | str, *more: str) -> subprocess.Popen[str]:
+    command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
+    command += f" --out {out} --ray local --device cpu --backend eager"
+    return subprocess.Popen(
+        [sys.executable, "-c", "from service.cli import main; main()", *command.split(), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+    )
+
+
+def ended(run: subprocess.Popen[str]) -> str:
+    said, complaint = run.communicate(timeout=600)
+    assert run.returncode == 0, complaint[-3000:]
+    return said
+
+
+def found_in(out: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Path → features, and path → error, of all files; each path once."""
+    features: dict[str, dict[str, Any]] = {}
+    errors: dict[str, str] = {}
+    for file in out.glob("*.parquet"):
+        for row in parquet.read_table(file).to_pylist():
+            path, error = row.pop("path"), row.pop("error")
+            assert path not in features
+            assert path not in errors
+            if error is None:
+                features[path] = row
+            else:
+                assert set(row.values()) == {None}
+                errors[path] = error
+    return features, errors
+
+
+@pytest.mark.exhaustive
+def test_every_row_is_the_one_of_a_run_without_ray(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root = folder(30)
+    (root / "broken.png").write_bytes(png(0)[:500])
+    (root / "lost.png").symlink_to("/nowhere/at/all.png")
+    with tarfile.open(root / "more.tar", "w") as archive:
+        archive.add(root / "001.png", "in/001.png")
+    local = extract(job(tmp_path / "local", root, spec={"backend": "eager"}), SETTINGS)
+    said = ended(begin(root, tmp_path / "ray", "--shard-rows", "8"))
+    assert "31 of 33 images" in said
+    assert "2 could not be read" in said
+    features, errors = found_in(tmp_path / "ray")
+    right = rows(tmp_path / "local")
+    assert (local.done, local.unreadable) == (31, 2)
+    assert sorted(features) == sorted(right)
+    for path, row in features.items():
+        for key, values in row.items():
+            np.testing.assert_allclose(values, right[path][key], rtol=1e-5, atol=1e-6, err_msg=path)
+    assert sorted(Path(path).name for path in errors) == ["broken.png", "lost.png"]
+    assert "No such file" in errors[str(root / "lost.png")]
+
+    before = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
+    (tmp_path / "ray" / "half.parquet").write_bytes(next(iter(before.values()))[:100])
+    (root / "new.png").write_bytes(png(77))
+    assert "32 of 34 images" in ended(begin(root, tmp_path / "ray"))
+    after = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
+    assert before.items() < after.items()
+    assert len(found_in(tmp_path / "ray")[0]) == 32
+
+
+def test_bad_input_is_told_in_a_line(tmp_path: Path, folder: Callable[..., Path]) -> None:
+    run = begin(folder(1), tmp_path / "out", "--server", "http://127.0.0.1:1")
+    assert "--ray and --server are two ways" in run.communicate()[1]
+    run = begin(folder(1), tmp_path / "out", "--format", "zarr")
+    assert "--ray writes Parquet, not zarr" in run.communicate()[1]
