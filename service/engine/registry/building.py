@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any
 
 from fxcore.errors import FxError, summarize
@@ -78,7 +79,8 @@ async def build(
         record.build = None
         record.last_used = time.monotonic()
     if record.state == "ready":
-        pool.submit(exempt)
+        with suppress(RuntimeError):  # the engine was closed meanwhile
+            pool.submit(exempt)
     make_room(0)
 
 
