@@ -192,8 +192,9 @@ class ModelEntry(ABC):
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
             return self.builder(weights=None, **self._structure(weights)).eval()
 
-    def leaf_modules(self) -> Sequence[type[nn.Module]]:
-        """Classes that are kept whole when the model is traced; none means torchvision's own."""
+    def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
+        """Modules that are kept whole when the model is traced, as of :func:`fxcore.tracing.tracer.trace`: classes,
+        where none means torchvision's own; paths and patterns; and ``auto``."""
         return ()
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:

@@ -70,9 +70,9 @@ class TimmEntry(ModelEntry):
             )
             return model.eval()
 
-    def leaf_modules(self) -> Sequence[type[nn.Module]]:
-        """timm's own, in place of torchvision's."""
-        return tuple(importlib.import_module("timm.models._features_fx").get_notrace_modules())
+    def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
+        """timm's own, in place of torchvision's, and what cannot be traced."""
+        return (*importlib.import_module("timm.models._features_fx").get_notrace_modules(), "auto")
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
         found = importlib.import_module("timm.models._features_fx").get_notrace_functions()

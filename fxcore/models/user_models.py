@@ -8,6 +8,9 @@
     weights = "tiny.safetensors"                      # a state dict beside this file; without it, what the builder made
     input = "image"                                   # or "video"
     task = "classification"                           # what it is listed under
+    leaf_modules = "auto"                             # kept whole: a path, a pattern, MODULE:CLASS, "auto", or a list
+    leaf_functions = ["mylib.ops:gather"]             # functions kept whole
+    concrete_args = { return_dict = false }           # arguments of its forward with this one value
 
     [models.tiny.preprocessing]                       # torchvision's names and, where left out, its values
     resize_size = 232                                 # the shorter side, or [height, width]
@@ -26,8 +29,8 @@ import importlib
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,9 @@ class UserModel:
             torchvision's presets.
         input: ``image`` or ``video``: what one row of its input is.
         task: what it is listed under: ``classification`` or ``segmentation``, of videos ``video``.
+        leaf_modules, leaf_functions: kept whole when it is traced, see :func:`fxcore.tracing.tracer.trace`.
+        concrete_args: arguments of its forward that have this one value. Those that are not here have their defaults;
+            its input is what has none, else the first.
 
     >>> from torchvision.models import squeezenet1_1
     >>> model = UserModel(squeezenet1_1, {"num_classes": 7}, preprocessing={"crop_size": 64})
@@ -83,6 +89,9 @@ class UserModel:
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     input: str = "image"
     task: str | None = None
+    leaf_modules: Sequence[type[nn.Module] | str] | str = ()
+    leaf_functions: Sequence[Callable[..., Any]] = ()
+    concrete_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,12 @@ class UserEntry(ModelEntry):
 
     Attributes:
         preset: makes the transform of its images or clips.
+        leaves, functions: modules and functions kept whole.
     """
 
     preset: Callable[[], Any] = ImageClassification
+    leaves: tuple[type[nn.Module] | str, ...] = ()
+    functions: tuple[Callable[..., Any], ...] = ()
 
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
         kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
@@ -111,8 +123,11 @@ class UserEntry(ModelEntry):
         except Exception:
             return self.build(weights)
 
-    def _structure(self, weights: str) -> dict[str, Any]:
-        return {}
+    def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
+        return self.leaves
+
+    def leaf_functions(self) -> Sequence[Callable[..., Any]]:
+        return self.functions
 
 
 @dataclass(frozen=True)
@@ -180,7 +195,16 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise BadUserModel(f"there is no weights file {model.weights}")
     preset = _preset(model.input, model.preprocessing)
     weights = model.weights.name if model.weights is not None else BUILT
-    entry = UserEntry(name, task, functools.partial(_build, model), default_weights=weights, preset=preset)
+    leaves = (model.leaf_modules,) if isinstance(model.leaf_modules, str) else tuple(model.leaf_modules)
+    entry = UserEntry(
+        name,
+        task,
+        functools.partial(_build, model),
+        default_weights=weights,
+        preset=preset,
+        leaves=leaves,
+        functions=tuple(model.leaf_functions),
+    )
     try:
         built = entry.build_weightless()
     except BadUserModel:
@@ -189,7 +213,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise BadUserModel(f"its builder failed: {summarize(error)}") from error
     params = sum(parameter.numel() for parameter in built.parameters())
     info = FileWeights(weights, "", params, {}, (), model.weights)
-    return UserEntry(name, task, entry.builder, {weights: info}, weights, preset=preset)
+    return replace(entry, published={weights: info})
 
 
 def _of_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
@@ -222,37 +246,50 @@ def _of_file(folder: Path) -> Iterator[tuple[str, Callable[[], UserModel]]]:
 
 def _described(table: Any, folder: Path) -> UserModel:
     """A table of ``models.toml``."""
-    kinds = {
-        "builder": str,
-        "arguments": dict,
-        "weights": str,
-        "preprocessing": dict,
-        "input": str,
-        "task": str,
+    kinds: dict[str, tuple[type, ...]] = {
+        "builder": (str,),
+        "arguments": (dict,),
+        "weights": (str,),
+        "preprocessing": (dict,),
+        "input": (str,),
+        "task": (str,),
+        "leaf_modules": (str, list),
+        "leaf_functions": (list,),
+        "concrete_args": (dict,),
     }
+    called: dict[type, str] = {str: "text", dict: "a table", list: "a list of text"}
     if not isinstance(table, dict) or "builder" not in table:
         raise BadUserModel("it has no builder; write builder = 'MODULE:CALLABLE'")
     for key, value in table.items():
         if key not in kinds:
             raise BadUserModel(f"{key!r} is none of {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]):
-            raise BadUserModel(f"{key} is {'a table' if kinds[key] is dict else 'text'}, not {value!r}")
-    fields = {key: value for key, value in table.items() if key not in ("builder", "weights")}
-    weights = folder / table["weights"] if "weights" in table else None
-    return UserModel(builder=_imported(table["builder"]), weights=weights, **fields)
+        listed = value if isinstance(value, list) else []
+        if not isinstance(value, kinds[key]) or not all(isinstance(item, str) for item in listed):
+            raise BadUserModel(f"{key} is {' or '.join(called[kind] for kind in kinds[key])}, not {value!r}")
+    fields = dict(table)
+    fields["builder"] = _imported("builder", table["builder"])
+    fields["weights"] = folder / table["weights"] if "weights" in table else None
+    leaves = table.get("leaf_modules", [])
+    fields["leaf_modules"] = [
+        _imported("leaf_modules", leaf) if ":" in leaf else leaf
+        for leaf in ([leaves] if isinstance(leaves, str) else leaves)
+    ]
+    fields["leaf_functions"] = [_imported("leaf_functions", path) for path in table.get("leaf_functions", [])]
+    return UserModel(**fields)
 
 
-def _imported(path: str) -> Callable[..., nn.Module]:
+def _imported(key: str, path: str) -> Any:
+    """What ``key`` names as MODULE:CALLABLE."""
     module, _, name = path.partition(":")
     if not module or not name:
-        raise BadUserModel(f"builder is written MODULE:CALLABLE, unlike {path!r}")
+        raise BadUserModel(f"{key} is written MODULE:CALLABLE, unlike {path!r}")
     try:
-        builder = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except Exception as error:
-        raise BadUserModel(f"its builder {path} cannot be imported: {summarize(error)}") from error
-    if not callable(builder):
-        raise BadUserModel(f"its builder {path} is {type(builder).__name__}, which cannot be called")
-    return builder
+        raise BadUserModel(f"its {key} {path} cannot be imported: {summarize(error)}") from error
+    if not callable(found):
+        raise BadUserModel(f"its {key} {path} is {type(found).__name__}, which cannot be called")
+    return found
 
 
 def _preset(input: str, parameters: Mapping[str, Any]) -> Callable[[], Any]:
@@ -326,17 +363,23 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
                 "a builder that makes a new one"
             ) from error
         private = built
-    return _with_inputs_only(private)
+    return _with_inputs_only(private, model.concrete_args)
 
 
-def _with_inputs_only(model: nn.Module) -> nn.Module:
-    """The model with a forward that takes no argument which has a default."""
-    forward = type(model).forward
-    parameters = [*inspect.signature(forward).parameters.values()][1:]
+def _with_inputs_only(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
+    """The model with a forward that takes its inputs only: what has no default and is not ``fixed``, else its first
+    argument."""
+    parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
     simple = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p.name for p in parameters if p.kind in simple and p.default is p.empty]
-    if len(needed) == len(parameters):
-        return model
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = [
+        p.name for p in parameters if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    for name in fixed:
+        if name not in names and not takes_any:
+            raise BadUserModel(f"concrete_args: its forward takes {', '.join(names) or 'nothing'}, and no {name!r}")
+    free = [p for p in parameters if p.kind in simple and p.name not in fixed]
+    needed = [p.name for p in free if p.default is p.empty] or [p.name for p in free[:1]]
     if not needed:
-        raise BadUserModel("its forward has no argument without a default, so nothing says what its input is")
-    return narrowed(model, needed)
+        raise BadUserModel("its forward has no argument that is free, so nothing says what its input is")
+    return model if len(needed) == len(parameters) else narrowed(model, needed, fixed)

@@ -15,7 +15,7 @@ from torchvision.ops import FeaturePyramidNetwork
 
 from fxcore.errors import NotTraceable
 from fxcore.models.entry import ModelEntry
-from fxcore.tracing.tracer import default_leaf_modules, record
+from fxcore.tracing.tracer import closed_modules, default_leaf_modules, record
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def trace_model(
         opened = set(dict(parts.named_children()))
         return (*record(parts), _closed(model, opened))
     graph, root = record(model, leaf_modules=entry.leaf_modules(), leaf_functions=entry.leaf_functions())
-    return graph, root, []
+    return graph, root, [UntraceablePart(path, reason) for path, reason in closed_modules(graph).items()]
 
 
 def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:

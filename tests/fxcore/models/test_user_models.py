@@ -49,6 +49,23 @@ class Branching(nn.Module):
     def forward(self, x):
         return self.c(x) if x.sum() > 0 else x
 
+class Padded(nn.Module):
+    def forward(self, x):
+        return x if x.shape[2] % 32 == 0 else nn.functional.pad(x, (0, 1, 0, 1))
+
+def squared(x):
+    return x * x
+
+class Options(nn.Module):
+    """Nothing that its forward takes has to be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gate = nn.Sequential(nn.Conv2d(3, 3, 1)), Padded()
+    def forward(self, pixels=None, double=False, **more):
+        x = squared(self.gate(self.body(pixels)))
+        return x + x if double else x
+
 def number():
     return 7
 
@@ -142,6 +159,30 @@ def test_a_builder_that_reads_its_parameters(module: str, read: Callable[[str], 
     assert model_graph(entry).levels["C2"].channels == 16
 
 
+@pytest.mark.parametrize(
+    ("lines", "nodes", "closed"),
+    [
+        ("leaf_modules = 'auto'", ["pixels", "body.0", "gate", "mul"], ["gate"]),
+        ("leaf_modules = ['gate', 'MODULE:Options']", ["pixels", "body.0", "gate", "mul"], []),
+        ("leaf_modules = ['MODULE:Padded', 'bod*']", ["pixels", "body", "gate", "mul"], []),
+        ("leaf_modules = 'gate'\nleaf_functions = ['MODULE:squared']", ["pixels", "body.0", "gate", "squared"], []),
+        ("leaf_modules = 'gate'\nconcrete_args = { double = true }", ["pixels", "body.0", "gate", "mul", "add"], []),
+    ],
+)  # fmt: skip
+def test_what_is_kept_whole(
+    lines: str, nodes: list[str], closed: list[str], module: str, read: Callable[[str], dict[str, Any]]
+) -> None:
+    entry = read(f"[models.mine]\nbuilder = 'MODULE:Options'\n{lines}".replace("MODULE", module))["mine"]
+    graph = model_graph(entry, "builder")
+    assert graph.eval_nodes == nodes
+    assert [part.path for part in graph.closed] == closed
+    torch.manual_seed(0)
+    model, x = sys.modules[module].Options(), torch.rand(1, 3, 224, 224)
+    extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve({nodes[-1]: "out"}))
+    with torch.no_grad():
+        assert torch.equal(extractor.module(x)["out"], model(x, double="double" in lines))
+
+
 def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
     info = tmp_path / "packages/mine-1.0.dist-info"
     info.mkdir()
@@ -176,6 +217,13 @@ WRONG = {
     "ten": ("builder = 'MODULE:Tiny'\npreprocessing = { mean = [1] }", "mean is a list of three numbers, not [1]"),
     "eleven": ("builder = 'MODULE:Tiny'\nbuild = 1", "'build' is none of builder, arguments"),
     "twelve": ("builder = 'MODULE:Tiny'\ntask = 'video'", "task is classification or segmentation for input 'image'"),
+    "thirteen": ("builder = 'MODULE:Tiny'\nleaf_modules = 3", "leaf_modules is text or a list of text, not 3"),
+    "fourteen": ("builder = 'MODULE:Tiny'\nleaf_functions = [3]", "leaf_functions is a list of text, not [3]"),
+    "fifteen": (
+        "builder = 'MODULE:Tiny'\nleaf_modules = 'MODULE:Gone'",
+        ":Gone cannot be imported: AttributeError",
+    ),
+    "sixteen": ("builder = 'MODULE:Tiny'\nconcrete_args = { msk = 1 }", "its forward takes pixels, mask, and no 'msk'"),
     "resnet50": ("builder = 'MODULE:Tiny'", "torchvision has a model of this name"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
     "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
