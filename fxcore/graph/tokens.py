@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from fxcore.tracing.tracer import PATH
+from fxcore.transforms.attention import ATTENTION
 
 _MOST_PREFIXES = 64
 """More tokens than this in front of a map mean that it is another map: no published model has over 16 registers."""
@@ -40,11 +41,17 @@ class TokenGrid:
 
 
 def token_grid(node: fx.Node) -> TokenGrid | None:
-    """The grid that the tokens of an annotated ``node`` are; None where its value is no such tokens."""
+    """The grid that the tokens of an annotated ``node`` are; None where its value is no such tokens.
+
+    Of attention weights ``[N, heads, L, L]``, those of a sequence to itself, it is the grid of both.
+    """
     value = node.meta.get("value")
-    if node.meta.get("axes") != "NLC" or not isinstance(value, Tensor) or value.ndim != 3:
+    if not isinstance(value, Tensor):
         return None
-    length = value.shape[1]
+    weights = node.meta.get(ATTENTION) and value.ndim == 4 and value.shape[2] == value.shape[3]
+    if not weights and (node.meta.get("axes") != "NLC" or value.ndim != 3):
+        return None
+    length = value.shape[-1] if weights else value.shape[1]
     ancestors = _ancestors(node)
     # Not the nearest: the keys of some attention are of a smaller map.
     grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]

@@ -1,8 +1,8 @@
 """Attention weights as nodes that can be asked for.
 
-The weights of ViT's and Swin's attention live and die inside one call. A pass adds, beside each such call, a node that
-makes the same call for its weights; the call itself stays as it was, so every other node keeps its value to the bit,
-and weights that are not asked for cost nothing: an extractor prunes them.
+The weights of ViT's and Swin's attention, and of fused attention such as timm's, live and die inside one call. A pass
+adds, beside each such call, a node that makes the same weights; the call itself stays as it was, so every other node
+keeps its value to the bit, and weights that are not asked for cost nothing: an extractor prunes them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torchvision.models.video.swin_transformer import shifted_window_attention_3
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.tracer import MODULE, PATH
 from fxcore.transforms.base import transform
+
+#: key in ``node.meta`` of nodes that make attention weights
+ATTENTION = "attention"
 
 # What nn.MultiheadAttention takes by position after query, key, value and padding.
 _OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
@@ -62,6 +65,30 @@ def attention_weights(weights: Tensor) -> Tensor:
     return weights
 
 
+@one_node
+def scaled_dot_product_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention weights ``[N, …, L queries, S keys]`` for the arguments of ``scaled_dot_product_attention``."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1)
+
+
 def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     with _Softmax() as softmax:
         function(images, *args, **kwargs)
@@ -79,9 +106,13 @@ def attention_maps(module: fx.GraphModule) -> int:
     Swin, Swin v2, video Swin     ``[N, windows, heads, L, L]``
     MaxViT                        ``[N, windows, heads, L, L]``
     MViT                          ``[N, heads, L queries, L keys]``
+    fused attention (timm's)      as query and key have it: ``[N, heads, L, L]``
+    timm's Swin                   ``[N * windows, heads, L, L]``, an image's windows one after another
     ============================  ============================================================
 
-    Each row of the last dimension sums to one. The new nodes must be asked for; the outputs stay what they are.
+    ``L`` counts the tokens in front of the patches, class token and registers, too: see
+    :func:`fxcore.graph.tokens.token_grid`. Each row of the last dimension sums to one. The new nodes must be asked for;
+    the outputs stay what they are.
 
     >>> import torch
     >>> from fxcore import trace
@@ -97,14 +128,16 @@ def attention_maps(module: fx.GraphModule) -> int:
         made = _weights_of(module, node)
         if made is None:
             continue
-        home = str(node.target) if node.op == "call_module" else str(node.meta.get(MODULE, ""))
+        home = str(node.target if node.op == "call_module" else node.meta.get(MODULE, ""))
+        if _calls(module, node, nn.Softmax):
+            home = home.rpartition(".")[0]
         path = f"{home}.attention".lstrip(".")
         number = 0
         while path in taken:
             number += 1
             path = f"{home}.attention_{number}".lstrip(".")
         taken.add(path)
-        made.meta = {PATH: path, MODULE: home}
+        made.meta = {PATH: path, MODULE: home, ATTENTION: True}
         count += 1
     return count
 
@@ -112,7 +145,7 @@ def attention_maps(module: fx.GraphModule) -> int:
 def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """A new node for the attention weights that ``node`` computes, if it does."""
     graph = module.graph
-    if node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.MultiheadAttention):
+    if _calls(module, node, nn.MultiheadAttention):
         with graph.inserting_after(node):
             options = dict(zip(_OPTIONS, node.args[4:], strict=False)) | node.kwargs
             both = graph.call_module(
@@ -125,8 +158,12 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if node.op == "call_function" and node.target in windows:
         with graph.inserting_after(node):
             return graph.call_function(windows[node.target], node.args, dict(node.kwargs))
+    if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
+        with graph.inserting_after(node):
+            return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
     # Attention that the graph spells out: MaxViT's and MViT's weights are nodes already, under other names.
-    if node.op in ("call_function", "call_method") and node.target in _SOFTMAX and _mixes(node):
+    called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
+    if (called or _calls(module, node, nn.Softmax)) and _mixes(module, node):
         with graph.inserting_after(node):
             return graph.call_function(attention_weights, (node,))
     return None
@@ -136,6 +173,16 @@ def _second(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[1]
 
 
-def _mixes(softmax: fx.Node) -> bool:
-    names = (str(u.target) if u.op == "call_method" else getattr(u.target, "__name__", "") for u in softmax.users)
-    return any(name in _MIXES for name in names)
+def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bool:
+    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), kinds)
+
+
+def _mixes(module: fx.GraphModule, softmax: fx.Node) -> bool:
+    """Whether what ``softmax`` makes is multiplied with values, perhaps after a dropout."""
+    for user in softmax.users:
+        if _calls(module, user, nn.Dropout, nn.Identity):
+            if _mixes(module, user):
+                return True
+        elif (user.target if user.op == "call_method" else getattr(user.target, "__name__", "")) in _MIXES:
+            return True
+    return False

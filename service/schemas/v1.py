@@ -240,7 +240,7 @@ class NodeList(BaseModel):
 
 
 class TokenGrid(BaseModel):
-    """The grid of patches that tokens `[N, L, C]` are, row by row."""
+    """The grid of patches, row by row, that tokens `[N, L, C]` are, or tokens of attention `[N, heads, L, L]`."""
 
     node: str = Field(description="The map that was flattened.", examples=["conv_proj"])
     height: int = Field(examples=[14])

@@ -131,7 +131,8 @@ async def _embed(
     request: Request, state: State, record: ExtractorRecord, asked: embeddings.Asked, deadline: float
 ) -> Response:
     tokens = record.outputs[0].tokens
-    options = _POOLED["cls" if tokens is not None and tokens.class_token else "avg"]
+    of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid, too
+    options = _POOLED["cls" if of_tokens and tokens is not None and tokens.class_token else "avg"]
     result = await state.engine.features(
         record, asked.images, options, deadline, reservation=reservation_of(request.scope)
     )

@@ -1,0 +1,108 @@
+"""Attention weights of timm's models, against what timm itself computes where it does not use a fused kernel."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from timm.models._features_fx import get_notrace_functions, get_notrace_modules
+from torch import Tensor, nn
+
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.transforms import attention_maps
+
+
+def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The weights that each attention of timm's hands to its dropout, by the attention's path."""
+    seen: dict[str, Tensor] = {}
+    for path, part in model.named_modules():
+        if isinstance(getattr(part, "attn_drop", None), nn.Module):
+            part.fused_attn = False
+            part.attn_drop.register_forward_pre_hook(lambda m, args, path=path: seen.update({path: args[0].clone()}))
+    with torch.no_grad():
+        model(x)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefix"),
+    [
+        ("test_vit", 1),
+        ("swin_tiny_patch4_window7_224", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("vit_small_patch14_reg4_dinov2", 5),
+                ("vit_small_patch16_dinov3", 5),
+                ("vit_base_patch16_siglip_224", 0),
+                ("eva02_tiny_patch14_224", 1),
+                ("beit_base_patch16_224", 1),
+                ("maxvit_tiny_tf_224", None),
+                ("swinv2_tiny_window8_256", None),
+            ]
+        ),
+    ],
+)
+def test_weights_are_timms(architecture: str, prefix: int | None) -> None:
+    entry = get_model(f"timm.{architecture}")
+    graph = model_graph(entry, entry.structure()).with_nodes_of("attention_maps")
+    names = [name for name in graph.eval_nodes if name.endswith(".attention")]
+    model = load_model(entry, "random")
+    extractor = build_extractor(graph, model, {"first": names[0], "last": names[-1]})
+    first = extractor.outputs[0]
+    assert (first.tokens.prefix if first.tokens is not None else None) == prefix
+    x = torch.rand(2, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = extractor.module(x)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = softmaxes(timm.create_model(architecture).eval(), x)
+    for key, name in (("first", names[0]), ("last", names[-1])):
+        weights = expected[name.removesuffix(".attention")]
+        assert found[key].shape == weights.shape
+        assert torch.allclose(found[key], weights, atol=1e-5), name
+    assert found["first"].shape[0] == 2 * first.rows_per_image
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_by_hand(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", reg_tokens=3, img_size=64).eval()
+    attention = model.blocks[1].attn
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    kept = {"leaf_modules": tuple(get_notrace_modules()), "leaf_functions": get_notrace_functions()}
+    module = attention_maps(trace(model, **kept, concrete_args={"attn_mask": None, "is_causal": False}))
+    node = next(n for n in module.graph.nodes if n.meta.get("path") == "blocks.1.attn.attention")
+    module.graph.output_node().args = (node,)
+    module.recompile()
+    seen: list[Tensor] = []
+    x = torch.rand(2, 3, 64, 64)
+    with torch.no_grad(), attention.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
+        model(x)
+        q, k, _ = attention.qkv(seen[0]).view(2, 20, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+        by_hand = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        assert torch.allclose(module(x), by_hand, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_fused_attention_of_any_kind(mask: str) -> None:
+    """Weights times values are what torch's function returns, keys shared by heads and masks included."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
+    bias = torch.randn(5, 5, generator=generator)
+    options = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": bias.relu().bool() | torch.eye(5).bool()},
+        "float": {"attn_mask": bias, "scale": 0.5},
+    }[mask]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+
+    module = attention_maps(trace(attend))
+    node = next(n for n in module.graph.nodes if n.meta.get("attention"))
+    module.graph.output_node().args = (node,)
+    module.recompile()
+    assert torch.allclose(module(q, k, v) @ v.repeat_interleave(2, 1), attend(q, k, v), atol=1e-6)
