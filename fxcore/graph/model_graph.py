@@ -85,6 +85,7 @@ class ModelGraph:
         closed: parts of the model that could not be traced.
         input_size: height and width that shapes and FLOPs are for.
         levels: see :mod:`fxcore.graph.levels`.
+        num_params: number of parameters of the model, closed parts included.
         constants: attributes for tensors that tracing computes from buffers; each model has its own values of them.
     """
 
@@ -94,6 +95,7 @@ class ModelGraph:
         self.preprocessing = entry.preprocessing(weights)
         self.input_size = input_size or self.preprocessing.nominal_size()
         model = entry.build_weightless(weights)
+        self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.train_nodes = names(trace_model(entry, model, training=True)[0])
         self.graph, self._root, self.closed = trace_model(entry, model)
         self._maps = entry.feature_maps(model)
@@ -159,8 +161,7 @@ class ModelGraph:
     @functools.cached_property
     def totals(self) -> dict[str, int]:
         """Parameters of the model (closed parts included), FLOPs for one image, and number of nodes."""
-        params = sum(p.numel() for p in self.entry.build_weightless(self.weights).parameters())
-        return {"params": params, "flops": sum(n.flops for n in self.nodes), "nodes": len(self.nodes)}
+        return {"params": self.num_params, "flops": sum(n.flops for n in self.nodes), "nodes": len(self.nodes)}
 
     @functools.cached_property
     def leaf_modules(self) -> list[str]:

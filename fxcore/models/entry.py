@@ -41,7 +41,8 @@ class WeightsInfo:
         url: where torchvision downloads them from.
         num_params: number of parameters of the model that they are for, where that is published.
         metrics: the published accuracies, by data set.
-        categories: names of the classes, in order of the outputs; empty where there are none.
+        categories: names of the classes, in order of the outputs; empty where there are none, or they are not known.
+        classes: how many classes there are, where their names are not known.
 
     >>> from fxcore import get_model
     >>> info = get_model("resnet18").weights_info("DEFAULT")
@@ -54,6 +55,12 @@ class WeightsInfo:
     num_params: int | None
     metrics: Mapping[str, Any]
     categories: tuple[str, ...]
+    classes: int = 0
+
+    @property
+    def num_categories(self) -> int:
+        """How many classes the weights were trained on; 0 where they have no classifier."""
+        return len(self.categories) or self.classes
 
     @property
     def file(self) -> Path:

@@ -167,8 +167,17 @@ def _entry(architecture: str) -> TimmEntry:
 
 def _weights(config: Any) -> WeightsInfo:
     if config.hf_hub_id:
-        return HubWeights(config.tag, "", None, {}, (), config.hf_hub_id, config.hf_hub_filename)
-    return WeightsInfo(config.tag, config.url, None, {}, ())
+        return HubWeights(
+            config.tag,
+            "",
+            None,
+            {},
+            (),
+            config.num_classes,
+            repository=config.hf_hub_id,
+            filename=config.hf_hub_filename,
+        )
+    return WeightsInfo(config.tag, config.url, None, {}, (), config.num_classes)
 
 
 def _build(weights: None = None, variant: str = "") -> nn.Module:

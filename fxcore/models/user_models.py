@@ -212,7 +212,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     except Exception as error:
         raise BadUserModel(f"its builder failed: {summarize(error)}") from error
     params = sum(parameter.numel() for parameter in built.parameters())
-    info = FileWeights(weights, "", params, {}, (), model.weights)
+    info = FileWeights(weights, "", params, {}, (), path=model.weights)
     return replace(entry, published={weights: info})
 
 

@@ -155,7 +155,10 @@ class ModelList(BaseModel):
 class WeightsSummary(BaseModel):
     """One set of trained weights."""
 
-    num_params: int | None = Field(examples=[25557032])
+    num_params: int | None = Field(
+        description="Of the model that they are for; null where that is not published and they are not the default.",
+        examples=[25557032],
+    )
     url: str | None = Field(examples=["https://download.pytorch.org/models/resnet50-11ad3fa6.pth"])
     metrics: dict[str, Any] = Field(examples=[{"ImageNet-1K": {"acc@1": 80.858, "acc@5": 95.434}}])
     categories: int = Field(description="How many classes the weights were trained on.", examples=[1000])

@@ -217,11 +217,12 @@ def _detail(entry: ModelEntry, way: str) -> bytes:
     weights = {}
     for name in entry.weights:
         info = entry.weights_info(name)
+        counted = graph.num_params if name == graph.weights else None
         weights[name] = {
-            "num_params": info.num_params,
+            "num_params": info.num_params if info.num_params is not None else counted,
             "url": info.url or None,
             "metrics": info.metrics,
-            "categories": len(info.categories),
+            "categories": info.num_categories,
             "cached": info.cached,
             "revision": info.revision,
         }

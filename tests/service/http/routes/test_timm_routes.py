@@ -33,6 +33,10 @@ def test_one_is_described(client):
     assert detail["default_weights"] == "fcmae_ft_in1k"
     assert detail["preprocessing"]["crop_pct"] == timm.get_pretrained_cfg("convnextv2_atto").crop_pct
     assert detail["levels"]["C5"]["channels"] == 320
+    model = timm.create_model("convnextv2_atto")
+    weights = detail["weights"]
+    assert weights["fcmae_ft_in1k"]["num_params"] == sum(p.numel() for p in model.parameters())
+    assert {tag: weights[tag]["categories"] for tag in weights} == {"fcmae_ft_in1k": 1000, "fcmae": 0}
     nodes = client.get("/v1/models/timm.test_vit/nodes").json()
     assert nodes["eval_nodes"] == get_graph_node_names(timm.create_model("test_vit"))[1]
     assert client.get("/v1/models/timm.test_vit/graph?format=table").text.startswith("opcode")
