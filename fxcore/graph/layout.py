@@ -85,6 +85,9 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
             and before.shape[1] == value.shape[1]
         ):
             return "NCL"
+        merged = isinstance(before, Tensor) and (before.shape[1:-1].numel(), before.shape[-1]) == value.shape[1:]
+        if axes in ("NHWC", "NTHWC") and value.ndim == 3 and merged:
+            return "NLC"
     return _restored(node, value)
 
 

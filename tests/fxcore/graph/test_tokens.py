@@ -16,6 +16,7 @@ from fxcore.models.user_models import user_entry
         "vit_base_patch16_siglip_224",
         "deit_tiny_distilled_patch16_224",
         "vit_medium_patch16_reg4_gap_256",
+        "vit_small_patch16_dinov3",
     ],
 )
 def test_as_timm_counts_them(name):
@@ -26,7 +27,7 @@ def test_as_timm_counts_them(name):
     assert found is not None
     assert (found.height, found.width) == made.patch_embed.grid_size
     assert found.prefix == made.num_prefix_tokens
-    assert found.class_token == made.has_class_token
+    assert found.class_token == (made.cls_token is not None)
 
 
 def test_torchvisions():

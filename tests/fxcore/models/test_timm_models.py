@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub
@@ -180,6 +183,60 @@ def test_without_a_network_the_file_and_its_folder_are_named(hub: Path) -> None:
     with pytest.raises(WeightsUnavailable, match="weights=random") as caught:
         load_model(get_model("timm.test_vit"), "r160_in1k")
     assert caught.value.extra["file"] == "model.safetensors"
+    assert caught.value.extra["folder"] == str(hub / "models--timm--test_vit.r160_in1k")
+
+
+@pytest.fixture
+def refusing_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A hub on this machine that refuses every file with the code and status put into the dictionary."""
+    said: dict[str, str] = {}
+
+    class Refuse(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(int(said["status"]))
+            self.send_header("X-Error-Code", said["code"])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(
+        huggingface_hub.constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        template.replace(huggingface_hub.constants.ENDPOINT, url),
+    )
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    yield said
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        ("403", "GatedRepo", "HF_TOKEN of one who accepted its licence at https://huggingface.co/timm/test_vit"),
+        ("404", "EntryNotFound", "hf download timm/test_vit.r160_in1k"),
+        ("401", "RepoNotFound", "hf download timm/test_vit.r160_in1k"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(
+    refusing_hub: dict[str, str], hub: Path, status: str, code: str, advice: str
+) -> None:
+    refusing_hub.update(status=status, code=code)
+    with pytest.raises(WeightsUnavailable) as caught:
+        load_model(get_model("timm.test_vit"), "r160_in1k")
+    assert advice in caught.value.detail
+    assert "weights=random" in caught.value.detail
     assert caught.value.extra["folder"] == str(hub / "models--timm--test_vit.r160_in1k")
 
 

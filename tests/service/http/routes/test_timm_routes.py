@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import huggingface_hub
@@ -95,3 +96,36 @@ def test_patterns_say_which_are_served(make_client):
     assert client.get("/v1/models/timm.test_vit").status_code == 200
     assert client.get("/v1/models/timm.resnet50").status_code == 404
     assert client.post("/v1/extractors", json={**SPEC, "model": "timm.resnet50"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "code", "says"),
+    [
+        ("timm.test_vt@random:norm", 404, "model_not_found", "timm.test_vit"),
+        ("timm.test_vit@r160_in2k:norm", 400, "unknown_weights", "r160_in1k"),
+        ("timm.test_vit@random:nrm", 400, "unknown_node", "norm"),
+        ("timm.test_vit:norm", 503, "weights_unavailable", "weights=random"),
+    ],
+)
+def test_what_is_wrong_with_an_embedding_is_said_in_openais_shape(
+    client, tmp_path, monkeypatch, model, status, code, says
+):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    answer = client.post("/v1/embeddings", json={"model": model, "input": image})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert says in error["message"]
+
+
+def test_an_embedding_is_the_class_token(client):
+    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    answer = client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image, "dimensions": 8})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model("test_vit").eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
+        token = model.forward_features(transform(photo.convert("RGB"))[None])[0, 0, :8]
+    assert np.allclose(answer.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
