@@ -28,7 +28,7 @@ PREFIX = "timm."
 
 
 # Their forward takes a mask, of which a trace makes one that is not None: timm's own graphs of them cannot run.
-_WITH_MASKS = ("hiera_",)
+_WITH_MASKS = ("hiera_", "gemma4_vit_")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TimmEntry(ModelEntry):
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
         try:
             return super().build_weightless(weights)
-        except NotImplementedError:  # swin v2 computes with its parameters while it is built
+        except RuntimeError:  # swin v2 and ViTamin compute with their parameters while they are built
             return self.build(weights)
 
     def build_with(self, weights: str, file: Path) -> nn.Module:

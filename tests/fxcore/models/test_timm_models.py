@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
 
 from fxcore import build_extractor, get_model, list_models, load_model, model_graph
-from fxcore.errors import BadTensor, UnknownModel, UnknownWeights, WeightsUnavailable
+from fxcore.errors import BadTensor, UnknownModel, UnknownNode, UnknownWeights, WeightsUnavailable
 from fxcore.photos import photos
 
 FAMILIES = [
@@ -72,6 +72,21 @@ def test_a_model_whose_mask_timm_cannot_trace() -> None:
     graph = model_graph("timm.hiera_tiny_224")
     assert [spec.name for spec in graph.inputs] == ["x"]
     assert list(graph.levels) == ["C2", "C3", "C4", "C5"]
+
+
+def test_what_cannot_be_traced_stays_closed_and_says_why() -> None:
+    graph = model_graph("timm.gemma4_vit_167m")
+    assert [part.path for part in graph.closed] == ["encoder"]
+    assert "decides by a value" in graph.closed[0].reason
+    with pytest.raises(UnknownNode, match="stays closed"):
+        graph.resolve(["encoder.layers.0"])
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_computes_with_its_parameters_while_it_is_built() -> None:
+    graph = model_graph("timm.vitamin_small_224")
+    model = timm.create_model("vitamin_small_224")
+    assert graph.eval_nodes == get_graph_node_names(model)[1]
 
 
 @pytest.mark.parametrize("architecture", ["convnextv2_atto", "tf_efficientnetv2_b0", "resnetv2_50"])
