@@ -145,7 +145,7 @@ class Decoder:
         if self.plain and way != "pil":
             size = self.resized(height, width)
             kept = self._preprocessing.output_size(height, width)
-            return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept)
+            return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept, self._mode)
         return (3 + _PIXEL_BYTES) * pixels + self._preprocessing.held(height, width)
 
     def batch(self, rows: Tensor, out: Tensor | None = None) -> Tensor:

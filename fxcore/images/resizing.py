@@ -8,7 +8,8 @@ Here the same two sums are taken by embedding bags, whose kernels are vectorised
 - Sums of up to four values come out equal. Of longer ones torch's compiled loop adds the products in another way, and
   the last bits of a float differ. That matters where a sum lies next to a half, about one value in a thousand: those
   are computed by torch's resizing itself, on a small image that holds the pixels they need.
-- Where the kernels are missing, or sums of four values differ, torch resizes the whole image.
+- Where the kernels are missing, or sums of four values differ, torch resizes the whole image. So it does where an image
+  becomes so much smaller that more time would be spent on sums next to a half.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _GATHERED = 1 << 15
 """Most pixels that are gathered at a time for sums next to a half, and of the image they are put in."""
 
 _REMEMBERED_SIDES = 256
+
+_MOST_SCALES = {"bilinear": 14.0, "bicubic": 3.5}
+"""How many times smaller an image may become before torch takes less time: the error of a sum grows with its length,
+with it the number of values next to a half, and each of those takes as much as its sums are long."""
 
 _LEAST_SIDE = 16
 """Narrower images and results are left to torch, whose loop sums a few columns in another way than many."""
@@ -93,7 +98,7 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     lines, columns = kept
     if pixels.shape[:2] == size:
         return _three(pixels[lines.start : lines.stop, columns.start : columns.stop])
-    if min(*size, *pixels.shape[:2]) < _LEAST_SIDE or not _kernels_agree():
+    if _is_left_to_torch(pixels.shape[:2], size, mode):
         return _by_torch(pixels, size, kept, mode)
     if pixels.shape[2] == 3:
         pixels = _four(pixels)
@@ -112,19 +117,25 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     return _three(rounded.astype(np.uint8).reshape(len(lines), len(columns), 4))
 
 
-def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int]) -> int:
+def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], mode: str) -> int:
     """Most bytes that :func:`resize` holds beside an image of four bytes a pixel.
 
     Args:
         height, width: of the image.
         size: that it is resized to.
         kept: height and width of the crop.
+        mode: one of :data:`MODES`.
     """
-    if not _kernels_agree():
-        return 12 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
+    if _is_left_to_torch((height, width), size, mode):
+        return 15 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
     turned = 4 * (height + 2) * width
     columns = 2 * 16 * height * kept[1]
     return turned + columns + 3 * 16 * math.prod(kept) + 16 * _GATHERED
+
+
+def _is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
+    scale = max(side / resized for side, resized in zip(have, size, strict=True))
+    return scale > _MOST_SCALES[mode] or min(*size, *have) < _LEAST_SIDE or not _kernels_agree()
 
 
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:

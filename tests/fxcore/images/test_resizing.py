@@ -53,6 +53,15 @@ def test_edges_of_the_range(value: int):
     assert np.array_equal(made, expected(pixels, (256, 256), "bicubic"))
 
 
+@pytest.mark.parametrize(("height", "width"), [(900, 1000), (890, 1000)])
+def test_images_become_many_times_smaller_by_torch_or_not(height: int, width: int):
+    """On either side of where torch takes less time, in both directions or in one."""
+    pixels = noise(height, width)
+    for size in ((256, 300), (257, 256)):
+        made = resize(pixels, size, (range(8, 248), range(16, 240)), "bicubic")
+        assert np.array_equal(made, expected(pixels, size, "bicubic")[8:248, 16:240])
+
+
 def test_torch_does_it_where_its_kernels_sum_otherwise(monkeypatch: pytest.MonkeyPatch):
     """As they may in another build, or without the vectorised ones."""
     pixels = noise(90, 70)
