@@ -22,6 +22,7 @@ from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed
 from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import observe
+from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import Level, stride_of
 from fxcore.graph.model_graph import ModelGraph
@@ -55,6 +56,7 @@ class OutputInfo:
         bytes_per_image: size at the graph's nominal input size.
         rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
         tokens: the places that tokens ``[N, L, C]`` stand for; None where it is something else, or they cannot be told.
+        attention: the map whose positions attend to each other, of weights that ``attention_maps`` brings.
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -73,6 +75,7 @@ class OutputInfo:
     bytes_per_image: int
     rows_per_image: int
     tokens: TokenGrid | None = None
+    attention: AttentionGrid | None = None
 
 
 @dataclass(frozen=True)
@@ -376,4 +379,5 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> Out
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],
         tokens=token_grid(node) if node.meta["rows"] == 1 else None,
+        attention=attention_grid(node),
     )

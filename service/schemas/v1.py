@@ -252,6 +252,22 @@ class TokenGrid(BaseModel):
     class_token: bool = Field(description="Whether the first of those is a class token.", examples=[True])
 
 
+class AttentionGrid(BaseModel):
+    """The map whose positions attend to each other, in weights `[N, heads, L, L]` or `[N, windows, heads, L, L]`."""
+
+    height: int = Field(examples=[56])
+    width: int = Field(examples=[56])
+    prefix: int = Field(description="Tokens before the positions; they attend, too.", examples=[0])
+    window: tuple[int, int] | None = Field(
+        description="Height and width of the windows that the map, padded below and on the right to whole ones, is cut "
+        "into, row by row; null where every position attends to all.",
+        examples=[[7, 7]],
+    )
+    shift: tuple[int, int] = Field(
+        description="By how many rows and columns it is rolled, up and to the left, before that.", examples=[[3, 3]]
+    )
+
+
 class OutputDetail(BaseModel):
     """One output of an extractor; null in a shape is the number of images, or a size that follows the input."""
 
@@ -265,6 +281,9 @@ class OutputDetail(BaseModel):
     rows_per_image: int = Field(examples=[1])
     tokens: TokenGrid | None = Field(
         default=None, description="The places that tokens stand for; null where it is something else.", examples=[None]
+    )
+    attention: AttentionGrid | None = Field(
+        default=None, description="The places that attention weights stand for.", examples=[None]
     )
 
 

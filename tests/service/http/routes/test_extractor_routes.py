@@ -42,6 +42,7 @@ def test_make_show_list_and_delete(client, name):
             "bytes_per_image": 512 * 7 * 7 * 4,
             "rows_per_image": 1,
             "tokens": None,
+            "attention": None,
         },
         {
             "key": "a",
@@ -53,6 +54,7 @@ def test_make_show_list_and_delete(client, name):
             "bytes_per_image": 256 * 14 * 14 * 4,
             "rows_per_image": 1,
             "tokens": None,
+            "attention": None,
         },
     ]
     assert detail["checks"]["reference"] == "eager float32"
