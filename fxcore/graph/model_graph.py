@@ -22,6 +22,7 @@ from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import Level, channels_of, find_levels, stride_of
+from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
 from fxcore.tensors import TensorSpec, dtype_name
@@ -45,7 +46,8 @@ class NodeInfo:
 
     ``shape`` has None for the batch; where several rows of the first dimension belong to one image it says how many
     by ``rows_per_image``. ``params`` counts each parameter at the first node that uses it. ``flops`` and
-    ``bytes``, the size of its value, are for one image; ``bytes`` is None where the value is no tensor.
+    ``bytes``, the size of its value, are for one image; ``bytes`` is None where the value is no tensor. ``tokens`` is
+    the grid of positions that tokens are.
 
     >>> node = next(n for n in model_graph("resnet18").nodes if n.name == "conv1")
     >>> node.op, node.args, node.users, node.shape, node.layout, node.stride
@@ -72,6 +74,7 @@ class NodeInfo:
     bytes: int | None
     extractable: bool
     rows_per_image: int = 1
+    tokens: TokenGrid | None = None
 
 
 class ModelGraph:
@@ -324,6 +327,7 @@ class ModelGraph:
             bytes=value.nbytes if isinstance(value, Tensor) else None,
             extractable=self.extractable(node),
             rows_per_image=node.meta.get("rows") or 1,
+            tokens=token_grid(node) if node.meta.get("rows") == 1 else None,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.schemas.v1 import ClosedPart, Precision
+from service.schemas.v1 import ClosedPart, Precision, TokenGrid
 
 GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
@@ -33,6 +33,9 @@ class GraphNode(BaseModel):
     extractable: bool = Field(description="Whether the value can be asked for.", examples=[True])
     rows_per_image: int = Field(
         description="Rows of the first dimension that belong to one image: 1, but for attention windows.", examples=[1]
+    )
+    tokens: TokenGrid | None = Field(
+        default=None, description="The places that tokens stand for; null where it is something else.", examples=[None]
     )
 
 

@@ -33,6 +33,7 @@ def test_as_timm_counts_them(name):
 def test_torchvisions():
     found = token_grid(model_graph("vit_b_32").by_name["encoder.ln"])
     assert (found.height, found.width, found.prefix, found.class_token) == (7, 7, 1, True)
+    assert {n.name: n.tokens for n in model_graph("vit_b_32").nodes}["encoder.ln"] == found
 
 
 def test_what_is_no_tokens_has_none():
