@@ -44,10 +44,10 @@ def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
     """The layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
 
     A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (how many), ``kind`` (an
-    fx opcode; ``module``, or ``frame`` for an open one, which comes before what it holds), ``lines`` (its text),
-    ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge has ``source`` and ``target``, numbers of
-    boxes, and ``points``: a curve between two, or straight lines through more. Edges to and from what lies in a frame
-    begin and end at the frame.
+    fx opcode; ``module``, or ``frame`` for an open one, which comes before what it holds), ``lines`` (its text; stride
+    and FLOPs end it in a model's graph), ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge has
+    ``source`` and ``target``, numbers of boxes, and ``points``: a curve between two, or straight lines through more.
+    Edges to and from what lies in a frame begin and end at the frame.
     """
     level = _level([node for node in graph.nodes if node.op != "output"], 1, is_open, label)
     boxes: list[dict[str, Any]] = []

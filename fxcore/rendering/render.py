@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.bad_argument import BadArgument
-from fxcore.graph.model_graph import ModelGraph, target_name
+from fxcore.graph.model_graph import ModelGraph, NodeInfo, target_name
 from fxcore.rendering import modules
 from fxcore.rendering.boxes import Box
 from fxcore.rendering.svg import draw, printable
@@ -69,6 +69,7 @@ def render(
         raise BadArgument(f"a depth is a whole number, at least 1, not {depth!r:.100}")
     if opened is not None and (format != "layout" or depth is not None):
         raise BadArgument("modules are opened in a layout, and without a depth")
+    original = graph
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
     else:
@@ -79,7 +80,8 @@ def render(
     if format in _TEXTS:
         return _TEXTS[format](nodes)
     if format == "layout":
-        return modules.write(nodes, title, _is_open(depth, opened), lambda group, module: _label(group, module, marks))
+        label = _with_costs(marks, original.nodes if isinstance(original, ModelGraph) else [])
+        return modules.write(nodes, title, _is_open(depth, opened), label)
     return _DRAWINGS[format](_boxes(nodes, marks, depth), title)
 
 
@@ -143,9 +145,33 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
 def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tuple[list[str], str | None]:
     """What is written on the box of a module, or of one node where ``module`` is empty; and its mark."""
     last = group[-1]
-    what = f"{len(group)} nodes" if module else _what(last, last.graph)
+    what = (f"{len(group)} nodes" if len(group) > 1 else "1 node") if module else _what(last, last.graph)
     lines = [printable(line) for line in (module or public_name(last), what, _shape(last)) if line]
     return lines, ", ".join(marks[public_name(n)] for n in group if public_name(n) in marks) or None
+
+
+def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Label:
+    """Labels that end with the stride of what a box gives, and the FLOPs of all in it, where those are ``known``."""
+    by_name = {info.fx_name: info for info in known}
+
+    def label(group: Sequence[fx.Node], module: str) -> tuple[list[str], str | None]:
+        lines, mark = _label(group, module, marks)
+        infos = [by_name[node.name] for node in group if node.name in by_name]
+        stride = infos[-1].stride if infos else None
+        flops = sum(info.flops for info in infos)
+        costs = [f"stride {stride}" if stride else "", f"{_scaled(flops)}FLOPs" if flops else ""]
+        return [*lines, ", ".join(filter(None, costs))] if any(costs) else lines, mark
+
+    return label
+
+
+def _scaled(number: float) -> str:
+    """Three digits and a prefix of the SI, before a unit."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            share = number / size
+            return f"{share:.0f} {prefix}" if share >= 100 else f"{share:.3g} {prefix}"
+    return f"{number:g} "
 
 
 def _is_open(depth: int | None, opened: Collection[str] | None) -> modules.IsOpen:

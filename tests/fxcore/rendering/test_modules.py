@@ -30,6 +30,11 @@ def apart(one, other):
     )
 
 
+def _layer3_flops():
+    """Of resnet18's four convolutions of 3 x 3 and its shortcut, at 14 x 14 positions."""
+    return 2 * 14 * 14 * 256 * (9 * 128 + 3 * 9 * 256 + 128)
+
+
 def test_modules_are_boxes_until_they_are_opened():
     graph = model_graph("resnet18")
     closed = layout("resnet18", opened=())
@@ -37,6 +42,10 @@ def test_modules_are_boxes_until_they_are_opened():
     assert names == list(dict.fromkeys(name.split(".")[0] for name in graph.eval_nodes))
     box = closed["boxes"][names.index("layer3")]
     assert (box["kind"], box["node"], box["mark"]) == ("module", graph.resolve(["layer3"])["layer3"], "C4")
+    convolution = closed["boxes"][names.index("conv1")]
+    flops = 2 * (3 * 7 * 7) * 64 * 112 * 112
+    assert convolution["lines"] == ["conv1", "Conv2d", "[N, 64, 112, 112]", f"stride 2, {flops / 1e6:.0f} MFLOPs"]
+    assert box["lines"][-2:] == ["[N, 256, 14, 14]", f"stride 16, {_layer3_flops() / 1e6:.0f} MFLOPs"]
     assert box["nodes"] == sum(name.startswith("layer3.") for name in graph.eval_nodes)
     assert layout("resnet18", depth=1) == closed
     opened = layout("resnet18", opened=("layer3", "layer3.0"))
