@@ -33,7 +33,7 @@ export function showChooser(pane, model, actions) {
               h("button", { type: "button", class: "pill", title: `${node}: stride ${stride}, ${channels} channels`,
                 "data-node": node, onclick: () => actions.choose(name) }, name)))
         : null,
-      ...model.closed.map(({ path, reason }) => h("p", { class: "dim note" }, `${path} stays closed: ${reason}`)),
+      closedParts(model),
       search),
     results,
   )
@@ -58,6 +58,14 @@ export function showChooser(pane, model, actions) {
       if (moved) results.querySelector(".chosen")?.scrollIntoView({ block: "nearest" })
     },
   }
+}
+
+/** What torch.fx cannot look into, and why. @param {Model} model */
+function closedParts({ closed }) {
+  if (!closed.length) return null
+  return h("details", { class: "dim note" },
+    h("summary", {}, closed.length > 1 ? `${closed.length} parts stay closed` : "One part stays closed"),
+    ...closed.map(({ path, reason }) => h("p", {}, h("strong", {}, path), `: ${reason}`)))
 }
 
 /** @param {Model} model @returns {Array<[string, string]>} */

@@ -30,7 +30,8 @@ export function curl(request) {
   return [
     "curl -sS",
     ...(request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []),
-    `  -H ${shell(`Content-Type: ${request.type}`)} -H 'Accept: application/x-safetensors'`,
+    `  -H ${shell(`Content-Type: ${request.type}`)}`,
+    "  -H 'Accept: application/x-safetensors'",
     `  --data-binary ${shell(`@${fileName(request.file)}`)}`,
     `  ${shell(address(request))}`,
     `  -o ${shell(`${fileName(request.key)}.safetensors`)}`,
