@@ -1,6 +1,6 @@
 // The grid of channels, a picture each.
 
-import { image } from "./colours.js"
+import { image, range } from "./colours.js"
 import { h } from "./dom.js"
 import { short } from "./numbers.js"
 import { reduce } from "./reductions.js"
@@ -45,14 +45,4 @@ export async function channelGrid(answer, byStrength, chosen, choose) {
       onclick: () => choose(channel),
     }, picture(image(values, maps?.width ?? 1, low, high)), h("span", {}, String(channel)))
   }
-}
-
-/** The least and the greatest of the values that are numbers. @param {Float32Array} values */
-export function range(values) {
-  let low = Infinity, high = -Infinity
-  for (const value of values) {
-    if (value < low) low = value
-    if (value > high && value < Infinity) high = value
-  }
-  return { low, high }
 }

@@ -18,6 +18,16 @@ export function colour(share) {
   return `rgb(${TABLE[i]} ${TABLE[i + 1]} ${TABLE[i + 2]})`
 }
 
+/** The least and the greatest of the values that are finite. @param {Float32Array} values */
+export function range(values) {
+  let low = Infinity, high = -Infinity
+  for (const value of values) {
+    if (value < low && value > -Infinity) low = value
+    if (value > high && value < Infinity) high = value
+  }
+  return { low, high }
+}
+
 /**
  * A map as an image, a pixel a value; what is no number is clear.
  * @param {Float32Array} values

@@ -12,7 +12,7 @@ import { kind, matches } from "./tree.js"
 /** @typedef {import("./model.js").Model} Model */
 
 /** The smallest scale at which one begins. */
-const LEGIBLE = 0.7
+const LEGIBLE = 0.85
 
 export class GraphView {
   /** @type {Layout | null} */ layout = null
@@ -226,7 +226,7 @@ export class GraphView {
     const time = this.measured && nodes.reduce((sum, node) => sum + (this.measured?.get(node.name) ?? 0), 0)
     return [
       box.name,
-      box.kind === "module" ? `${nodes.length} nodes` : kind(last),
+      box.kind !== "module" ? kind(last) : nodes.length > 1 ? `${nodes.length} nodes` : "1 node",
       shapeText(last.shape) + (last.stride ? `, stride ${last.stride}` : ""),
       flops(nodes.reduce((sum, node) => sum + node.flops, 0)),
       parameters(nodes.reduce((sum, node) => sum + node.params, 0)),

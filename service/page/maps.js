@@ -1,5 +1,7 @@
 // Feature maps from tensors, whatever their layout, and what can be said of them. No DOM: the worker runs it.
 
+/** @typedef {{height: number, width: number, prefix: number}} Grid of tokens, as the service says it */
+
 /**
  * @typedef {object} Maps
  * @property {Float32Array} data channel by channel, row by row
@@ -12,9 +14,10 @@
  * The maps of the first image; null where the tensor is no map.
  * @param {{shape: number[], data: Float32Array}} tensor
  * @param {string | null} layout as the graph says it
+ * @param {Grid | null} tokens
  * @returns {Maps | null}
  */
-export function asMaps({ shape, data }, layout) {
+export function asMaps({ shape, data }, layout, tokens) {
   if (layout === "NCHW" && shape.length === 4) {
     const [, channels, height, width] = shape
     return { data: data.subarray(0, channels * height * width), channels, height, width }
@@ -23,12 +26,11 @@ export function asMaps({ shape, data }, layout) {
     const [, height, width, channels] = shape
     return { data: channelsFirst(data, 0, height * width, channels), channels, height, width }
   }
-  if (layout === "tokens" && shape.length === 3) {
-    const [, tokens, channels] = shape
-    const side = Math.floor(Math.sqrt(tokens))
+  if (tokens && shape.length === 3) {
+    const { height, width, prefix } = tokens
+    const [, length, channels] = shape
     // Tokens in front of the grid stand for no place: ViT's class token, and registers.
-    const before = tokens - side * side
-    return { data: channelsFirst(data, before, side * side, channels), channels, height: side, width: side }
+    if (length === prefix + height * width) return { data: channelsFirst(data, prefix, height * width, channels), channels, height, width }
   }
   return null
 }

@@ -19,6 +19,7 @@ import { askJson, modelPath } from "./api.js"
  * @property {number} flops
  * @property {boolean} extractable
  * @property {number} rows_per_image
+ * @property {import("./maps.js").Grid | null} tokens
  */
 
 /**

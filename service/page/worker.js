@@ -1,5 +1,6 @@
 // Holds the tensors of the answers that are shown, and reduces them off the page's own thread.
 
+import { attended } from "./attended.js"
 import { asMaps, channelOf, magnitude, similarity, statistics, strengths } from "./maps.js"
 import { rgb } from "./pca.js"
 import { parse } from "./safetensors.js"
@@ -11,10 +12,10 @@ const held = new Map()
 
 /** @type {Record<string, (message: any) => any>} */
 const operations = {
-  open({ slot, buffer, key, layout }) {
+  open({ slot, buffer, key, layout, tokens }) {
     const tensor = parse(buffer).get(key)
     if (!tensor) throw new Error(`the answer has no tensor ${key}`)
-    const maps = asMaps(tensor, layout)
+    const maps = asMaps(tensor, layout, tokens)
     held.set(slot, { maps, data: tensor.data, shape: tensor.shape })
     const size = maps && { channels: maps.channels, height: maps.height, width: maps.width }
     const order = maps ? strengths(maps) : null
@@ -29,15 +30,10 @@ const operations = {
   similarity: ({ slot, row, column }) => similarity(mapsOf(slot), row, column),
   pca: ({ slot }) => rgb(mapsOf(slot)),
   values: ({ slot, most }) => held.get(slot)?.data.slice(0, most),
-  attention({ slot, head, query }) {
+  attention({ slot, grid, head, row, column }) {
     const found = held.get(slot)
     if (!found) throw new Error("there is no answer yet")
-    const [, heads, queries, keys] = found.shape
-    const rows = head === null ? [...Array(heads).keys()] : [head]
-    const result = new Float32Array(keys)
-    for (const row of rows)
-      for (let k = 0; k < keys; k++) result[k] += found.data[(row * queries + query) * keys + k] / rows.length
-    return result
+    return attended(found, grid, head, row, column)
   },
 }
 

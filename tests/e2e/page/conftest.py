@@ -13,7 +13,7 @@ from service.http.keys import make
 from tests.e2e.conftest import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-MODELS = "squeezenet1_1,mobilenet_v3_small,resnet18,vit_b_32,r3d_18"
+MODELS = "squeezenet1_1,resnet18,vit_b_32,swin_t,r3d_18,fasterrcnn_mobilenet_v3_large_320_fpn"
 
 
 @pytest.fixture(scope="package")

@@ -5,7 +5,6 @@ import io
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import PIL.Image
@@ -13,70 +12,19 @@ import pytest
 import safetensors.numpy
 
 from fxcore import photos
-
-CHELSEA = photos.files()[1]
-# matplotlib's inferno at 0, 1/8, … 1.
-INFERNO = [
-    *((0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85)),
-    *((227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)),
-]
-GRAPH = "section.graph canvas"
-TILES = ".grid .tile"
-
-
-def asked(server, model, node, weights, photo=None, headers=None):
-    """What the service answers to the request that the page should have made."""
-    answer = server.http.post(
-        f"/v1/models/{model}/features",
-        params={"nodes": node, "weights": weights},
-        content=photo or CHELSEA.read_bytes(),
-        headers={"accept": "application/x-safetensors", "content-type": "image/jpeg", **(headers or {})},
-    )
-    assert answer.status_code == 200, answer.text
-    return safetensors.numpy.load(answer.content)[node]
-
-
-def coloured(values):
-    """A map as the page paints it: from its least to its greatest value."""
-    shares = np.round((values - values.min()) / (values.max() - values.min()) * 255) / 255
-    points = np.linspace(0, 1, len(INFERNO))
-    return np.stack([np.interp(shares, points, [p[c] for p in INFERNO]) for c in range(3)], axis=-1)
-
-
-def pixels(canvas):
-    data, width = canvas.evaluate(
-        "c => [Array.from(c.getContext('2d').getImageData(0, 0, c.width, c.height).data), c.width]"
-    )
-    return np.array(data).reshape(-1, width, 4)
-
-
-def shown(page, node, photo="chelsea.jpg"):
-    """Wait until a map of ``node`` is seen."""
-    page.locator(f'.stage[aria-label$=" of {node} over {photo}"]').wait_for()
-
-
-def until(page, expression):
-    """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
-    deadline = time.monotonic() + 30
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, expression
-        page.wait_for_timeout(20)
-
-
-def shown_channels(page):
-    page.wait_for_selector(TILES)
-    return [int(tile.get_attribute("data-channel")) for tile in page.locator(TILES).all()]
-
-
-def check_tiles(page, maps, some=5):
-    """The first tiles have the pixels of the strongest channels of ``maps``, ``[C, H, W]``."""
-    channels = shown_channels(page)
-    strength = np.abs(maps).mean(axis=(1, 2))
-    assert strength[channels] == pytest.approx(np.sort(strength)[::-1][: len(channels)], rel=1e-4)
-    for channel in channels[:some]:
-        found = pixels(page.locator(f'{TILES}[data-channel="{channel}"] canvas'))
-        assert np.abs(found[..., :3] - coloured(maps[channel])).max() <= 2, channel
-        assert (found[..., 3] == 255).all()
+from tests.e2e.page.conftest import MODELS
+from tests.e2e.page.seen import (
+    CHELSEA,
+    GRAPH,
+    TILES,
+    asked,
+    check_tiles,
+    coloured,
+    pixels,
+    shown,
+    shown_channels,
+    until,
+)
 
 
 def test_neither_page_asks_another_host_for_anything(open_server, visit):
@@ -90,10 +38,25 @@ def test_neither_page_asks_another_host_for_anything(open_server, visit):
         assert tab.complaints == []
 
 
+def test_the_shell_is_small_on_the_wire(open_server, visit):
+    page = visit(open_server.url).go()
+    page.wait_for_selector(".results a")
+    page.wait_for_load_state("networkidle")
+    sent, whole = page.evaluate(
+        """() => {
+          const shell = [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+            .filter(({ name }) => !new URL(name).pathname.startsWith("/v1/"))
+          const sum = (what) => shell.reduce((total, entry) => total + entry[what], 0)
+          return [sum("transferSize"), sum("decodedBodySize")]
+        }"""
+    )
+    assert 20_000 < sent < 100_000 < whole
+
+
 def test_choose_a_model_open_a_module_and_look(open_server, visit):
     tab = visit(open_server.url)
     page = tab.go()
-    assert page.locator(".results a").count() == 5
+    assert page.locator(".results a").count() == len(MODELS.split(","))
     page.get_by_label("Search models").fill("resnet1")
     assert page.locator(".results a").all_inner_texts() == ["resnet18"]
     page.get_by_role("link", name="resnet18").click()
@@ -185,47 +148,6 @@ def test_a_link_shows_a_colleague_the_same(open_server, visit):
     assert shown_channels(page)[:4] == [0, 1, 2, 3]
     assert page.locator(".stage").get_attribute("aria-label") == "Channel 17 of features.6 over coffee.jpg"
     assert page.evaluate("location.hash") == f"#{fragment}"
-
-
-def test_tokens_are_maps_and_pca_and_similarity_are_what_they_should_be(open_server, visit):
-    node = "encoder.layers.encoder_layer_2.mlp"
-    page = visit(open_server.url).go(f"m=vit_b_32&n={node}")
-    tokens = asked(open_server, "vit_b_32", node, "random")[0, 1:]  # without the class token
-    side = int(len(tokens) ** 0.5)
-    check_tiles(page, tokens.T.reshape(-1, side, side))
-    found = page.evaluate(
-        """async ([shape, data]) => {
-          const { asMaps, similarity } = await import("/page/maps.js")
-          const { principalComponents } = await import("/page/pca.js")
-          const maps = asMaps({ shape, data: Float32Array.from(data) }, "tokens")
-          return [principalComponents(maps).map((c) => [...c]), [...similarity(maps, 2, 3)]]
-        }""",
-        [[1, *tokens.shape], tokens.ravel().tolist()],
-    )
-    u, s, _ = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
-    for k, component in enumerate(found[0]):
-        assert abs(np.corrcoef(component, u[:, k] * s[k])[0, 1]) > 0.999, k
-    unit = tokens / np.linalg.norm(tokens, axis=1, keepdims=True)
-    np.testing.assert_allclose(found[1], unit @ unit[2 * side + 3], atol=1e-5)
-
-
-def test_the_attention_of_a_place(open_server, visit):
-    node = "encoder.layers.encoder_layer_2.mlp"
-    page = visit(open_server.url).go(f"m=vit_b_32&n={node}&v=attention&head=3&at=2,5")
-    label = "Head 3 of encoder.layers.encoder_layer_2.self_attention.attention over chelsea.jpg"
-    page.locator(f'.stage[aria-label="{label}"]').wait_for()
-    page.get_by_label("Head", exact=True).select_option("4")
-    page.locator(f'.stage[aria-label="{label.replace("3 of", "4 of")}"]').wait_for()
-    assert "head=4" in page.evaluate("location.hash")
-
-
-def test_two_photos_lie_side_by_side(open_server, visit):
-    page = visit(open_server.url).go("m=squeezenet1_1&n=features.6&v=mean")
-    page.locator(".stage").wait_for()
-    page.get_by_label("Beside it").select_option("rocket")
-    until(page, "document.querySelectorAll('.stage').length === 2")
-    labels = [stage.get_attribute("aria-label") for stage in page.locator(".stage").all()]
-    assert labels == [f"Heat-map of features.6 over {name}.jpg" for name in ("chelsea", "rocket")]
 
 
 def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):

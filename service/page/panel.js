@@ -1,0 +1,68 @@
+// One map over one photo: what is under the pointer is read out, and where a place is asked about, it is shown at once.
+
+import { range } from "./colours.js"
+import { h } from "./dom.js"
+import { short } from "./numbers.js"
+import { choosePatch, patchUnder } from "./patch.js"
+import { stage } from "./stage.js"
+
+/** @typedef {import("./patch.js").Patch} Patch */
+
+/** A map as an image, and its values where a pixel has one. @typedef {{image: ImageData, values: Float32Array | null}} Look */
+
+/**
+ * @typedef {object} Shown
+ * @property {import("./photo.js").Photo} photo
+ * @property {any} preprocessing
+ * @property {string} label
+ * @property {string} caption
+ * @property {number} opacity
+ * @property {{height: number, width: number}} size of the map
+ * @property {(patch: Patch | null) => Promise<Look>} look the map, of that patch where one is asked about
+ * @property {Patch | null} patch the one asked about
+ * @property {(patch: Patch) => void} choose
+ */
+
+/** @param {Shown} shown */
+export async function panel({ photo, preprocessing, label, caption, opacity, size, look, patch, choose }) {
+  const { canvas, paint } = stage(photo, preprocessing, label)
+  const readout = h("span", { class: "readout" })
+  let now = await look(patch), at = patch, asked = 0
+  const repaint = () => paint(now.image, opacity, at)
+  repaint()
+  if (patch) read(patch)
+
+  /** Show the map of another patch, unless the pointer has moved on meanwhile. @param {Patch} other */
+  async function ask(other) {
+    const mine = ++asked
+    const found = other.row === at?.row && other.column === at.column ? now : await look(other)
+    if (mine !== asked) return
+    now = found
+    at = other
+    repaint()
+    read(other)
+  }
+
+  /** The value of a place; of one that is asked about, those of all others. @param {Patch} under */
+  function read({ row, column }) {
+    const { values } = now
+    const { low, high } = range(values && patch ? values : new Float32Array())
+    const said = !values ? "" : patch ? `: ${short(low)} to ${short(high)}` : `: ${short(values[row * size.width + column])}`
+    readout.textContent = `${row}, ${column}${said}`
+  }
+
+  canvas.addEventListener("pointermove", (event) => {
+    const under = patchUnder(event, size)
+    if (patch) ask(under)
+    else read(under)
+  })
+  canvas.addEventListener("pointerleave", () => {
+    if (patch) ask(patch)
+    else readout.textContent = ""
+  })
+  if (patch) choosePatch(canvas, size, patch, choose)
+  const figure = h("figure", {}, canvas, h("figcaption", {}, h("span", {}, caption), readout))
+  /** @param {number} share */
+  const fade = (share) => { opacity = share; repaint() }
+  return { figure, fade }
+}

@@ -1,0 +1,44 @@
+// Places of a map: the chosen one, the one under the pointer, and the choice of one by pointer and keys.
+
+/** @typedef {{row: number, column: number}} Patch */
+/** @typedef {{height: number, width: number}} Size */
+
+/** @type {Record<string, [number, number]>} */
+const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }
+
+/** The patch that a place names, else the middle. @param {string | undefined} at @param {Size} size @returns {Patch} */
+export function patchOf(at, { height, width }) {
+  const [row, column] = (at ?? "").split(",").map(Number)
+  const known = at !== undefined && row >= 0 && row < height && column >= 0 && column < width
+  return known ? { row, column } : { row: Math.floor(height / 2), column: Math.floor(width / 2) }
+}
+
+/** @param {PointerEvent | MouseEvent} event @param {Size} size @returns {Patch} */
+export function patchUnder(event, { height, width }) {
+  const { clientWidth, clientHeight } = /** @type {HTMLElement} */ (event.currentTarget)
+  return {
+    row: within(Math.floor((event.offsetY / clientHeight) * height), height),
+    column: within(Math.floor((event.offsetX / clientWidth) * width), width),
+  }
+}
+
+/** @param {number} index @param {number} size */
+const within = (index, size) => Math.min(size - 1, Math.max(0, index))
+
+/**
+ * Have a patch chosen by clicks and arrow keys.
+ * @param {HTMLCanvasElement} canvas @param {Size} size @param {Patch} chosen @param {(patch: Patch) => void} choose
+ */
+export function choosePatch(canvas, size, chosen, choose) {
+  canvas.classList.add("pickable")
+  canvas.tabIndex = 0
+  canvas.setAttribute("role", "application")
+  canvas.setAttribute("aria-description", `Place ${chosen.row}, ${chosen.column}: arrow keys choose another`)
+  canvas.addEventListener("click", (event) => choose(patchUnder(event, size)))
+  canvas.addEventListener("keydown", (event) => {
+    const step = STEPS[event.key]
+    if (!step || event.ctrlKey || event.metaKey || event.altKey) return
+    event.preventDefault()
+    choose({ row: within(chosen.row + step[0], size.height), column: within(chosen.column + step[1], size.width) })
+  })
+}

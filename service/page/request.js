@@ -1,0 +1,71 @@
+// The request that gives what is seen: to copy, to download, to make an extractor of.
+
+import { askFeatures, featureRequest, makeExtractor } from "./answers.js"
+import { copyText } from "./clipboard.js"
+import { h } from "./dom.js"
+import { storedKey } from "./key.js"
+import { curl, pythonCode } from "./snippets.js"
+
+/** @typedef {import("./answers.js").Answer} Answer */
+/** @typedef {import("./model.js").Model} Model */
+
+/** What it is written in, for every node that is looked at. */
+let language = "curl"
+
+/**
+ * @param {Model} model
+ * @param {string} name of the node
+ * @param {string} file what is sent
+ * @param {string} type its media type
+ * @param {Answer | null} answer what came back
+ */
+export function requestView(model, name, file, type, answer) {
+  const request = { ...featureRequest(model, name), key: name, file, type, locked: storedKey() !== null }
+  const code = h("code", {})
+  const copied = h("span", { class: "dim", role: "status" })
+  const made = h("p", { class: "dim", role: "status" })
+  const choices = h("div", { class: "segments", role: "group", "aria-label": "Language" },
+    ...[["curl", "curl"], ["python", "Python"]].map(([id, text]) =>
+      h("button", { type: "button", id: `as-${id}`, onclick: () => { language = id; show() } }, text)))
+  const copy = h("button", { type: "button", onclick: async () => {
+    await copyText(code.textContent ?? "")
+    copied.textContent = "Copied "
+    setTimeout(() => (copied.textContent = ""), 2000)
+  } }, "Copy")
+  show()
+  return h("section", { class: "request", "aria-label": "The request" },
+    h("h3", {}, "The same from a program"),
+    h("div", { class: "row between" }, choices, h("span", {}, copied, copy)),
+    h("pre", { tabindex: 0, "aria-label": "The request" }, code),
+    h("div", { class: "row" },
+      answer ? h("button", { type: "button", onclick: () => download(answer, "safetensors") }, "Download safetensors") : null,
+      answer ? h("button", { type: "button", onclick: () => download(answer, "npy") }, "Download npy") : null,
+      h("button", { type: "button", onclick: make }, "Make an extractor")), made)
+
+  function show() {
+    code.textContent = language === "curl" ? curl(request) : pythonCode(request)
+    for (const button of choices.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
+  }
+
+  /** @param {Answer} answer @param {string} suffix */
+  async function download(answer, suffix) {
+    try {
+      const data = suffix === "safetensors" ? answer.file : await (await askFeatures(model, name, answer.photo, "application/x-npy")).blob()
+      const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${name}.${suffix}` })
+      link.click()
+      URL.revokeObjectURL(link.href)
+    } catch (error) {
+      made.textContent = error instanceof Error ? error.message : String(error)
+    }
+  }
+
+  async function make() {
+    made.textContent = "Making it…"
+    try {
+      const found = await makeExtractor(model, name)
+      made.replaceChildren(`Extractor ${found.id} is ${found.state}: POST photos to `, h("code", {}, `/v1/extractors/${found.id}/features`))
+    } catch (error) {
+      made.textContent = error instanceof Error ? error.message : String(error)
+    }
+  }
+}

@@ -1,0 +1,75 @@
+"""What is to be seen on the page, from what the API answers."""
+
+import base64
+import io
+import time
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+
+from fxcore import photos
+
+CHELSEA = photos.files()[1]
+# matplotlib's inferno at 0, 1/8, … 1.
+INFERNO = [
+    *((0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85)),
+    *((227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)),
+]
+GRAPH = "section.graph canvas"
+TILES = ".grid .tile"
+
+
+def asked(server, model, node, weights, photo=None, headers=None):
+    """What the service answers to the request that the page should have made."""
+    answer = server.http.post(
+        f"/v1/models/{model}/features",
+        params={"nodes": node, "weights": weights},
+        content=photo or CHELSEA.read_bytes(),
+        headers={"accept": "application/x-safetensors", "content-type": "image/jpeg", **(headers or {})},
+    )
+    assert answer.status_code == 200, answer.text
+    return safetensors.numpy.load(answer.content)[node]
+
+
+def coloured(values):
+    """A map as the page paints it: from its least to its greatest value."""
+    shares = np.round((values - values.min()) / (values.max() - values.min()) * 255) / 255
+    points = np.linspace(0, 1, len(INFERNO))
+    return np.stack([np.interp(shares, points, [p[c] for p in INFERNO]) for c in range(3)], axis=-1)
+
+
+def pixels(canvas):
+    """Its pixels, ``[H, W, 4]``."""
+    drawn = canvas.evaluate("c => c.toDataURL('image/png')").partition(",")[2]
+    return np.array(PIL.Image.open(io.BytesIO(base64.b64decode(drawn))).convert("RGBA")).astype(int)
+
+
+def shown(page, node, photo="chelsea.jpg"):
+    """Wait until a map of ``node`` is seen."""
+    page.locator(f'.stage[aria-label$=" of {node} over {photo}"]').wait_for()
+
+
+def until(page, expression):
+    """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
+    deadline = time.monotonic() + 30
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(20)
+
+
+def shown_channels(page):
+    page.wait_for_selector(TILES)
+    return [int(tile.get_attribute("data-channel")) for tile in page.locator(TILES).all()]
+
+
+def check_tiles(page, maps, some=5):
+    """The first tiles have the pixels of the strongest channels of ``maps``, ``[C, H, W]``."""
+    channels = shown_channels(page)
+    strength = np.abs(maps).mean(axis=(1, 2))
+    assert strength[channels] == pytest.approx(np.sort(strength)[::-1][: len(channels)], rel=1e-4)
+    for channel in channels[:some]:
+        found = pixels(page.locator(f'{TILES}[data-channel="{channel}"] canvas'))
+        assert np.abs(found[..., :3] - coloured(maps[channel])).max() <= 2, channel
+        assert (found[..., 3] == 255).all()

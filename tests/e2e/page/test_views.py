@@ -1,0 +1,242 @@
+"""What the page makes of maps: heat-maps, PCA, similarity and attention, against NumPy and PyTorch."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from fxcore import photos
+from tests.e2e.page.seen import CHELSEA, asked, check_tiles, coloured, pixels, shown_channels, until
+
+VIT = "encoder.layers.encoder_layer_2.mlp"
+
+
+def looks(page, label, values):
+    """The stage of that label, without the photo under it, is the map ``values``: at the middle of each of its places,
+    but for what smoothing does there."""
+    stage = page.locator(f'.stage[aria-label="{label}"]')
+    stage.wait_for()
+    page.get_by_label("Opacity of the map").fill("1")
+    found = pixels(stage)[..., :3]
+    rows, columns = (
+        ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int) for axis, size in enumerate(values.shape)
+    )
+    found, wanted = found[rows][:, columns].astype(float), coloured(values)
+    assert np.abs(found - wanted).mean() < 12
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.97
+    return stage
+
+
+def said(page, number=0):
+    """The place that is read out, and the least and the greatest value."""
+    place, values = page.locator(".readout").nth(number).inner_text().split(": ")
+    return place, *map(float, values.split(" to "))
+
+
+def point(stage, row, column, size):
+    box = stage.bounding_box()
+    return {"x": (column + 0.5) * box["width"] / size[1], "y": (row + 0.5) * box["height"] / size[0]}
+
+
+def cosines(maps, row, column):
+    unit = maps / np.linalg.norm(maps, axis=0)
+    return np.einsum("chw,c->hw", unit, unit[:, row, column])
+
+
+def attention(server, model, node):
+    """The weights of one photo, as the service gives them."""
+    spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
+    made = server.http.post("/v1/extractors", json=spec).json()
+    answer = server.http.post(
+        f"/v1/extractors/{made['id']}/features",
+        content=CHELSEA.read_bytes(),
+        headers={"accept": "application/x-safetensors", "content-type": "image/jpeg"},
+    )
+    return safetensors.numpy.load(answer.content)[node][0]
+
+
+def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.12&v=mean&p2=rocket")
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    for number, photo in ((1, "chelsea"), (3, "rocket")):
+        maps = asked(open_server, "squeezenet1_1", "features.12", "DEFAULT", photos.files()[number].read_bytes())[0]
+        values = np.abs(maps).mean(axis=0)
+        stage = looks(page, f"Heat-map of features.12 over {photo}.jpg", values)
+        stage.hover(position=point(stage, 4, 9, values.shape))
+        until(page, f"document.querySelectorAll('.readout')[{number // 2}].textContent.startsWith('4, 9: ')")
+        read = page.locator(".readout").nth(number // 2).inner_text()
+        assert float(read.split(": ")[1]) == pytest.approx(values[4, 9], rel=1e-3)
+    page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.12&v=mean&n2=features.9")
+    for node in ("features.12", "features.9"):
+        maps = asked(open_server, "squeezenet1_1", node, "DEFAULT")[0]
+        looks(page, f"Heat-map of {node} over chelsea.jpg", np.abs(maps).mean(axis=0))
+
+
+def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
+    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}")
+    tokens = asked(open_server, "vit_b_32", VIT, "random")[0, 1:]  # without the class token
+    check_tiles(page, tokens.T.reshape(-1, 7, 7))
+    tokens = tokens[:, :96]
+    found = page.evaluate(
+        """async ([shape, data, grid]) => {
+          const { asMaps } = await import("/page/maps.js")
+          const { principalComponents } = await import("/page/pca.js")
+          const wide = asMaps({ shape: [1, 8, 2], data: Float32Array.from(Array(16).keys()) }, "tokens",
+            { height: 2, width: 3, prefix: 2 })
+          const more = { shape: [1, 9, 2], data: new Float32Array(18) }
+          const other = asMaps(more, "tokens", { height: 2, width: 3, prefix: 2 })
+          const maps = asMaps({ shape, data: Float32Array.from(data) }, "tokens", grid)
+          return [principalComponents(maps).map((c) => [...c]), { ...wide, data: [...wide.data] }, other]
+        }""",
+        [[1, *tokens.shape], tokens.ravel().tolist(), {"height": 7, "width": 7, "prefix": 0}],
+    )
+    u, s, _ = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
+    for k, component in enumerate(found[0]):
+        assert abs(np.corrcoef(component, u[:, k] * s[k])[0, 1]) > 0.999, k
+    wide = np.arange(16).reshape(8, 2)[2:].T  # two registers, then two rows of three
+    assert found[1] == {"data": wide.ravel().tolist(), "channels": 2, "height": 2, "width": 3}
+    assert found[2] is None
+
+
+def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_server, visit):
+    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}&v=similarity&at=2,3")
+    maps = asked(open_server, "vit_b_32", VIT, "random")[0, 1:].T.reshape(-1, 7, 7)
+    label = f"Similarity of {VIT} over chelsea.jpg"
+
+    def check(row, column):
+        until(page, f"document.querySelector('.readout')?.textContent.startsWith('{row}, {column}: ')")
+        wanted = cosines(maps, row, column)
+        assert said(page) == (f"{row}, {column}", pytest.approx(wanted.min(), abs=1e-3), pytest.approx(1, abs=1e-3))
+        # Marks are painted over the edges of the place, not over its middle.
+        return looks(page, label, wanted)
+
+    stage = check(2, 3)
+    stage.hover(position=point(stage, 5, 1, (7, 7)))
+    check(5, 1)
+    assert "at=2,3" in page.evaluate("location.hash")
+    page.mouse.move(10, 10)
+    check(2, 3)
+    stage.focus()
+    for key, row, column in (("ArrowDown", 3, 3), ("ArrowRight", 3, 4), ("ArrowUp", 2, 4), ("ArrowLeft", 2, 3)):
+        page.keyboard.press(key)  # the canvas is another one each time, and keeps the focus
+        until(page, f"document.querySelector('.readout')?.textContent.startsWith('{row}, {column}: ')")
+        assert f"at={row},{column}" in page.evaluate("location.hash")
+        assert said(page)[1] == pytest.approx(cosines(maps, row, column).min(), abs=1e-3)
+    stage.click(position=point(stage, 0, 6, (7, 7)))
+    until(page, "location.hash.includes('at=0,6')")
+
+
+def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
+    node = "encoder.layers.encoder_layer_2.self_attention.attention"
+    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}&v=attention&head=3&at=2,5")
+    weights = attention(open_server, "vit_b_32", node)
+    rows = weights[:, 1 + 2 * 7 + 5, 1:].reshape(-1, 7, 7)
+    looks(page, f"Head 3 of {node} over chelsea.jpg", rows[3])
+    assert said(page) == ("2, 5", pytest.approx(rows[3].min(), rel=1e-3), pytest.approx(rows[3].max(), rel=1e-3))
+    page.get_by_label("Head", exact=True).select_option("")
+    looks(page, f"Mean of all heads of {node} over chelsea.jpg", rows.mean(axis=0))
+    assert "head" not in page.evaluate("location.hash")
+
+
+def test_where_a_place_looks_in_a_shifted_window(open_server, visit):
+    node = "features.5.3.attn.attention"
+    page = visit(open_server.url).go("m=swin_t&w=random&n=features.5.3&v=attention&head=1&at=5,12")
+    page.locator(f'.stage[aria-label="Head 1 of {node} over chelsea.jpg"]').wait_for()
+    weights = attention(open_server, "swin_t", node)
+    # Where torch.roll and cutting into windows bring each place of the map.
+    places = torch.arange(14 * 14).reshape(14, 14).roll((-3, -3), (0, 1))
+    windows = places.reshape(2, 7, 2, 7).transpose(1, 2).reshape(4, 49)
+    (window, query), *_ = (windows == 5 * 14 + 12).nonzero().tolist()
+    wanted = np.full(14 * 14, np.nan, dtype=np.float32)
+    wanted[windows[window].numpy()] = weights[window, 1, query]
+    found = page.evaluate(
+        """async ([shape, data]) => {
+          const { attended } = await import("/page/attended.js")
+          const grid = { height: 14, width: 14, prefix: 0, window: [7, 7], shift: [3, 3] }
+          const row = attended({ shape, data: Float32Array.from(data) }, grid, 1, 5, 12)
+          return [...row].map((value) => (Number.isNaN(value) ? null : value))
+        }""",
+        [[1, *weights[:, :2].shape], weights[:, :2].ravel().tolist()],
+    )
+    np.testing.assert_allclose(np.array(found, dtype=np.float32), wanted, rtol=1e-6)
+    inside = wanted[~np.isnan(wanted)]
+    assert said(page) == (
+        "5, 12",
+        pytest.approx(inside.min(), rel=1e-3, abs=1e-9),
+        pytest.approx(inside.max(), rel=1e-3),
+    )
+
+
+def test_the_levels_of_a_detector(open_server, visit):
+    model = "fasterrcnn_mobilenet_v3_large_320_fpn"
+    page = visit(open_server.url).go(f"m={model}&w=random&n=P5")
+    check_tiles(page, asked(open_server, model, "P5", "random")[0])
+    page.locator(".levels button", has_text="P6").click()
+    page.locator('.stage[aria-label*=" of P6 over "]').wait_for()
+    check_tiles(page, asked(open_server, model, "P6", "random")[0])
+    assert page.locator("summary").inner_text() == "3 parts stay closed"
+
+
+def test_a_slow_answer_is_cancelled_and_asked_for_again(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    held = []
+    page.route("**/features?*", lambda route: held.append(route))  # an answer that takes its time
+    page.locator('.tree [title="features.4"]').click()
+    page.get_by_text("Asking squeezenet1_1 for features.4").wait_for()
+    with page.expect_event("requestfailed") as failed:
+        page.get_by_role("button", name="Cancel").click()
+    assert "features.4" in failed.value.url
+    page.get_by_text("Cancelled.").wait_for()
+    page.unroute("**/features?*")
+    page.get_by_role("button", name="Ask again").click()
+    check_tiles(page, asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")[0])
+
+
+def test_a_photo_is_pasted(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    page.evaluate(
+        """async () => {
+          const blob = await (await fetch("/page/coffee.jpg")).blob()
+          const transfer = new DataTransfer()
+          transfer.items.add(new File([blob], "pasted.jpg", { type: "image/jpeg" }))
+          dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true }))
+        }"""
+    )
+    page.locator('.stage[aria-label$=" of features.3 over pasted.jpg"]').wait_for()
+    check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", photos.files()[2].read_bytes())[0])
+
+
+def test_fingers_choose_drag_and_pinch(open_server, visit):
+    page = visit(open_server.url, has_touch=True).go("m=resnet18&n=layer2&v=mean")
+    page.locator(".stage").wait_for()
+    page.wait_for_load_state("networkidle")
+    box = page.locator("section.graph canvas").bounding_box()
+    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    wire = page.context.new_cdp_session(page)
+
+    def touch(kind, *fingers):
+        places = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(fingers)]
+        wire.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+    def drawn():
+        page.wait_for_timeout(100)
+        return pixels(page.locator("section.graph canvas"))
+
+    first, (x, y) = drawn(), middle
+    touch("touchStart", middle)
+    touch("touchMove", (x, y - 60))
+    touch("touchEnd")
+    dragged = drawn()
+    assert (dragged[:-60] == first[60:]).all(axis=-1).mean() > 0.99
+    touch("touchStart", (x - 40, y), (x + 40, y))
+    touch("touchMove", (x - 100, y), (x + 100, y))
+    touch("touchEnd")
+    assert (drawn() != dragged).any()
+    assert "n=layer2" in page.evaluate("location.hash")  # none of that was a tap
+    for down in range(0, int(box["height"]) // 2, 20):
+        page.touchscreen.tap(x, y + down)
+        if "n=layer2" not in page.evaluate("location.hash"):
+            break
+    assert "n=layer2" not in page.evaluate("location.hash")
