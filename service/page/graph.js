@@ -71,6 +71,7 @@ export class GraphView {
     this.model = model
     this.layout = layout
     this.#anchor = null
+    this.wait(false)
     this.#recolour()
     this.#search()
     if (fresh) this.#begin()
@@ -107,6 +108,11 @@ export class GraphView {
   say(text) {
     this.note.textContent = text
     this.note.hidden = !text
+  }
+
+  /** Whether another layout is under way. @param {boolean} busy */
+  wait(busy) {
+    this.canvas.setAttribute("aria-busy", String(busy))
   }
 
   fit() {

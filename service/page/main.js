@@ -135,6 +135,7 @@ async function showGraph(shown, chosen) {
   if (wanted !== laidOut) {
     const fresh = !laidOut.startsWith(`${shown.name}\n`)
     laidOut = wanted
+    view.wait(true)
     const query = { format: "layout", weights: shown.weights, ...(open === null ? {} : { open }) }
     try {
       const layout = await askJson(modelPath(shown.name, "/graph", query), { signal: stop.signal })
@@ -142,6 +143,7 @@ async function showGraph(shown, chosen) {
     } catch (error) {
       if (stop.signal.aborted) return
       laidOut = ""
+      view.wait(false)
       view.say(error instanceof Error ? error.message : String(error))
       return
     }

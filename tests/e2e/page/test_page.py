@@ -158,7 +158,7 @@ def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
     page.keyboard.press("Enter")
     until(page, "location.hash.includes('o=layer3')")
     page.locator('.tree [title="layer3.0"]').wait_for()
-    page.wait_for_load_state("networkidle")
+    page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
     page.keyboard.press("ArrowDown")
     until(page, "new URLSearchParams(location.hash.slice(1)).get('n') === 'layer4'")
     page.keyboard.press("ArrowUp")

@@ -211,7 +211,7 @@ def test_a_photo_is_pasted(open_server, visit):
 def test_fingers_choose_drag_and_pinch(open_server, visit):
     page = visit(open_server.url, has_touch=True).go("m=resnet18&n=layer2&v=mean")
     page.locator(".stage").wait_for()
-    page.wait_for_load_state("networkidle")
+    page.locator('section.graph canvas[aria-busy="false"]').wait_for()
     box = page.locator("section.graph canvas").bounding_box()
     middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     wire = page.context.new_cdp_session(page)
@@ -221,7 +221,7 @@ def test_fingers_choose_drag_and_pinch(open_server, visit):
         wire.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
 
     def drawn():
-        page.wait_for_timeout(100)
+        page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
         return pixels(page.locator("section.graph canvas"))
 
     first, (x, y) = drawn(), middle
