@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from service.offline import extract
@@ -83,6 +87,51 @@ def test_every_row_is_the_one_of_a_run_without_ray(folder: Callable[..., Path], 
     after = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
     assert before.items() < after.items()
     assert len(found_in(tmp_path / "ray")[0]) == 32
+
+
+@pytest.mark.exhaustive
+def test_killed_actors_and_a_killed_driver_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    """``FXSERVE_TEST_IMAGES`` says how many images; an actor is killed twice, then the driver."""
+    count = int(os.environ.get("FXSERVE_TEST_IMAGES", "1500"))
+    root, out = tmp_path / "photos", tmp_path / "out"
+    root.mkdir()
+    for number in range(count):
+        (root / f"{number:05d}.png").write_bytes(png(number % 400))
+    rows_of_a_file = max(8, count // 100)
+
+    run = begin(root, out, "--shard-rows", str(rows_of_a_file))
+
+    def files() -> int:
+        return len(list(out.glob("*.parquet")))
+
+    def actors() -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process(run.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it has ended
+                found += [child] if "MapWorker" in " ".join(child.cmdline()) else []
+        return found
+
+    killed: list[int] = []
+    for stop_at in (5, 20):
+        while run.poll() is None and (files() < stop_at or not [one for one in actors() if one.pid not in killed]):
+            time.sleep(0.02)
+        assert run.poll() is None, run.communicate()
+        victim = next(one for one in actors() if one.pid not in killed)
+        killed.append(victim.pid)
+        victim.kill()
+    while run.poll() is None and files() < 40:
+        time.sleep(0.02)
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    run.communicate()
+    assert run.returncode == -signal.SIGKILL
+    psutil.wait_procs(family, timeout=60)
+    assert 40 <= files() < 100
+
+    assert f"{count} of {count} images" in ended(begin(root, out, "--shard-rows", str(rows_of_a_file)))
+    features, errors = found_in(out)
+    assert sorted(features) == sorted(str(file) for file in root.iterdir())
+    assert not errors
 
 
 def test_bad_input_is_told_in_a_line(tmp_path: Path, folder: Callable[..., Path]) -> None:
