@@ -18,7 +18,7 @@ from service.http.keys import Scope
 from service.http.routes import exports
 from service.observability.logs import LogFormat
 from service.offline.shards import FORMATS as SHARDS
-from service.schemas import graphs, v1
+from service.schemas import features, graphs, v1
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from service.schemas import graphs, v1
     [
         [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
         [v1.Backend, client.Backend, extract.Backend],
-        [v1.Pool, client.Pool, CHOICES["pool"]],
+        [features.Pool, client.Pool, CHOICES["pool"]],
         [tuple(set(CHOICES["pool"]) - {"roi"}), extract.Pool],  # the command has no boxes
-        [v1.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
-        [v1.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
-        [v1.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
+        [features.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
+        [features.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
+        [features.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
         [graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
         [entry.Task, models.Task],
         [exports.Format, tuple(EXPORTS)],
