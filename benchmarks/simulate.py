@@ -1,4 +1,4 @@
-"""What breaks first as replicas and extractors grow: a simulation, fed with figures that were measured.
+"""What breaks first as replicas and extractors grow: a simulation, fed with measurements and estimates.
 
     python benchmarks/simulate.py > benchmarks/results/scale.md
 
@@ -36,7 +36,8 @@ POLLS = 1 / 1.5
 
 @dataclass(frozen=True)
 class Model:
-    """Measured on 2 cores (benchmarks/results/serve-2-cores.md, union-2-cores.md).
+    """Rates and bytes are measured on 2 cores (benchmarks/results/serve-2-cores.md, union-2-cores.md); what an
+    extractor takes beside its weights, and seconds to build and load, are estimates.
 
     Attributes:
         rate: images a second of a replica.
@@ -108,8 +109,9 @@ def main() -> None:
     requests = parser.parse_args().requests
     print("# Past one machine: a simulation\n")
     print(
-        f"No figure here was measured on a cluster. `python benchmarks/simulate.py` computes them from service times "
-        f"and sizes measured on {CORES} cores, for {EXTRACTORS:,} extractors whose popularity follows Zipf's law "
+        f"No figure here was measured on a cluster. `python benchmarks/simulate.py` computes them from rates and "
+        f"sizes of answers measured on {CORES} cores and from estimates of build and load times, for "
+        f"{EXTRACTORS:,} extractors whose popularity follows Zipf's law "
         f"(exponent {POPULARITY}), a budget of {BUDGET >> 30} GiB a replica, 10 Gbit/s a node, 1 Gbit/s from where "
         f"weights are downloaded, and {S3_READS:,} reads a second of one prefix on S3. Routed means that a "
         "proxy sends an extractor's requests to as few replicas as they need; the most popular extractor alone has "
