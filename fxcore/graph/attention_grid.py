@@ -46,19 +46,8 @@ def attention_grid(node: fx.Node) -> AttentionGrid | None:
         return None
     if node.target is window_attention:
         return _windows(node, value)
-    return _tokens(node, value.shape[-1]) if value.ndim == 4 else None
-
-
-def _tokens(node: fx.Node, length: int) -> AttentionGrid | None:
-    """That of the nearest tokens of that length which the weights are computed from."""
-    seen, waiting = {node}, [node]
-    for found in waiting:
-        grid = token_grid(found)
-        if grid is not None and grid.height * grid.width + grid.prefix == length:
-            return AttentionGrid(grid.height, grid.width, grid.prefix)
-        waiting += [above for above in found.all_input_nodes if above not in seen]
-        seen.update(found.all_input_nodes)
-    return None
+    grid = token_grid(node) if value.ndim == 4 else None
+    return None if grid is None else AttentionGrid(grid.height, grid.width, grid.prefix)
 
 
 def _windows(node: fx.Node, value: Tensor) -> AttentionGrid | None:
