@@ -34,7 +34,8 @@ from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
-from fxcore.tracing.tracer import CLOSED, PATH, LeafModule, record, trace
+from fxcore.tracing.trace_arguments import LeafModule
+from fxcore.tracing.tracer import CLOSED, PATH, record, trace
 from fxcore.transforms.base import APPLIED, fork
 from fxcore.transforms.out_of_place import functionalize, out_of_place
 

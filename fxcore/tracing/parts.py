@@ -15,7 +15,8 @@ from torchvision.ops import FeaturePyramidNetwork
 
 from fxcore.errors import NotTraceable
 from fxcore.models.entry import ModelEntry
-from fxcore.tracing.tracer import closed_modules, default_leaf_modules, record
+from fxcore.tracing.trace_arguments import default_leaf_modules
+from fxcore.tracing.tracer import closed_modules, record
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,11 @@ and why, or is traced around what cannot be.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import fnmatch
-import functools
-import inspect
 import keyword
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, cast
 
 import torchvision
@@ -25,11 +20,21 @@ from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.copies import shallow_copy, shared_copy
-from fxcore.errors import FxError, NotTraceable, summarize
+from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, Factories
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.leaves import NotAFunction, kept_whole
+from fxcore.tracing.leaves import kept_whole
+from fxcore.tracing.trace_arguments import (
+    AUTO,
+    LeafModule,
+    check_arguments,
+    check_functions,
+    check_patterns,
+    check_root,
+    default_leaf_modules,
+    leaves,
+)
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
@@ -37,26 +42,12 @@ PATH = "path"
 MODULE = "module"
 #: key in ``node.meta`` of a module call that was kept whole because its inside cannot be traced: the reason
 CLOSED = "closed"
-#: in ``leaf_modules``: close what cannot be traced
-AUTO = "auto"
 
 # torch.fx patches nn.Module for the whole process while it traces (pytorch#187589): one trace at a time.
 _TRACE_LOCK = threading.RLock()
 
-LeafModule = type[nn.Module] | str
-
 # What the module that torch.fx makes of a graph has itself, and no part of a model can be called there.
 _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
-
-
-class UnknownArgument(FxError):
-    """An argument of :func:`trace` names what the model does not have; ``name`` and ``suggestions``."""
-
-
-def default_leaf_modules() -> tuple[type[nn.Module], ...]:
-    """The classes besides torch.nn's own that torchvision keeps whole: every module of ``torchvision.ops``."""
-    members = (getattr(torchvision.ops, name) for name in dir(torchvision.ops))
-    return tuple(m for m in members if isinstance(m, type) and issubclass(m, nn.Module))
 
 
 class Tracer(NodePathTracer):  # type: ignore[misc]
@@ -69,7 +60,6 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         leaf_modules: classes to keep whole, besides torch.nn's own.
         patterns: paths of modules to keep whole, or shell patterns of such.
         closed: paths of modules to keep whole, each with the reason.
-
         factories: to be entered for the trace.
 
     Attributes:
@@ -148,9 +138,9 @@ def trace(
         root: any module, or a Python function.
         training: whether to record what it does in training; the result is in that mode.
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
-            (:func:`default_leaf_modules`); paths such as ``layer4.0``, and patterns such as ``layer4.*``, which add to
-            them; and ``"auto"``, which keeps whole the innermost module where tracing breaks and goes on, as often as
-            needed (:func:`closed_modules` tells which).
+            (:func:`~fxcore.tracing.trace_arguments.default_leaf_modules`); paths such as ``layer4.0`` and patterns
+            such as ``layer4.*``, which add to them; and ``"auto"``, which keeps whole the innermost module where
+            tracing breaks, and traces again, as often as needed (:func:`closed_modules` lists them).
         leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
             defined, as ``torch.fx.wrap`` wants.
         concrete_args: arguments that have this one value in the graph. The result does not take them.
@@ -250,21 +240,13 @@ def record(
         The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
         computes become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
     """
-    given = _leaves(leaf_modules)
-    if not isinstance(leaf_functions, Sequence):
-        raise NotAFunction(f"leaf_functions is a list of functions, not {leaf_functions!r:.100}", name="leaf_functions")
-    if not isinstance(concrete_args, Mapping | None):
-        raise UnknownArgument(
-            f"concrete_args is a dictionary, argument to value, not {concrete_args!r:.100}",
-            name="concrete_args",
-            suggestions=[],
-        )
+    check_root(root)
+    given = leaves(leaf_modules)
+    check_functions(leaf_functions)
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
-    concrete = dict(concrete_args or {})
-    _check_kind(root)
-    _check_patterns(root, patterns)
-    _check_arguments(root, concrete)
+    check_patterns(root, patterns)
+    concrete = check_arguments(root, concrete_args)
     closed: dict[str, str] = {}
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root):
@@ -335,28 +317,6 @@ def public_name(node: fx.Node) -> str:
     return str(node.meta.get(PATH, node.name))
 
 
-def _check_kind(root: Any) -> None:
-    if isinstance(root, (nn.Module, FunctionType)):
-        return
-    said = getattr(root, "__qualname__", None) or repr(root)[:100]
-    if isinstance(root, type) and issubclass(root, nn.Module):
-        advice = f"give an instance, {root.__name__}(...)"
-    elif isinstance(root, functools.partial):
-        advice = "give its function, and concrete_args for what is fixed"
-    elif isinstance(getattr(root, "__self__", None), nn.Module):
-        advice = "give the module itself, or a lambda that calls the method"
-    else:
-        advice = "write a function or a lambda that calls it"
-    raise NotTraceable(
-        f"{said} is a {type(root).__name__}, neither a module nor a Python function; {advice}",
-        kind="callable",
-        module=said,
-        source="",
-        expression="",
-        advice=advice,
-    )
-
-
 def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
     """torch.fx writes paths into Python code, and what is at them beside the attributes of its own class."""
     for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
@@ -374,39 +334,3 @@ def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None
             expression="",
             advice=advice,
         )
-
-
-def _leaves(given: Any) -> tuple[LeafModule, ...]:
-    leaves = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
-    for leaf in leaves if given is not None else ():
-        if not isinstance(leaf, str) and not (isinstance(leaf, type) and issubclass(leaf, nn.Module)):
-            raise UnknownArgument(
-                f"leaf_modules is a list of module classes and of paths, or 'auto', and holds {leaf!r:.100}",
-                name="leaf_modules",
-                suggestions=[],
-            )
-    return tuple(leaves) if given is not None else ()
-
-
-def _check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:
-    paths = [path for path, _ in model.named_modules()] if patterns and isinstance(model, nn.Module) else []
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-            near = difflib.get_close_matches(pattern, paths, n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
-            raise UnknownArgument(
-                f"{called(model)} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
-            )
-
-
-def _check_arguments(model: nn.Module | Callable[..., Any], concrete: Mapping[str, Any]) -> None:
-    with contextlib.suppress(TypeError, ValueError):
-        known = list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters)
-        for name in concrete:
-            if name not in known:
-                raise UnknownArgument(
-                    f"{'forward of ' if isinstance(model, nn.Module) else ''}{called(model)} takes "
-                    f"{', '.join(known) or 'nothing'}, and no {name!r}",
-                    name=name,
-                    suggestions=known,
-                )

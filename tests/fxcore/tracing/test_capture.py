@@ -19,7 +19,8 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import trace
 from fxcore.errors import NotTraceable
 from fxcore.tracing.leaves import NotAFunction
-from fxcore.tracing.tracer import UnknownArgument, closed_modules, names
+from fxcore.tracing.trace_arguments import UnknownArgument
+from fxcore.tracing.tracer import closed_modules, names
 
 
 class Gate(nn.Module):
