@@ -96,7 +96,7 @@ def _check(settings: Settings) -> None:
     """
     from fxcore.errors import FxError
     from service.app import traces_type
-    from service.engine.registry.objects import StoreTrouble
+    from service.engine.registry.objects import StoreError
     from service.engine.registry.store import Store
     from service.http.keys import Keys
 
@@ -107,7 +107,7 @@ def _check(settings: Settings) -> None:
             Keys(settings.api_keys_file)
         if settings.tracing:
             traces_type()
-    except (ValueError, StoreTrouble) as error:
+    except (ValueError, StoreError) as error:
         raise FxError(str(error)) from error
 
 

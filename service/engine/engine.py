@@ -1,7 +1,6 @@
 """The engine: its parts put together, its start, its readiness and its end.
 
-Its methods run on one event loop and never hold it up: what takes time runs in one of its pools, or on the device
-worker.
+Its methods run on one event loop and never block it: what takes time runs in one of its pools, or on the device worker.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ log = logging.getLogger("fxserve.engine")
 T = TypeVar("T")
 
 CHORES = 2
-"""Threads for what is short and rare, such as writing metrics."""
+"""Threads for short and rare work, such as writing metrics."""
 
 DOWNLOADS = 4
-"""Most files of weights that are downloaded at a time."""
+"""Most weights files that are downloaded at a time."""
 
 
 class Engine:
@@ -62,7 +61,7 @@ class Engine:
 
     Args:
         settings: the service's settings.
-        metrics: what to count in; its own where nobody reads it.
+        metrics: to count in; its own by default.
 
     Attributes:
         admission: how much work may be in the service at a time.
@@ -85,7 +84,7 @@ class Engine:
         self._builders = Pool(settings.build_threads, "fxserve-build", compute_on, self.device, 1)
         # What asyncio.to_thread runs.
         self._chores = Pool(CHORES, "fxserve-chore", compute_with, 1)
-        # Downloads take minutes and hardly any CPU, and must not keep what is there already from being built.
+        # Downloads take minutes and hardly any CPU; models that are cached must not wait for them.
         self._downloads = Pool(DOWNLOADS, "fxserve-download")
         self.models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
         self._upgrades = Upgrades(self.device, self._queue, settings)
@@ -102,7 +101,7 @@ class Engine:
             most_compiled=most_compiled(settings.compute_threads),
             store=None if settings.extractors is None else Store(settings.extractors),
         )
-        # Reading headers decides over admission and must not wait behind what was admitted.
+        # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)
         self._pipeline = Pipeline(settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades)
         self._preloading: asyncio.Task[None] | None = None
@@ -111,7 +110,7 @@ class Engine:
         self._in_flight = InFlight()
 
     async def start(self) -> None:
-        """Start the device worker and begin to preload; :meth:`readiness` says when that is done.
+        """Start the device worker and the preloading; :meth:`readiness` says when that is done.
 
         The operator's own models are in the catalog then.
         """
@@ -119,7 +118,7 @@ class Engine:
         switch_often()
         collect_rarely()
         if self.device.type == "cuda":
-            torch.backends.cudnn.allow_tf32 = False  # float32 means it, in convolutions as torch has it elsewhere
+            torch.backends.cudnn.allow_tf32 = False  # no TF32 in convolutions, as torch has it elsewhere
         asyncio.get_running_loop().set_default_executor(self._chores)
         for pool in (self._encoders, self._builders, self._intake, self._chores, self._downloads):
             pool.start()
@@ -133,18 +132,19 @@ class Engine:
         self._preloading = asyncio.create_task(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
-        """The context that a request runs in from its acceptance to the end of its answer.
+        """The context that a request runs in until its answer is sent.
 
-        :meth:`drain` waits for it, and refuses nothing that it asks for. Once draining has begun, new requests get a
-        context that does nothing.
+        :meth:`drain` waits for it, and :meth:`features` still works inside it. Once draining has begun, new requests
+        get a context that does nothing.
         """
         return nullcontext() if self.draining else self._in_flight
 
     async def drain(self, grace: float | None = None) -> None:
-        """Take no new work and wait until what was accepted is answered.
+        """Take no new work, and wait until accepted requests are answered.
 
         Args:
-            grace: seconds after which what is not computed yet is answered with an error; None is as the settings say.
+            grace: seconds after which the remaining requests are answered with an error; None: ``grace_period`` of the
+                settings.
         """
         self.draining = True
         try:
@@ -164,7 +164,7 @@ class Engine:
         self.extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self._decoders.stop()
-        # The event loop may go on, and needs an executor that does.
+        # The event loop may go on, and needs a working executor.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
         for pool in (self._intake, self._builders, self._encoders, self._chores, self._downloads):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -179,16 +179,16 @@ class Engine:
         trouble = (store and store.never_opened) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble
-        # Where the store is away it is so for all replicas at a time, and what they have in memory is better than none.
-        away = store and store.trouble()
+        # Without the store no replica would be ready; serving what is in memory is better than serving nothing.
+        away = store and store.error()
         return True, "ready" if away is None else f"ready with what is in memory: {away}"
 
     def device_trouble(self) -> str | None:
-        """Why the device worker answers nothing, if so: it hangs, or ended and could not be replaced."""
+        """Why the device worker does not answer: it hangs, or died and could not be replaced; None if it does."""
         return self._worker.trouble(self.settings.request_timeout)
 
     def sample(self) -> None:
-        """Bring the metrics that are levels, not counts, up to date."""
+        """Update the gauges."""
         metrics = self.metrics
         metrics.ready.set(self.readiness()[0])
         metrics.inflight_requests.set(self.admission.requests)
@@ -202,7 +202,7 @@ class Engine:
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # a lost device does not say, and that it is lost must still be told
+            with suppress(RuntimeError):  # a lost device raises here too, and the other metrics are still wanted
                 self._sample_gpu()
 
     def _sample_gpu(self) -> None:
@@ -225,11 +225,11 @@ class Engine:
             keep: whether the store, where there is one, must have it afterwards.
 
         Returns:
-            The record and whether it is new. A build that failed is told by ``state`` and ``problem``, not raised.
+            The record and whether it is new. A failed build is not raised: see ``state`` and ``problem``.
 
         Raises:
-            FxError: the spec itself is wrong: an unknown model, node, weights; a backend that is not served; a name
-                that is taken; there is none and none may be made.
+            FxError: the spec is wrong: an unknown model, node or weights, a backend that is not served, a name that is
+                taken; or there is no such extractor and ``build`` is false.
             NotReady: it cannot be kept.
             Draining: the service is shutting down.
         """
@@ -240,11 +240,11 @@ class Engine:
         return record, created
 
     async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Measured:
-        """Where the time and memory of ``extractor``, which ``record`` runs, go; measured between requests."""
+        """Time and memory of each node of ``extractor``, which ``record`` runs, measured between requests."""
         return await profiled(record, extractor, self._queue)
 
     async def settle(self, record: ExtractorRecord) -> None:
-        """Wait until ``record``, which is built, runs on the fastest backend that is found for it."""
+        """Wait until ``record``, which is built, runs on the fastest backend found for it."""
         search = self._upgrades.improve(record)
         if search is not None:
             await asyncio.wait({search})
@@ -269,13 +269,13 @@ class Engine:
             options: what to do with the outputs.
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
             boxes: what ``pool=roi`` pools, of images.
-            reservation: what the request holds already, to which the bytes of the answer are added until that is sent.
+            reservation: the bytes that the request holds already; those of its answer are added until it is sent.
 
         Raises:
-            BadImage, BadBox, ImageTooLarge, BadTensor: of the first image it is about, ``index`` in ``extra``.
+            BadImage, BadBox, ImageTooLarge, BadTensor: for the first such image, with its ``index`` in ``extra``.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
             DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
-            FxError: what the extractor's build failed of.
+            FxError: the error of the extractor's build.
         """
         self._refuse_new_work()
         options = options or FeatureOptions()
@@ -313,7 +313,7 @@ class Engine:
             raise Draining()
 
     async def _preload(self) -> None:
-        """Build what the settings name, pin it, and send one request of zeros through it."""
+        """Build the extractors in the settings, pin them, and run one request of zeros through each."""
         try:
             for text in self.settings.preload:
                 self._preload_trouble = f"preloading {text}"
@@ -323,11 +323,11 @@ class Engine:
                     continue
                 record.pinned = True
                 await self.extractors.load(record)
-                await self.settle(record)  # ready means as fast as it gets
+                await self.settle(record)  # ready means at full speed
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
         except Exception as error:
-            wrong = isinstance(error, FxError | ValueError)  # else it is a defect, whose frames are wanted
+            wrong = isinstance(error, FxError | ValueError)  # else it is a bug, and its traceback is wanted
             log.error("%s failed: %s", self._preload_trouble, error, exc_info=None if wrong else error)
             self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else summarize(error)}"
         else:

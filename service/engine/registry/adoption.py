@@ -1,4 +1,4 @@
-"""Extractors that other processes made, known here from the moment that this one is asked for them."""
+"""Extractors that other processes made: read from the store when this process is first asked for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Adoption:
 
     Args:
         sharing: reads the store.
-        records: what is known here.
-        resolve: finds what a spec asks for.
-        ensure: begins to build an extractor that is not in memory.
+        records: the extractors known here.
+        resolve: makes a record of a spec.
+        ensure: starts to build an extractor that is not in memory.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Adoption:
         self._ensure = ensure
         self._running: dict[str, asyncio.Task[ExtractorRecord]] = {}
 
-    async def look_up(self, id_or_name: str, believe: float = 0.0) -> ExtractorRecord | None:
-        """The extractor of that id or name in the store, if there is one; its build has begun here.
+    async def look_up(self, id_or_name: str, miss_seconds: float = 0.0) -> ExtractorRecord | None:
+        """The extractor of that id or name in the store, whose build is started here; None if there is none.
 
         Args:
             id_or_name: what to look for.
-            believe: seconds that an earlier answer that there is none may be old.
+            miss_seconds: how old a search that found none may be to be relied on.
 
         Raises:
             NotReady: there may be one, and the store cannot be read.
         """
-        stored = await self._sharing.find(id_or_name, believe)
+        stored = await self._sharing.find(id_or_name, miss_seconds)
         if stored is None:
             return None
         record = await self._adopt(stored)
@@ -56,7 +56,7 @@ class Adoption:
         return record
 
     async def _adopt(self, stored: Stored) -> ExtractorRecord:
-        """The extractor ``stored``, resolved once, however many ask."""
+        """The record of ``stored``; concurrent callers share one."""
         running = self._running.get(stored.id)
         if running is None:
             running = self._running[stored.id] = asyncio.create_task(self._known(stored))

@@ -1,9 +1,9 @@
 """JSON objects at a URL, which several processes read and create.
 
-Objects are created exclusively and whole, and never change, so that whoever reads one has it as it is, and of two who
-create the same one, one does. On a local folder that is a hard link to a file that is complete; on S3, GCS and Azure a
-conditional PUT. With other drivers whoever creates an object first says so in ``parts``, and goes on only if nobody
-else has said so.
+Objects are created exclusively and atomically, and never change: a reader never sees half of one, and of two processes
+that create the same one, one succeeds. On a local folder that is a hard link to a complete file; on S3, GCS and Azure a
+conditional PUT. With other drivers, a process first announces in ``parts`` what it is about to create, and goes on only
+if no other has announced the same.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fsspec.implementations.local import LocalFileSystem
 from fxcore.errors import summarize
 
 VERSION = 1
-"""Of the objects that are written, and the newest that are read."""
+"""The format of the objects that are written, and the newest that can be read."""
 
 STALE_SECONDS = 60.0
-"""After which somebody who said that they create an object is taken to have ended before that."""
+"""After which a process that announced an object is taken to have died before it created it."""
 
 _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"))
 """Protocols whose drivers create an object only where there is none."""
 
 
-class StoreTrouble(Exception):
+class StoreError(Exception):
     """The store, or an object of it, cannot be read or written; the text says which and why."""
 
 
-class Damaged(StoreTrouble):
-    """One object is not as it was written, or was written by a newer version; the others are not concerned."""
+class DamagedObject(StoreError):
+    """One object is not as it was written, or was written by a newer version; the others are not affected."""
 
 
 class NewerVersion(ValueError):
-    """A newer version wrote this."""
+    """A newer version wrote this object."""
 
 
 class Objects:
@@ -64,9 +64,9 @@ class Objects:
     def __init__(self, url: str) -> None:
         self.url = url
         scheme = url.partition("://")[0].rpartition("::")[2] if "://" in url else "file"
-        # An answer that does not come is noticed after seconds, not after botocore's minutes.
-        quick = {"connect_timeout": 2, "read_timeout": 4, "retries": {"max_attempts": 2}}
-        options: dict[str, Any] = {"config_kwargs": quick} if scheme in ("s3", "s3a") else {}
+        # botocore's own timeouts are minutes
+        timeouts = {"connect_timeout": 2, "read_timeout": 4, "retries": {"max_attempts": 2}}
+        options: dict[str, Any] = {"config_kwargs": timeouts} if scheme in ("s3", "s3a") else {}
         try:
             self._fs, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except (ImportError, ValueError) as error:
@@ -76,7 +76,7 @@ class Objects:
         self._conditional = scheme in _CONDITIONAL
 
     def make_folders(self, *folders: str) -> None:
-        """Make folders where they are not there yet; elsewhere than on a local disk nothing has to be made."""
+        """Make folders on a local disk; other drivers need none."""
         if self.local:
             for folder in folders:
                 Path(self._root, folder).mkdir(parents=True, exist_ok=True)
@@ -85,28 +85,28 @@ class Objects:
         return f"{self._root}/{path}"
 
     def names_in(self, folder: str) -> list[str]:
-        """What is in ``folder``, by name; nothing where it is not there."""
+        """Names of the objects in ``folder``; none if there is no such folder."""
         try:
             return [PurePosixPath(str(path)).name for path in self._fs.ls(self._path(folder), detail=False)]
         except FileNotFoundError:
             if self.local and "/" not in folder:
-                raise  # it was there when the store was opened
+                raise  # opening the store made it
             return []
 
     def read(self, path: str) -> dict[str, Any] | None:
-        """An object, if it is there.
+        """An object; None if it does not exist.
 
         Raises:
-            Damaged: it is not what was written, or a newer version's.
+            DamagedObject: it is not as it was written, or a newer version wrote it.
         """
-        for patience in (0.02, 0.1, 0.0):
+        for delay in (0.02, 0.1, 0.0):
             try:
                 data = self._fs.cat_file(self._path(path))
             except FileNotFoundError:
                 return None
             if data:
                 break
-            time.sleep(patience)  # where there are no hard links, a file is empty before it is complete
+            time.sleep(delay)  # without hard links, a file is empty before it is complete
         try:
             content = json.loads(data)
             if not isinstance(content, dict):
@@ -114,31 +114,32 @@ class Objects:
             if content["version"] > VERSION:
                 raise NewerVersion(f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})")
         except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{path} in {self.url} cannot be used: {summarize(error)}") from error
+            raise DamagedObject(f"{path} in {self.url} cannot be used: {summarize(error)}") from error
         return content
 
     def create(self, path: str, content: dict[str, Any]) -> bool:
-        """Create an object, complete; whether it is new."""
+        """Create an object atomically; False if it exists."""
         data = json.dumps({"version": VERSION, "made": time.time(), **content}).encode()
         target = self._path(path)
         if self.local:
             return _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
         if not self._conditional:
-            return self._create_alone(target, data)
+            return self._create_announced(target, data)
         try:
             self._fs.pipe_file(target, data, mode="create")
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno == errno.EINVAL and self._fs.exists(target):  # S3's 412, where it does not say of what
+            if error.errno == errno.EINVAL and self._fs.exists(target):  # S3's 412 without a cause
                 return False
             raise
         return True
 
-    def _create_alone(self, target: str, data: bytes) -> bool:
-        """:meth:`create` where no driver's condition keeps two from creating one object.
+    def _create_announced(self, target: str, data: bytes) -> bool:
+        """:meth:`create` with a driver that has no conditional writes.
 
-        Each says what it is about to create before it looks who else does, so that the later one sees the earlier.
+        Each process announces its object before it looks for announcements of others, so that of two at least one sees
+        the other's, and tries again later.
         """
         self._fs.makedirs(self._path("parts"), exist_ok=True)
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -146,11 +147,12 @@ class Objects:
         for _ in range(100):
             if self._fs.exists(target):
                 return False
-            own = stamped("creating", which)
+            own = unique_name("creating", which)
             self._fs.pipe_file(self._path(f"parts/{own}"), b"{}")
             try:
-                others = [text for text in self.names_in("parts") if text != own and told_of(f"{text}.")[1] == which]
-                if all(told_at(f"{text}.") < time.time() - STALE_SECONDS for text in others):
+                announced = (text for text in self.names_in("parts") if text != own)
+                others = [text for text in announced if kind_and_subject(f"{text}.")[1] == which]
+                if all(written_at(f"{text}.") < time.time() - STALE_SECONDS for text in others):
                     if self._fs.exists(target):
                         return False
                     self._fs.pipe_file(target, data)
@@ -161,20 +163,20 @@ class Objects:
         raise TimeoutError(f"others have been creating {target} for too long")
 
     def remove(self, path: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object, if it exists."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(path))
 
     def remove_empty(self, folder: str) -> None:
-        """Remove a folder of a local disk that has nothing in it."""
+        """Remove an empty folder of a local disk."""
         if self.local:
-            with suppress(OSError):  # there is something in it
+            with suppress(OSError):  # it is not empty
                 Path(self._path(folder)).rmdir()
 
     def prune_parts(self, before: float) -> None:
-        """Remove what writers that ended half-way left, if it is older than ``before``, in seconds since the epoch."""
+        """Remove what writers that died left behind before ``before``, in seconds since the epoch."""
         for text in self.names_in("parts"):
-            if text.startswith("creating-") and told_at(f"{text}.") < before:
+            if text.startswith("creating-") and written_at(f"{text}.") < before:
                 self.remove(f"parts/{text}")
         if self.local:
             for part in Path(self._root, "parts").iterdir():
@@ -183,41 +185,42 @@ class Objects:
                         part.unlink()
 
     @contextmanager
-    def as_trouble(self, what: str) -> Iterator[None]:
-        """Raise whatever a driver raises as :class:`StoreTrouble`."""
+    def store_errors(self, done: str) -> Iterator[None]:
+        """Raise a driver's errors as :class:`StoreError`: the store cannot be ``done`` (read, written, opened)."""
         try:
             yield
-        except StoreTrouble:
+        except StoreError:
             raise
         except Exception as error:
-            raise StoreTrouble(f"the store of extractors {self.url} cannot be {what}: {summarize(error)}") from error
+            raise StoreError(f"the store of extractors {self.url} cannot be {done}: {summarize(error)}") from error
 
 
-def stamped(kind: str, what: str) -> str:
-    """A name that nothing else has, ``KIND-WHAT.MILLISECONDS.TOKEN``."""
-    return f"{kind}-{what}.{time.time() * 1000:.0f}.{secrets.token_hex(4)}"
+def unique_name(kind: str, subject: str) -> str:
+    """A name that no other object has, ``KIND-SUBJECT.MILLISECONDS.TOKEN``."""
+    return f"{kind}-{subject}.{time.time() * 1000:.0f}.{secrets.token_hex(4)}"
 
 
-def told_of(text: str) -> tuple[str, str]:
-    """Kind and subject of what :func:`stamped` wrote.
+def kind_and_subject(file: str) -> tuple[str, str]:
+    """Kind and subject in a file's :func:`unique_name`.
 
-    >>> told_of("name-r50.v2.1764000000000.0a1b2c3d.json")
+    >>> kind_and_subject("name-r50.v2.1764000000000.0a1b2c3d.json")
     ('name', 'r50.v2')
     """
-    kind, _, what = text.rsplit(".", 3)[0].partition("-")
-    return kind, what
+    kind, _, subject = file.rsplit(".", 3)[0].partition("-")
+    return kind, subject
 
 
-def told_at(text: str) -> float:
-    """When :func:`stamped` wrote it, in seconds since the epoch by the writer's clock; now where it does not say."""
+def written_at(file: str) -> float:
+    """The time in a file's :func:`unique_name`, in seconds since the epoch by the writer's clock; now if there is
+    none."""
     try:
-        return int(text.rsplit(".", 3)[1]) / 1000
+        return int(file.rsplit(".", 3)[1]) / 1000
     except (IndexError, ValueError):
         return time.time()
 
 
 def _create_file(target: Path, part: Path, data: bytes) -> bool:
-    """Write ``data`` to ``target``, which is complete as soon as it is there; whether there was none before."""
+    """Write ``data`` to ``target`` atomically; False if it exists."""
     try:
         with part.open("xb") as file:
             file.write(data)

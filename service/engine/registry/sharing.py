@@ -1,4 +1,4 @@
-"""One process's view of the store that it shares with others: look-ups off the event loop, and news of deletions."""
+"""One process's access to the store that it shares with others: reads and writes off the event loop, and polling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from service.engine.device.threads import Pool, in_pool
 from service.engine.errors import NotReady
 from service.engine.record import ExtractorRecord
-from service.engine.registry.objects import Damaged, StoreTrouble, told_of
+from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject
 from service.engine.registry.store import Store, Stored
 from service.observability.metrics import Metrics
 from service.schemas.v1 import ExtractorSpec
@@ -23,56 +23,57 @@ log = logging.getLogger("fxserve.store")
 T = TypeVar("T")
 
 POLL_SECONDS = 0.5
-"""Between two looks at what was deleted, in a folder."""
+"""Seconds between two polls of a folder."""
 
 REMOTE_POLL_SECONDS = 1.5
-"""The same elsewhere, where each is a request that is paid for."""
+"""Seconds between two polls of a bucket, where each is a request that costs money."""
 
-_CHECKED_EVERY = 10
-"""Looks, elsewhere than in a folder, of which one sees whether the store is still the one that it was."""
+_POLLS_PER_CHECK = 10
+"""Polls of a bucket of which one also checks that it still holds the same store."""
 
-ANSWER_SECONDS = 5.0
-"""After which the store is taken to be away."""
+TIMEOUT_SECONDS = 5.0
+"""After which the store is taken to be unavailable."""
 
 SWEEP_SECONDS = 60.0
-"""Between two comparisons of all that is known with all that there is, for what no news came of."""
+"""Between two comparisons of all extractors in memory with all in the store, which find deletions without a notice."""
 
-_NEWS_SECONDS = 10.0
-"""For which something that was told is looked at again, should an answer have been on its way."""
-_MOST_MISSES = 4096
+_RECENT_SECONDS = 10.0
+"""How long a notice is acted on at every poll: a read that began before it may end after it."""
+_MAX_MISSES = 4096
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the process has of the store in memory.
+    """The extractors in memory.
 
     Attributes:
-        tokens: id → token of each extractor.
-        unkept: extractors that were made while the store could not be written.
+        tokens: id → token of those that are in the store.
+        unsaved: those that were made while the store could not be written.
     """
 
     tokens: dict[str, str]
-    unkept: list[ExtractorRecord]
+    unsaved: list[ExtractorRecord]
 
 
 class _Search:
-    """A look-up that several requests may wait for."""
+    """A look-up that several requests wait for."""
 
     def __init__(self, task: asyncio.Task[Stored | None]) -> None:
         self.began = time.monotonic()
         self.task = task
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have left
+        # All who wait may have left: asyncio logs an exception that nobody reads.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class Sharing:
-    """Reads and writes a store in threads of its own, and watches it. For one event loop.
+    """Reads and writes a store in its own threads, and polls it. For one event loop.
 
     Args:
         store: what is shared.
         metrics: where its state and its errors are counted.
-        known: what there is in memory now.
-        forget: called with the ids and tokens of extractors that were deleted by others.
+        known: gives what is in memory now.
+        forget: called with the ids and tokens of extractors that other processes deleted.
         forget_name: called with a name that another extractor has now.
     """
 
@@ -94,26 +95,26 @@ class Sharing:
         self._watcher_pool = Pool(1, "fxserve-store-watch")
         self._watcher: asyncio.Task[None] | None = None
         self._opened = False
-        self._away: str | None = "the store of extractors has not been read yet"
+        self._unavailable: str | None = "the store of extractors has not been read yet"
         self._unwritable: str | None = None
         self._damaged: dict[str, str] = {}
         self._deleted: set[str] = set()
         self._putting: Counter[str] = Counter()
         self._seen: dict[str, float] = {}
-        self._looks = 0
+        self._polls = 0
         self._swept = time.monotonic()
         self._missing: dict[str, float] = {}
         self._searches: dict[str, _Search] = {}
 
     async def start(self) -> None:
-        """Start the threads, look at the store for the first time, and begin to watch it."""
+        """Start the threads, poll the store once, and go on polling in the background."""
         self._pool.start()
         self._watcher_pool.start()
-        await self._look()
+        await self._poll()
         self._watcher = asyncio.create_task(self._watch())
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop polling."""
         if self._watcher is not None:
             self._watcher.cancel()
         for pool in (self._pool, self._watcher_pool):
@@ -121,28 +122,27 @@ class Sharing:
 
     @property
     def never_opened(self) -> str | None:
-        """Why the store could not be read even once, where that is so."""
-        return None if self._opened else self._away
+        """Why the store has not been read even once; None if it has."""
+        return None if self._opened else self._unavailable
 
-    def trouble(self) -> str | None:
-        """What is wrong with the store now. What is in memory serves nevertheless."""
-        return self._away or self._unwritable or next(iter(self._damaged.values()), None)
+    def error(self) -> str | None:
+        """What is wrong with the store now. Extractors in memory are served all the same."""
+        return self._unavailable or self._unwritable or next(iter(self._damaged.values()), None)
 
-    async def find(self, id_or_name: str, believe: float = 0.0) -> Stored | None:
-        """The extractor of that id or name. Those who ask at the same time share an answer.
+    async def find(self, id_or_name: str, miss_seconds: float = 0.0) -> Stored | None:
+        """The extractor of that id or name. Concurrent callers share one search.
 
-        Whoever asks after an extractor was made finds it: an answer that there is none is only taken from a search that
-        began later than the question.
+        An extractor that exists when this is called is found: a search that began earlier and found none is repeated.
 
         Args:
             id_or_name: what to look for.
-            believe: seconds that an earlier answer that there is none may be old nevertheless.
+            miss_seconds: how old a search that found none may be to be relied on.
 
         Raises:
             NotReady: the store, or that extractor in it, cannot be read.
         """
         asked = time.monotonic()
-        if asked - self._missing.get(id_or_name, -believe) < believe:
+        if asked - self._missing.get(id_or_name, -miss_seconds) < miss_seconds:
             return None
         while True:
             search = self._searches.get(id_or_name)
@@ -169,14 +169,14 @@ class Sharing:
         return await self._call("read", self._store.owner, name)
 
     async def put(self, record: ExtractorRecord) -> tuple[Stored, bool]:
-        """Keep ``record`` unless the store has it; what is there then, and whether it is new.
+        """Save ``record`` unless the store has it; what the store has then, and whether that is new.
 
         Raises:
             NotReady: the store cannot be written.
         """
         self._putting[record.id] += 1
         try:
-            stored, new = await self._call("write", self._store.put, *_about(record))
+            stored, new = await self._call("write", self._store.put, *_fields(record))
         finally:
             self._putting -= Counter((record.id,))  # which drops what is zero
         self._missing.pop(record.id, None)
@@ -184,7 +184,7 @@ class Sharing:
         return stored, new
 
     async def claim(self, name: str, stored: Stored, may_replace: Callable[[str], bool]) -> str:
-        """Give ``name`` to ``stored``; the id that has it then, which another's is where that may not be replaced.
+        """Give ``name`` to ``stored``, unless another has it that may not be replaced; the id that has it then.
 
         Raises:
             NotReady: the store cannot be written.
@@ -194,17 +194,17 @@ class Sharing:
         return owner
 
     async def delete(self, id: str) -> None:
-        """Delete the extractor ``id`` for all.
+        """Delete the extractor ``id`` in all processes.
 
         Raises:
             NotReady: the store cannot be written; nothing was deleted.
         """
         await self._call("write", self._store.delete, id)
-        self._store.forget(id)
+        self._store.drop_cached(id)
         self._deleted.add(id)
 
     async def all(self) -> list[tuple[Stored, str | None]]:
-        """All extractors, each with a name that it has; none while the store is away."""
+        """All extractors, each with one of its names; none while the store is unavailable."""
         try:
             return await self._call("read", self._store.all)
         except NotReady:
@@ -220,22 +220,22 @@ class Sharing:
         finally:
             del self._searches[id_or_name]
         if found is None:
-            if len(self._missing) >= _MOST_MISSES:
+            if len(self._missing) >= _MAX_MISSES:
                 self._missing.clear()
             self._missing[id_or_name] = time.monotonic()
         return found
 
     async def _call(self, operation: str, function: Callable[..., T], *args: object) -> T:
-        if self._away is not None:
-            raise NotReady(self._away, 1.0)
+        if self._unavailable is not None:
+            raise NotReady(self._unavailable, 1.0)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 result = await in_pool(self._pool, function, *args)
-        except (StoreTrouble, TimeoutError) as error:
+        except (StoreError, TimeoutError) as error:
             self._errors.labels(operation).inc()
-            text = str(error) or _silent(self._store.url)
+            text = str(error) or self._timed_out()
             log.warning("%s", text)
-            if isinstance(error, Damaged):
+            if isinstance(error, DamagedObject):
                 self._damaged[str(args[0])] = text
             elif operation == "write":
                 self._unwritable = text
@@ -246,79 +246,75 @@ class Sharing:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(POLL_SECONDS if self._store.local else REMOTE_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS if self._store.objects.local else REMOTE_POLL_SECONDS)
             try:
-                await self._look()
+                await self._poll()
             except Exception:
-                log.exception("watching the store of extractors failed; it is tried again")
+                log.exception("polling the store of extractors failed; it is tried again")
 
-    async def _look(self) -> None:
-        """Take note of what others deleted since the last time, and whether the store is there at all."""
-        before = self._away
+    async def _poll(self) -> None:
+        """Find out whether the store is available; follow deletions by other processes, and save what is unsaved."""
+        before = self._unavailable
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                told = await in_pool(self._watcher_pool, self._told)
-                await self._heed(told)
-        except (StoreTrouble, TimeoutError) as error:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self._follow(await in_pool(self._watcher_pool, self._read_notices))
+                await self._save_unsaved()
+        except (StoreError, TimeoutError) as error:
             self._errors.labels("watch").inc()
-            self._away = str(error) or _silent(self._store.url)
+            self._unavailable = str(error) or self._timed_out()
             if before is None:
-                log.error("%s; what is in memory is served", self._away)
+                log.error("%s; what is in memory is served", self._unavailable)
         else:
-            self._away = None
+            self._unavailable = None
             if self._opened and before is not None:
-                log.warning("the store of extractors %s is back", self._store.url)
+                log.warning("the store of extractors %s is back", self._store.objects.url)
             self._opened = True
-        self._up.set(self._away is None)
+        self._up.set(self._unavailable is None)
 
-    def _told(self) -> list[str]:
-        if self._store.local or self._away is not None or self._looks % _CHECKED_EVERY == 0:
+    def _read_notices(self) -> list[str]:
+        if self._store.objects.local or self._unavailable is not None or self._polls % _POLLS_PER_CHECK == 0:
             self._store.check()
-        self._looks += 1
-        return self._store.deletions()
+        self._polls += 1
+        return self._store.notices()
 
-    def _ids(self) -> set[str]:
-        self._store.check()  # what is there no more may be the store itself
-        return self._store.ids()
-
-    async def _heed(self, told: list[str]) -> None:
+    async def _follow(self, notices: list[str]) -> None:
+        """Forget the extractors and names that ``notices``, or a sweep now and then, show to be gone."""
         now = time.monotonic()
-        self._seen = {text: self._seen.get(text, now) for text in told}
-        news = [told_of(text) for text, seen in self._seen.items() if now - seen < _NEWS_SECONDS]
-        self._deleted = {what for kind, what in map(told_of, told) if kind == "extractor"}
+        self._seen = {notice: self._seen.get(notice, now) for notice in notices}
+        self._deleted = {subject for kind, subject in map(kind_and_subject, notices) if kind == "extractor"}
         known = self._known()
-        suspects = {what for kind, what in news if kind == "extractor" and what in known.tokens}
-        for kind, what in news:
+        suspects = set()
+        for notice, seen in self._seen.items():
+            if now - seen >= _RECENT_SECONDS:
+                continue
+            kind, subject = kind_and_subject(notice)
             if kind == "name":
-                self._forget_name(what)
+                self._forget_name(subject)
             else:
-                self._store.forget(what)
-        if now - self._swept > SWEEP_SECONDS or self._away is not None:
-            there = await in_pool(self._watcher_pool, self._ids)
-            suspects |= known.tokens.keys() - there
+                self._store.drop_cached(subject)
+                suspects |= {subject} & known.tokens.keys()
+        if now - self._swept > SWEEP_SECONDS or self._unavailable is not None:
+            suspects |= known.tokens.keys() - await in_pool(self._watcher_pool, self._ids)
             self._swept = now
             self._damaged.clear()
             await in_pool(self._watcher_pool, self._prune)
         gone = await in_pool(self._watcher_pool, self._gone, {id: known.tokens[id] for id in suspects})
-        # What is being put may be there by now. It gets its new token with the answer, or is looked at again.
+        # One that is being saved may exist by now. Its put gives it the new token, or a later poll finds it gone.
         gone = {id: token for id, token in gone.items() if id not in self._putting}
         if gone:
             self._forget(gone)
-        try:
-            for record in known.unkept:
-                stored, _ = await in_pool(self._watcher_pool, self._store.put, *_about(record))
-                record.token = stored.token
-                self._unwritable = None
-        except StoreTrouble as trouble:
-            self._unwritable = str(trouble)
+
+    def _ids(self) -> set[str]:
+        self._store.check()  # else a store that is gone looks like one whose extractors were all deleted
+        return self._store.ids()
 
     def _gone(self, tokens: dict[str, str]) -> dict[str, str]:
-        """Those of ``tokens`` that are there no more, or were made anew."""
+        """Those of ``tokens`` whose extractor was deleted, or deleted and made again."""
         gone = {}
         for id, token in tokens.items():
             try:
                 stored = self._store.get(id)
-            except Damaged:
+            except DamagedObject:
                 continue
             if stored is None or stored.token != token:
                 gone[id] = token
@@ -327,13 +323,31 @@ class Sharing:
     def _prune(self) -> None:
         try:
             self._store.prune()
-        except StoreTrouble as trouble:
-            log.warning("%s", trouble)
+        except StoreError as error:
+            log.warning("%s", error)
+
+    async def _save_unsaved(self) -> None:
+        """Save what was made while the store could not be written, except what is deleted by then."""
+        try:
+            for record in self._known().unsaved:
+                if not self._in_memory(record.id):
+                    continue
+                stored, new = await in_pool(self._watcher_pool, self._store.put, *_fields(record))
+                self._unwritable = None
+                if self._in_memory(record.id):
+                    record.token = stored.token
+                elif new:  # deleted while it was being saved
+                    await in_pool(self._watcher_pool, self._store.delete, record.id)
+        except StoreError as error:
+            self._unwritable = str(error)
+
+    def _in_memory(self, id: str) -> bool:
+        known = self._known()
+        return id in known.tokens or id in self._putting or any(record.id == id for record in known.unsaved)
+
+    def _timed_out(self) -> str:
+        return f"the store of extractors {self._store.objects.url} did not answer within {TIMEOUT_SECONDS:.0f} s"
 
 
-def _about(record: ExtractorRecord) -> tuple[str, ExtractorSpec, str, dict[str, str], str]:
+def _fields(record: ExtractorRecord) -> tuple[str, ExtractorSpec, str, dict[str, str], str]:
     return record.id, record.spec, record.weights, record.return_nodes, record.fingerprint
-
-
-def _silent(url: str) -> str:
-    return f"the store of extractors {url} did not answer within {ANSWER_SECONDS:.0f} s"

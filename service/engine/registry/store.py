@@ -1,16 +1,16 @@
-"""The store that processes share: specs, names and deletions of extractors, a small object each.
+"""The store that processes share: specs, names and deletions of extractors, each a small object.
 
 Under ``FXSERVE_EXTRACTORS``, a folder or any URL that fsspec knows:
 
-- ``store.json`` marks it as a store. Without it the store is taken to be away, not to be empty.
-- ``specs/ID.json`` is an extractor, which exists as long as this object does. Its token tells it from the one that was
-  deleted before and from the one that is made after it.
+- ``store.json`` marks it as a store. Without it the store is taken to be unavailable, not empty.
+- ``specs/ID.json`` is an extractor, which exists as long as this object does. Its token is a new one each time that the
+  extractor is made: one that was deleted and made again is not the same.
 - ``names/NAME/N.json`` gives a name to an id and a token. The highest N is the owner, and the name is free where that
-  extractor, with that token, exists no more. Giving it to another creates N + 1.
-- ``deleted/KIND-WHAT.TIME.TOKEN.json`` tells the others to look for an extractor, or a name's owner, again. It is kept
-  for a day.
+  extractor, with that token, no longer exists. Giving it to another creates N + 1.
+- ``deleted/KIND-SUBJECT.TIME.TOKEN.json`` is a notice to the other processes that an extractor was deleted, or that a
+  name has another owner. It is kept for a day.
 
-Each is created exclusively and whole, and never changes; see :mod:`service.engine.registry.objects`.
+Objects are created exclusively and atomically, and never change; see :mod:`service.engine.registry.objects`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pydantic import ValidationError
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.registry.objects import Damaged, NewerVersion, Objects, StoreTrouble, stamped, told_at
+from service.engine.registry.objects import DamagedObject, NewerVersion, Objects, StoreError, unique_name, written_at
 from service.schemas.v1 import ExtractorSpec
 
-KEPT_SECONDS = 24 * 3600.0
-"""How long a deletion is told."""
+NOTICE_SECONDS = 24 * 3600.0
+"""How long the notice of a deletion is kept."""
 
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -44,8 +44,8 @@ class Stored:
 
     Attributes:
         id: as :func:`~service.engine.registry.resolving.extractor_id` has it.
-        token: another one each time that it is made.
-        spec: its weights have their full name. The name is the one it was made with, which may be another's.
+        token: a new one each time that it is made.
+        spec: with the full name of its weights. Its ``name`` is the one it was made with, which may be another's now.
         return_nodes: key → node, resolved.
         fingerprint: of the model's graph where it was made.
     """
@@ -61,56 +61,53 @@ class Store:
     """A store at a URL. Blocks: not for the event loop. For any thread.
 
     Attributes:
-        url: as it was given.
-        local: whether it is a folder.
+        objects: the objects that it consists of; they know the URL and whether it is a folder.
 
     Raises:
         ValueError: there is no driver for the URL, or it is not installed.
     """
 
     def __init__(self, url: str) -> None:
-        self._objects = Objects(url)
-        self.url = url
-        self.local = self._objects.local
+        self.objects = Objects(url)
         self._mark: dict[str, Any] | None = None
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
     def open(self) -> None:
-        """Make it, if it is not there, and try to write to it.
+        """Create the store if it does not exist, and try to write to it.
 
         Raises:
-            StoreTrouble: it cannot be read or written, or a newer version made it.
+            StoreError: it cannot be read or written, or a newer version made it.
         """
-        with self._objects.as_trouble("opened"):
-            self._objects.make_folders("specs", "names", "deleted", "parts")
+        with self.objects.store_errors("opened"):
+            self.objects.make_folders("specs", "names", "deleted", "parts")
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
-            self._objects.create(probe, {})
-            self._objects.remove(probe)
-            if self._objects.read("store.json") is None:
-                self._objects.create("store.json", {"store": secrets.token_hex(8)})
-            self._mark = self._objects.read("store.json")
+            self.objects.create(probe, {})
+            self.objects.remove(probe)
+            if self.objects.read("store.json") is None:
+                self.objects.create("store.json", {"store": secrets.token_hex(8)})
+            self._mark = self.objects.read("store.json")
 
     def check(self) -> None:
-        """See that it is there and is the one that was opened.
+        """Check that the store is still the one that was opened.
 
         Raises:
-            StoreTrouble: it is not.
+            StoreError: it is not.
         """
         if self._mark is None:
             self.open()
             return
-        with self._objects.as_trouble("read"):
-            mark = self._objects.read("store.json")
+        with self.objects.store_errors("read"):
+            mark = self.objects.read("store.json")
         if mark != self._mark:
-            raise StoreTrouble(
-                f"the store of extractors {self.url} cannot be read: "
+            raise StoreError(
+                f"the store of extractors {self.objects.url} cannot be read: "
                 + ("its store.json is missing" if mark is None else "another store has taken its place")
             )
 
     def put(
         self, id: str, spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], fingerprint: str
     ) -> tuple[Stored, bool]:
-        """Create the extractor ``id`` unless it exists; the one that is there then, and whether it is this one."""
+        """Create the extractor ``id`` unless it exists; the one that exists then, and whether this created it."""
         path = f"specs/{id}.json"
         content = {
             "id": id,
@@ -120,33 +117,33 @@ class Store:
             "fingerprint": fingerprint,
             "made": time.time(),
         }
-        with self._objects.as_trouble("written"):
+        with self.objects.store_errors("written"):
             for _ in range(5):
-                if self._objects.create(path, content):
+                if self.objects.create(path, content):
                     return _stored(path, content), True
                 try:
-                    there = self.get(id)
-                except Damaged as damaged:
+                    existing = self.get(id)
+                except DamagedObject as damaged:
                     if isinstance(damaged.__cause__, NewerVersion):
                         raise
-                    self._objects.remove(path)  # it is asked for anew
+                    self.objects.remove(path)  # to be created again
                     continue
-                if there is not None:
-                    return there, False
-        raise StoreTrouble(f"{path} in {self.url} is made and deleted again and again")
+                if existing is not None:
+                    return existing, False
+        raise StoreError(f"{path} in {self.objects.url} is made and deleted again and again")
 
     def get(self, id: str) -> Stored | None:
-        """The extractor ``id``, if it exists."""
+        """The extractor ``id``; None if it does not exist."""
         path = f"specs/{id}.json"
-        with self._objects.as_trouble("read"):
-            content = self._objects.read(path)
+        with self.objects.store_errors("read"):
+            content = self.objects.read(path)
         return None if content is None else _stored(path, content)
 
     def find(self, id_or_name: str) -> Stored | None:
-        """The extractor of that id or name, if there is one.
+        """The extractor of that id or name; None if there is none.
 
         Raises:
-            StoreTrouble: the store is away, so that nobody knows.
+            StoreError: the store is unavailable.
         """
         found = (self.get(id_or_name) if is_id(id_or_name) else None) or self.owner(id_or_name)
         if found is None:
@@ -154,88 +151,89 @@ class Store:
         return found
 
     def owner(self, name: str) -> Stored | None:
-        """The extractor that has ``name``."""
+        """The extractor that has ``name``; None if the name is free."""
         if not _NAME.fullmatch(name):
             return None
-        with self._objects.as_trouble("read"):
+        with self.objects.store_errors("read"):
             return self._owner(name)[1]
 
     def claim(self, name: str, stored: Stored, may_replace: Callable[[str], bool]) -> str:
         """Give ``name`` to ``stored``, unless another has it that may not be replaced; the id that has it then."""
-        with self._objects.as_trouble("written"):
+        with self.objects.store_errors("written"):
             while True:
                 last, owner = self._owner(name)
                 if owner is not None and (owner.id == stored.id or not may_replace(owner.id)):
                     return owner.id
                 path = f"names/{name}/{last + 1}.json"
-                if not self._objects.create(path, {"name": name, "id": stored.id, "token": stored.token}):
+                if not self.objects.create(path, {"name": name, "id": stored.id, "token": stored.token}):
                     continue
                 numbers = self._numbers(name)
-                if max(numbers, default=0) > last + 1:  # what we knew of the name was old
-                    self._objects.remove(path)
+                if max(numbers, default=0) > last + 1:  # another process was faster
+                    self.objects.remove(path)
                     continue
                 for number in numbers:
                     if number <= last:
-                        self._objects.remove(f"names/{name}/{number}.json")
+                        self.objects.remove(f"names/{name}/{number}.json")
                 if owner is not None:
-                    self._tell("name", name)
+                    self._notify("name", name)
                 return stored.id
 
     def delete(self, id: str) -> None:
-        """Remove the extractor ``id``, and with it all its names, and tell the others."""
-        with self._objects.as_trouble("written"):
-            self._objects.remove(f"specs/{id}.json")
-            self._tell("extractor", id)
+        """Remove the extractor ``id``, which frees its names, and leave a notice for the other processes."""
+        with self.objects.store_errors("written"):
+            self.objects.remove(f"specs/{id}.json")
+            self._notify("extractor", id)
 
-    def deletions(self) -> list[str]:
-        """What was deleted in the last day, as :func:`~service.engine.registry.objects.stamped` names it."""
-        with self._objects.as_trouble("read"):
-            return self._objects.names_in("deleted")
+    def notices(self) -> list[str]:
+        """Notices of the last day: names by :func:`~service.engine.registry.objects.unique_name`, of kind ``extractor``
+        or ``name``."""
+        with self.objects.store_errors("read"):
+            return self.objects.names_in("deleted")
 
     def ids(self) -> set[str]:
         """The ids of all extractors."""
-        with self._objects.as_trouble("read"):
-            return {file.removesuffix(".json") for file in self._objects.names_in("specs")}
+        with self.objects.store_errors("read"):
+            return {file.removesuffix(".json") for file in self.objects.names_in("specs")}
 
     def all(self) -> list[tuple[Stored, str | None]]:
-        """All extractors that can be read, each with a name that it has."""
+        """All extractors that can be read, each with one of its names."""
         owned: dict[tuple[str, str], str] = {}
         found = []
-        with self._objects.as_trouble("read"):
-            for name in self._objects.names_in("names"):
+        with self.objects.store_errors("read"):
+            for name in self.objects.names_in("names"):
                 numbers = self._numbers(name)
-                with suppress(Damaged):
-                    entry = self._objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
+                with suppress(DamagedObject):
+                    entry = self.objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
                     if entry is not None:
                         owned[entry["id"], entry["token"]] = name
             for id in sorted(self.ids()):
                 stored = self._cached.get(id)
                 if stored is None:
-                    with suppress(Damaged):
+                    with suppress(DamagedObject):
                         stored = self.get(id)
                 if stored is not None:
                     self._cached.put(id, stored)
                     found.append(stored)
         return [(stored, owned.get((stored.id, stored.token))) for stored in found]
 
-    def forget(self, id: str) -> None:
-        """Read the extractor ``id`` anew where :meth:`all` lists it."""
+    def drop_cached(self, id: str) -> None:
+        """Have :meth:`all` read the extractor ``id`` again."""
         self._cached.drop(id)
 
     def prune(self) -> None:
-        """Remove what was told a day ago, and names that have been free for as long."""
-        before = time.time() - KEPT_SECONDS
-        with self._objects.as_trouble("written"):
-            for text in self._objects.names_in("deleted"):
-                if told_at(text) < before:
-                    self._objects.remove(f"deleted/{text}")
-            for name in self._objects.names_in("names"):
+        """Remove notices that are a day old, and names that have been free for a day."""
+        before = time.time() - NOTICE_SECONDS
+        with self.objects.store_errors("written"):
+            for notice in self.objects.names_in("deleted"):
+                if written_at(notice) < before:
+                    self.objects.remove(f"deleted/{notice}")
+            for name in self.objects.names_in("names"):
                 last, owner = self._owner(name)
-                entry = self._objects.read(f"names/{name}/{last}.json") if last and owner is None else None
+                entry = self.objects.read(f"names/{name}/{last}.json") if last and owner is None else None
                 if entry is not None and entry["made"] < before:
-                    self._objects.remove(f"names/{name}/{last}.json")
-                self._objects.remove_empty(f"names/{name}")
-            self._objects.prune_parts(before)
+                    self.objects.remove(f"names/{name}/{last}.json")
+                self.objects.remove_empty(f"names/{name}")
+            self.objects.prune_parts(before)
 
     def _owner(self, name: str) -> tuple[int, Stored | None]:
         """The highest number under ``name``, and the extractor that it gives the name to."""
@@ -243,18 +241,18 @@ class Store:
             last = max(self._numbers(name), default=0)
             if not last:
                 return 0, None
-            entry = self._objects.read(f"names/{name}/{last}.json")
-            if entry is None:  # another has just taken it over
+            entry = self.objects.read(f"names/{name}/{last}.json")
+            if entry is None:  # another process has just claimed the name
                 continue
             owner = self.get(entry["id"])
             return last, owner if owner is not None and owner.token == entry["token"] else None
 
     def _numbers(self, name: str) -> list[int]:
-        texts = (file.removesuffix(".json") for file in self._objects.names_in(f"names/{name}"))
+        texts = (file.removesuffix(".json") for file in self.objects.names_in(f"names/{name}"))
         return [int(text) for text in texts if text.isdigit()]
 
-    def _tell(self, kind: str, what: str) -> None:
-        self._objects.create(f"deleted/{stamped(kind, what)}.json", {"kind": kind, "what": what})
+    def _notify(self, kind: str, subject: str) -> None:
+        self.objects.create(f"deleted/{unique_name(kind, subject)}.json", {"kind": kind, "what": subject})
 
 
 def is_id(text: str) -> bool:
@@ -272,4 +270,4 @@ def _stored(path: str, content: dict[str, Any]) -> Stored:
             content["fingerprint"],
         )
     except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise Damaged(f"{path} cannot be used: {summarize(error)}") from error
+        raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error

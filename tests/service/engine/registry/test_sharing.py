@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-async def test_what_one_makes_the_other_builds_once(
+async def test_what_one_process_makes_another_builds_once(
     engine: MakeEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved = []
@@ -74,20 +75,20 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
                 await later.extractors.look_up(record.id)
             await built(later, nodes=["features.8"])
             assert (await one.extractors.look_up(record.id)).id == record.id
-            # Before the news of it can have come, the other makes anew what was deleted.
+            # The other makes it again before it can know of the deletion.
             await later.extractors.delete(record.id)
             _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
             assert created
             assert (await later.extractors.look_up("anew")).id == record.id
-            seconds = sharing.POLL_SECONDS if Store(url).local else sharing.REMOTE_POLL_SECONDS
+            seconds = sharing.POLL_SECONDS if Store(url).objects.local else sharing.REMOTE_POLL_SECONDS
             await asyncio.sleep(2 * seconds + 0.5)
             assert one.records.known("anew") is not None
 
 
-async def test_what_is_being_made_anew_is_not_forgotten(
+async def test_what_is_being_made_again_is_not_forgotten(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the news of its deletion comes while a slow disk writes it."""
+    """Though the notice of its deletion comes while a slow disk writes it."""
     put = Store.put
 
     def slow(*args: Any) -> Any:
@@ -105,8 +106,8 @@ async def test_what_is_being_made_anew_is_not_forgotten(
         assert one.records.known("anew") is again
 
 
-async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, url: str) -> None:
-    """Though others asked before, and were told that there is none."""
+async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, url: str) -> None:
+    """Though a look-up just before found none."""
     async with engine(extractors=url) as one, engine(extractors=url) as other:
 
         async def ask() -> None:
@@ -120,7 +121,7 @@ async def test_a_question_after_it_was_made_is_answered_so(engine: MakeEngine, u
         assert (await other.extractors.look_up("r")).id == record.id
 
 
-async def test_what_was_made_while_the_store_is_away_is_kept_later(engine: MakeEngine, tmp_path: Path) -> None:
+async def test_what_was_made_without_the_store_is_saved_later(engine: MakeEngine, tmp_path: Path) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
     async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
         folder.rename(aside)
@@ -134,3 +135,30 @@ async def test_what_was_made_while_the_store_is_away_is_kept_later(engine: MakeE
         await until(lambda: record.token is not None)
         await until(lambda: other.readiness()[1] == "ready")
         assert (await other.extractors.look_up(record.id)).id == record.id
+
+
+async def test_a_deletion_during_the_later_saving_stays(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    put, saving, resume = Store.put, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        saving.set()
+        resume.wait(2)
+        return put(*args)
+
+    async with engine(extractors=str(folder)) as one:
+        folder.rename(aside)
+        await until(lambda: one.readiness()[1] != "ready")
+        records = [await built(one), await built(one, nodes=["features.8"])]
+        monkeypatch.setattr(Store, "put", slow)
+        aside.rename(folder)
+        await until(saving.is_set)  # the first one; the second one is next
+        for record in records:
+            await one.extractors.delete(record.id)
+        resume.set()
+        await until(lambda: one.readiness()[1] == "ready")
+        assert Store(str(folder)).ids() == set()
+        with pytest.raises(UnknownExtractor):
+            await one.extractors.look_up(records[0].id)

@@ -17,7 +17,7 @@ import pytest
 
 from service.engine.registry import objects
 from service.engine.registry import store as store_module
-from service.engine.registry.objects import Damaged, StoreTrouble, told_at, told_of
+from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject, written_at
 from service.engine.registry.store import Store, Stored
 from service.schemas.v1 import ExtractorSpec
 
@@ -73,7 +73,7 @@ def test_one_writes_and_another_reads(url: str) -> None:
     assert one.claim("r18", second, never) == IDS[0]
     assert one.claim("r18", second, IDS[0].__eq__) == IDS[1]  # what failed gives up its names
     assert other.find("r18") == second
-    assert [told_of(text) for text in other.deletions()] == [("name", "r18")]
+    assert [kind_and_subject(text) for text in other.notices()] == [("name", "r18")]
 
 
 def test_deleting_frees_names_for_good(url: str) -> None:
@@ -84,8 +84,8 @@ def test_deleting_frees_names_for_good(url: str) -> None:
     one.delete(IDS[0])
     assert one.find(IDS[0]) is one.find("r18") is None
     assert one.ids() == set()
-    assert {told_of(text) for text in one.deletions()} == {("extractor", IDS[0])}
-    assert all(abs(told_at(text) - time.time()) < 60 for text in one.deletions())
+    assert {kind_and_subject(text) for text in one.notices()} == {("extractor", IDS[0])}
+    assert all(abs(written_at(text) - time.time()) < 60 for text in one.notices())
 
     again = put(other, IDS[0])
     assert again.token != stored.token
@@ -103,10 +103,10 @@ def test_of_many_who_ask_for_a_name_one_gets_it(url: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         for name in ("new", "taken.over"):
             claims = [pool.submit(store.claim, name, one, never) for store, one in zip(stores, stored, strict=True)]
-            told = [claim.result() for claim in claims]
+            owners = {claim.result() for claim in claims}
             owner = stores[0].find(name)
             assert owner is not None
-            assert set(told) == {owner.id}
+            assert owners == {owner.id}
 
 
 def test_of_many_who_make_an_extractor_one_does(url: str) -> None:
@@ -129,41 +129,41 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
     whole, broken = put(store, IDS[0]), put(store, IDS[1])
     files, root = _files(url)
     files.pipe_file(f"{root}/specs/{IDS[1]}.json", content)
-    with pytest.raises(Damaged, match=IDS[1]):
+    with pytest.raises(DamagedObject, match=IDS[1]):
         store.find(IDS[1])
     fresh = opened(url)
     assert fresh.all() == [(whole, None)]
     if b"2" in content:  # a newer version's: not ours to replace
-        with pytest.raises(Damaged, match="a newer fxserve wrote it"):
+        with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
     else:
         assert put(store, IDS[1]).token != broken.token
         assert store.find(IDS[1]) is not None
 
 
-def test_what_is_there_no_more_is_away_and_not_empty(url: str) -> None:
+def test_a_store_that_is_gone_is_unavailable_and_not_empty(url: str) -> None:
     store = opened(url)
     put(store, IDS[0])
     files, root = _files(url)
     files.rm(root, recursive=True)
-    with pytest.raises(StoreTrouble, match="cannot be read"):
+    with pytest.raises(StoreError, match="cannot be read"):
         store.check()
     put(opened(url), IDS[1])
-    with pytest.raises(StoreTrouble, match="another store has taken its place"):
+    with pytest.raises(StoreError, match="another store has taken its place"):
         store.check()
 
 
-def test_old_news_and_free_names_are_pruned(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_notices_and_free_names_are_pruned(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(url)
     kept, gone = put(store, IDS[0]), put(store, IDS[1])
     store.claim("kept", kept, never)
     store.claim("gone", gone, never)
     store.delete(IDS[1])
     store.prune()
-    assert len(store.deletions()) == 1
-    monkeypatch.setattr(store_module, "KEPT_SECONDS", -1.0)
+    assert len(store.notices()) == 1
+    monkeypatch.setattr(store_module, "NOTICE_SECONDS", -1.0)
     store.prune()
-    assert store.deletions() == []
+    assert store.notices() == []
     files, root = _files(url)
     assert [path.rpartition("/names/")[2] for path in files.find(f"{root}/names")] == ["kept/1.json"]
     assert store.find("kept") == kept
@@ -175,12 +175,12 @@ def test_what_is_no_name_is_no_path(tmp_path: Path, name: str) -> None:
 
 
 def _refused(prepare: Callable[[Path], str], tmp_path: Path) -> str:
-    with pytest.raises((StoreTrouble, ValueError)) as caught:
+    with pytest.raises((StoreError, ValueError)) as caught:
         opened(prepare(tmp_path))
     return str(caught.value)
 
 
-def test_what_cannot_be_a_store_is_said_at_once(tmp_path: Path) -> None:
+def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "Protocol not known: nosuch" in _refused(lambda path: "nosuch://x", tmp_path)
     assert "gcsfs" in _refused(lambda path: "gs://bucket/x", tmp_path)  # not installed here
     (tmp_path / "file").write_text("")
@@ -190,10 +190,10 @@ def test_what_cannot_be_a_store_is_said_at_once(tmp_path: Path) -> None:
     assert "a newer fxserve wrote it (format 99" in _refused(lambda path: str(path / "newer"), tmp_path)
 
 
-def test_a_server_that_does_not_answer_is_away_soon(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_given_up_soon(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()
-    with pytest.raises(StoreTrouble, match="cannot be opened"):
+    with pytest.raises(StoreError, match="cannot be opened"):
         opened(f"{bucket}/x")
     assert time.monotonic() - began < 20
 
@@ -219,11 +219,11 @@ def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
         for _ in range(10 * number + 3):
             writer.stdout.readline()
         writer.kill()
-    told = writers[3].communicate(timeout=120)[0].split()
+    printed = writers[3].communicate(timeout=120)[0].split()
     for writer in writers[:3]:
         writer.communicate()
-    assert told[0::3] == told[2::3] == IDS
+    assert printed[0::3] == printed[2::3] == IDS
     store = opened(url)
-    assert [stored.token for stored, _ in store.all()] == told[1::3]
+    assert [stored.token for stored, _ in store.all()] == printed[1::3]
     for path in Path(url).rglob("*.json"):
         assert json.loads(path.read_text())["version"] == 1
