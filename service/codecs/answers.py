@@ -1,4 +1,4 @@
-"""Features → the bytes of an answer: which media types are possible for a request, and writing the one chosen."""
+"""Features → the bytes of an answer: choosing a media type, and writing it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from service.codecs import heatmap, json, npy, safetensors
 from service.codecs.negotiation import choose
 from service.schemas.problems import Refusal
 
-# These take a header and the tensors' own memory: less time than going to another thread and back.
+# Written as a header and the tensors' own memory, in less time than changing threads twice.
 IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
 
-# In the order of preference where a client has none.
+# In the order of preference for clients without one.
 OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
 
 _REMEMBERED = 256
@@ -26,7 +26,7 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True)
 class Source:
-    """What an answer says of where its values come from."""
+    """The origin of an answer's values."""
 
     model: str
     extractor: str
@@ -36,7 +36,7 @@ class Source:
 
     @functools.cached_property
     def metadata(self) -> dict[str, str]:
-        """As formats have it that take text only."""
+        """As a flat dict of strings, for formats that take only text."""
         return {
             "model": self.model,
             "extractor": self.extractor,
@@ -48,10 +48,10 @@ class Source:
 
 @functools.lru_cache(_REMEMBERED)
 def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) -> str:
-    """The media type to answer with; remembered, as clients say the same with every request.
+    """The media type to answer with; cached, as clients send the same header with every request.
 
     Args:
-        accept: the header, None where there is none.
+        accept: the header; None if there is none.
         dtypes: of the outputs as they will be answered.
         pooled: whether the outputs are pooled to vectors.
 
@@ -92,7 +92,7 @@ def write(
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:
-    """The memory that :func:`write` takes beside the outputs, at most."""
+    """Most bytes that :func:`write` takes beside the outputs."""
     if kind == json.MEDIA_TYPE and encoding == "json":
         return sum(map(json.most_bytes, outputs.values()))
     raw = sum(tensor.nbytes for tensor in outputs.values())
@@ -100,10 +100,10 @@ def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> in
 
 
 class PartsResponse(Response):
-    """An answer sent piece by piece from the memory it is in, with its exact Content-Length.
+    """An answer sent in pieces, without being copied together, with its exact Content-Length.
 
-    A client that reads slowly holds up its own answer only. Copying what fits into one piece takes less time than
-    sending its parts one by one.
+    A client that reads slowly delays only its own answer. Small parts are copied into one piece, which takes less time
+    than sending them one by one.
     """
 
     _STEP = 256 * 1024

@@ -1,4 +1,4 @@
-"""Request bodies: by their content type to encoded images or to tensors."""
+"""Request bodies, by their content type → encoded images or tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Inputs = Sequence[bytes] | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Sent:
-    """What a body holds.
+    """The content of a body.
 
     Attributes:
         inputs: encoded images in the order sent, or tensors by input name.
-        boxes: of each image, ``x1, y1, x2, y2`` each; None where the body has none.
+        boxes: of each image, ``x1, y1, x2, y2`` each; None if the body has none.
     """
 
     inputs: Inputs
@@ -39,17 +39,17 @@ class Sent:
 RunInPool = Callable[..., Awaitable[Sent]]
 
 SMALL = 32 * 1024
-"""Below this, parsing takes less time than going to another thread and back."""
+"""Below this, parsing takes less time than changing threads twice."""
 
 _REMEMBERED = 256
-"""Headers of requests, which most clients send alike."""
+"""Most header values whose parsing is cached; most clients send the same."""
 
 
 @functools.lru_cache(_REMEMBERED)
 def check(
     content_type: str | None, content_encoding: str | None, taken: tuple[str, ...] = TAKEN
 ) -> tuple[str, Mapping[str, str]]:
-    """A body's media type and its parameters by its headers, before a byte of it is read.
+    """A body's media type and its parameters, from its headers alone.
 
     Raises:
         Refusal: 415 that lists what is ``taken``.
@@ -75,11 +75,11 @@ async def read(
     Args:
         request: whose body is read.
         kind, parameters: what :func:`check` gave.
-        first_input: the name that the one array of an npy body gets.
-        run_in_pool: runs a function in a thread, for what takes long.
+        first_input: the name for the array of an npy body.
+        run_in_pool: runs a function in a thread.
 
     Raises:
-        Refusal: 422 where the body is not what its type says.
+        Refusal: 422 if the body is not what its type says.
         ClientDisconnect: the client left before it had sent everything.
     """
     if kind == "multipart/form-data":
@@ -104,8 +104,8 @@ def _safetensors(chunks: list[bytes], first_input: str) -> Sent:
 
 
 def _json(chunks: list[bytes], first_input: str) -> Sent:
-    # Base64 has no commas: there is one between two images and four for each box, and no more in what becomes millions
-    # of objects in a parser.
+    # Counted before parsing, which would make millions of objects: base64 has no commas, so there is one between two
+    # images, and four for each box.
     if sum(chunk.count(b",") for chunk in chunks) > 2 * MAX_IMAGES + 4 * MAX_BOXES:
         detail = f"the body has more than {MAX_IMAGES} images or {MAX_BOXES} boxes; send fewer at a time"
         raise Refusal("invalid-request", detail)
@@ -128,7 +128,7 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
 
 
 def _checked(boxes: list[Any]) -> list[list[list[float]]]:
-    """``boxes``, which are lists of lists of lists of numbers.
+    """``boxes``, checked to be lists of lists of four numbers.
 
     Raises:
         Refusal: they are not.

@@ -1,4 +1,4 @@
-"""``gzip`` and ``deflate`` bodies, both ways; what a body unpacks to is bounded."""
+"""``gzip`` and ``deflate`` bodies, both ways; the unpacked size is bounded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ ENCODINGS = ("gzip", "deflate")
 _STEP = 64 * 1024
 _GZIP = 16 + zlib.MAX_WBITS
 
-# Feature maps are noise to a compressor: the highest levels take ten times as long for a per cent.
+# Feature maps hardly compress: the highest levels take many times as long for hardly less.
 _LEVEL = 1
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
-    """The body that was sent as ``encoding``; ``deflate`` is taken with the zlib header or, as some send it, without.
+    """Unpack a body sent as ``encoding``; ``deflate`` is taken with the zlib header or, as some clients send it,
+    without.
 
     Raises:
-        Refusal: 413 once it unpacks to more than ``limit`` bytes; 422 where it is damaged, cut short, or longer than
-            one compressed stream.
+        Refusal: 413 once it unpacks to more than ``limit`` bytes; 422 if it is damaged, cut short, or longer than one
+            compressed stream.
     """
     unpacker = zlib.decompressobj(_window(body, encoding))
     unpacked = bytearray()
@@ -33,7 +34,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
             piece = bytes(view[position : position + _STEP])
             position += len(piece)
         try:
-            # Of nothing too: zlib may have taken everything and hold back what a step had no room for.
+            # Also for empty input: zlib may hold back output that a step had no room for.
             step = unpacker.decompress(piece, _STEP)
         except zlib.error as error:
             raise _damaged(encoding, str(error)) from error
@@ -52,7 +53,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
 
 
 def compress(parts: Sequence[bytes | memoryview], encoding: str) -> list[bytes | memoryview]:
-    """The parts of a body, as the parts of the same body in ``encoding``."""
+    """Compress the parts of a body with ``encoding``, part by part."""
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP if encoding == "gzip" else zlib.MAX_WBITS)
     packed: list[bytes | memoryview] = []
     for part in parts:
@@ -63,10 +64,10 @@ def compress(parts: Sequence[bytes | memoryview], encoding: str) -> list[bytes |
 
 
 def asked_encoding(accept_encoding: str | None) -> str | None:
-    """The encoding to answer in: the one that is asked for, or None for none.
+    """The encoding to answer in; None for none.
 
-    HTTP libraries list everything they can unpack in every request, and a feature map shrinks by a tenth in more time
-    than it takes to send. So only a client that names a single encoding gets it.
+    HTTP libraries list all encodings they know in every request, and a feature map takes longer to compress than to
+    send. So only a client that names a single encoding gets it.
 
     >>> asked_encoding("gzip"), asked_encoding("gzip, deflate, br")
     ('gzip', None)

@@ -17,8 +17,8 @@ from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import Refusal, invalid_body
 
 _MOST_COMMAS = 2 * MAX_IMAGES + 64
-"""One in each data URL and one between two, and some for the other fields: what has more becomes millions of objects in
-a parser."""
+"""Most commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
+and some for the other fields."""
 
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,30}):")
 _LONGEST_HEAD = 256
@@ -35,7 +35,7 @@ class Asked:
         model: as it was sent.
         images: encoded as files.
         encoding: ``float`` or ``base64``.
-        dimensions: how many of the first values are wanted; None is all.
+        dimensions: how many of the first values to give; None is all.
     """
 
     model: str
@@ -48,7 +48,7 @@ def read(chunks: Sequence[bytes]) -> Asked:
     """A body in OpenAI's shape.
 
     Raises:
-        Refusal: it is no such body, or an image in it is no base64 or the URL of something else.
+        Refusal: it is no such body, or an image in it is neither base64 nor a data URL.
     """
     if sum(chunk.count(b",") for chunk in chunks) > _MOST_COMMAS:
         raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} images; send fewer at a time")
@@ -83,8 +83,8 @@ def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview
     """The parts of an answer.
 
     Args:
-        vectors: float32 ``[n, values]`` on the CPU. As ``float``, what JSON has no number for (NaN, infinities)
-            becomes null.
+        vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities, which JSON does not have, become
+            null.
         model: as the request named it.
         encoding: ``float`` for numbers, ``base64`` for the little-endian bytes.
     """

@@ -1,4 +1,4 @@
-"""A heat-map of one feature map, laid over the image as the model sees it. For looking at, not for computing with."""
+"""A heat-map of one feature map over the image as the model sees it: to look at, not to compute with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from service.schemas.problems import Refusal
 MEDIA_TYPE = "image/png"
 
 MOST_PIXELS = 2 * 1024**2
-"""Of what is drawn: a screen full, and all that a detector sees. Drawing takes 76 bytes for each, which admission does
-not count."""
+"""Most pixels that are drawn: a screen, and the input of a detector. Drawing takes 76 bytes a pixel, which admission
+does not count."""
 
-# Points of matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; between them linear.
+# matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; interpolated linearly.
 _INFERNO = np.array(
     [
         (0, 0, 4),
@@ -39,7 +39,7 @@ _INFERNO = np.array(
     dtype=np.float32,
 )
 
-# How much of the image shows through where the feature map is strongest, and where it is weakest.
+# The image's share of a pixel where the feature map is strongest, and where it is weakest.
 _IMAGE_SHARE = 0.35
 
 
@@ -48,11 +48,11 @@ def write(
 ) -> list[bytes | memoryview]:
     """A PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey image.
 
-    What has more than :data:`MOST_PIXELS` is drawn smaller.
+    An image of more than :data:`MOST_PIXELS` is drawn smaller.
 
     Args:
         data: the encoded image.
-        preprocessing: what the model's input was made with; its crop is what is shown. None: the whole image.
+        preprocessing: of the model's input; its crop is shown. None: the whole image.
         tensor: the feature map of that one image, ``[1, …]``.
         layout: of ``tensor``.
 
@@ -93,7 +93,7 @@ def _strength(tensor: Tensor, layout: str | None) -> npt.NDArray[np.float32]:
     if layout == "tokens":
         values = values.mean(dim=-1)
         side = math.isqrt(len(values))
-        # Tokens in front of the grid stand for no place: ViT's class token, and registers.
+        # Tokens before the grid have no position: ViT's class token, and registers.
         values = values[len(values) - side * side :].reshape(side, side)
     else:
         values = values.mean(dim=-1 if layout == "NHWC" else 0)

@@ -15,7 +15,7 @@ from service.codecs.datatypes import V2_NAMES
 
 MEDIA_TYPE = "application/json"
 
-# Written in steps, because orjson and base64 hold the interpreter while they work: each takes under a millisecond.
+# Written in steps of under a millisecond each, because orjson and base64 hold the GIL.
 _NUMBERS_A_STEP = 32 * 1024
 _BYTES_A_STEP = 3 * 256 * 1024  # a multiple of 3: base64 of the pieces is base64 of the whole
 
@@ -27,8 +27,8 @@ def write(
 
     Args:
         document: the fields before ``outputs``.
-        nodes: key → node name; null where an output is of none.
-        outputs: key → CPU tensor. What JSON has no number for (NaN, infinities) becomes null.
+        nodes: key → node name; None for an output of no node.
+        outputs: key → CPU tensor. NaN and infinities, which JSON does not have, become null.
         encoding: ``json`` for numbers, ``base64`` for the little-endian bytes.
     """
     parts: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
@@ -44,7 +44,7 @@ def write(
 
 
 def numbers(tensor: Tensor) -> Iterator[bytes]:
-    """The values of a tensor, flat, with commas between; what JSON has no number for becomes null."""
+    """The values of a tensor, flat, separated by commas; NaN and infinities become null."""
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _NUMBERS_A_STEP):
         piece = flat[start : start + _NUMBERS_A_STEP]
@@ -55,7 +55,7 @@ def numbers(tensor: Tensor) -> Iterator[bytes]:
 
 
 def most_bytes(tensor: Tensor) -> int:
-    """The most bytes that :func:`numbers` writes: ``-1.1754944e-38`` and a comma for each value."""
+    """Most bytes that :func:`numbers` writes: ``-1.1754944e-38`` and a comma for each value."""
     return 15 * tensor.numel()
 
 

@@ -15,7 +15,7 @@ MAX_PART_HEADER_BYTES = 8192
 
 
 class _Files:
-    """Callbacks of the parser; collects what it tells."""
+    """Callbacks of the parser; collects the files."""
 
     def __init__(self) -> None:
         self.files: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Which media type a client sent, and which of those on offer it would rather have.
+"""Parses Content-Type, and chooses among offered media types by Accept.
 
 python-mimeparse splits quoted parameters at their commas, and raises for a header that is partly invalid.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from service.schemas.problems import Refusal
 
-# Browsers send 150 characters. What is far longer was made to take time, on the event loop.
+# Browsers send 150 characters. A far longer header was made to block the event loop.
 _LONGEST_ACCEPT = 2048
 
 
@@ -58,7 +58,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
 
 
 def _quality(candidate: str, ranges: Sequence[tuple[str, float]]) -> float:
-    """What the most specific range that covers ``candidate`` says of it; 0 where none does."""
+    """The quality of the most specific range that covers ``candidate``; 0 if none does."""
     family = candidate.partition("/")[0]
     for wanted in (candidate, f"{family}/*", "*/*"):
         qualities = [quality for name, quality in ranges if name == wanted]

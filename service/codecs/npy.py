@@ -24,9 +24,9 @@ NPZ_MEDIA_TYPE = "application/x-npz"
 _MAX_HEADER_BYTES = 4096
 
 _REMEMBERED = 256
-"""Headers, which a client sends alike; parsing one takes as long as routing its request."""
+"""Most parsed headers that are cached: a client sends the same ones, and parsing takes as long as routing."""
 
-# Copied in steps, so that no step holds the interpreter for more than a fraction of a millisecond.
+# Copied in steps, so that no step holds the GIL for long.
 _STEP = 1024**2
 
 
@@ -52,8 +52,8 @@ def read(body: bytearray) -> Tensor:
     """The array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
 
     Raises:
-        Refusal: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not
-            taken, or more or fewer bytes than the header's shape needs, judged before anything is allocated.
+        Refusal: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not taken,
+            or another size than the header's shape needs; checked before anything is allocated.
     """
     start = _header_bytes(body)
     shape, fortran, dtype = _header(bytes(body[:start]))
@@ -72,7 +72,7 @@ def read(body: bytearray) -> Tensor:
 
 
 def _header_bytes(body: bytearray) -> int:
-    """Where the data begins, by what the header says of its own length; no more than is read of it."""
+    """The offset of the data, by the length that the header gives of itself."""
     # Eight bytes of magic and version, and the length of the rest in two bytes, from version 2 in four.
     begin = 10 if body[6:7] <= b"\1" else 12
     return min(begin + int.from_bytes(body[8:begin], "little"), begin + _MAX_HEADER_BYTES)
@@ -80,7 +80,7 @@ def _header_bytes(body: bytearray) -> int:
 
 @functools.lru_cache(_REMEMBERED)
 def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The shape, the order (True is Fortran's) and the dtype that a header tells.
+    """The shape, the order (True is Fortran's) and the dtype in a header.
 
     Raises:
         Refusal: see :func:`read`.
@@ -92,7 +92,7 @@ def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
             return np.lib.format.read_array_header_1_0(stream, max_header_size=_MAX_HEADER_BYTES)
         if version == (2, 0):
             return np.lib.format.read_array_header_2_0(stream, max_header_size=_MAX_HEADER_BYTES)
-    except Exception as error:  # a crafted header fails in as many ways as a parser of Python literals can
+    except Exception as error:  # a crafted header can raise anything that a parser of Python literals can
         raise _bad("its header cannot be read") from error
     raise _bad(f"format version {version[0]}.{version[1]} is not read; save it as 1.0 or 2.0")
 

@@ -1,9 +1,8 @@
 """Long arrays of numbers in JSON, read in steps.
 
-A JSON parser holds the interpreter while it works and makes an object of every number: an image as JSON takes it tens
-of milliseconds, in which nothing else is served, and eight times its size in memory. So long arrays are cut out of the
-text first, and read piece by piece into the tensor they are for. ijson reads in steps too, one number each, and takes
-about twice as long as this.
+A JSON parser holds the GIL while it works and makes an object of every number: an image as JSON blocks everything else
+for tens of milliseconds and takes eight times its size in memory. So long arrays are cut out of the text first, and
+read piece by piece into their tensor. ijson reads in steps too, one number each, and takes about twice as long as this.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Document:
         length: of the text.
 
     Attributes:
-        value: the parsed text, with something opaque in the place of each long array; :meth:`numbers` reads it.
+        value: the parsed text, with a placeholder for each long array, which :meth:`numbers` reads.
 
     Raises:
         Refusal: 422: it is not JSON, or has more than 100,000 values beside its long arrays.
@@ -56,7 +55,7 @@ class Document:
         self._body = body
         self._cut: list[tuple[int, int]] = []
         rest = b"".join(self._without_long_arrays(body, length))
-        # Each of these begins a value, and values cost memory long before they cost bytes.
+        # Each of these begins a value, and a value takes far more memory than its text.
         if sum(rest.count(sign) for sign in (b",", b"[", b"{")) > _MOST_VALUES:
             raise _too_many_values()
         try:
@@ -78,7 +77,7 @@ class Document:
                 raise _miscounted(where, count, len(values))
             return _converted(values, dtype, datatype, where)
         start, end = self._cut[index]
-        if count > end - start:  # a number takes a character: nothing is allocated for a shape alone
+        if count > end - start:  # a number has at least a character: nothing is allocated by the shape alone
             raise _miscounted(where, count, "fewer")
         array = np.empty(count, dtype)
         filled = 0
@@ -106,7 +105,7 @@ class Document:
                 continue
             end = bracket + 1
             yield view[done:start]
-            # Inside a string this leaves no valid JSON behind, for it has quotes of its own.
+            # Inside a string this makes the JSON invalid, because the placeholder has quotes.
             yield orjson.dumps({_MARK: len(self._cut)})
             self._cut.append((start, end))
             done = end
@@ -114,7 +113,7 @@ class Document:
 
 
 def _end_of_run(body: bytearray, start: int, length: int) -> int:
-    """Where the characters end that an array of numbers is made of."""
+    """The end of the characters that an array of numbers consists of."""
     while start < length:
         other = _OTHER.search(body, start, min(start + _STEP, length))
         if other is not None:
@@ -124,7 +123,7 @@ def _end_of_run(body: bytearray, start: int, length: int) -> int:
 
 
 def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[Any]]:
-    """The numbers of a long array, some thousands at a time; how they are nested is not looked at."""
+    """The numbers of a long array, some thousands at a time; their nesting is ignored."""
     while start < end:
         comma = body.find(b",", min(start + _STEP, end), end)
         stop = end if comma < 0 else comma

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory.
 
-The package safetensors copies every tensor, in both directions, while it holds the interpreter; here they share memory
-with the body that was received and with the answer that is sent.
+The package safetensors copies every tensor, in both directions, while it holds the GIL; here tensors share the memory
+of the request's body and of the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.schemas.problems import Refusal
 
 MEDIA_TYPE = "application/x-safetensors"
 
-# Names, dtypes and shapes of a few inputs; what is longer was made to be long.
+# Names, dtypes and shapes of a few inputs; a longer header was made to be long.
 MAX_HEADER_BYTES = 1024**2
 MAX_TENSORS = 256
 
@@ -42,7 +42,7 @@ def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[by
 def _head(
     tensors: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
 ) -> tuple[bytes, list[str]]:
-    """What comes before the tensors' memory, and the order of that; remembered, as images of one size have the same."""
+    """The header, and the order of the tensors' memory; cached, as images of one size have the same."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for key, dtype, shape in tensors:
         header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape)}

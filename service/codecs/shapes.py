@@ -1,4 +1,4 @@
-"""Shapes as requests write them, checked before anything takes that shape."""
+"""Shapes in requests, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_ELEMENTS = 2**56
 
 
 def check(shape: Sequence[Any], where: str) -> None:
-    """Check a shape that a request gives; ``where`` says what has it.
+    """Check a shape in a request; ``where`` names its tensor in the error.
 
     Raises:
         Refusal: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or sizes (0 counted

@@ -1,7 +1,7 @@
 """The Open Inference Protocol's wire format: JSON, then raw little-endian tensors in the order of the JSON.
 
-``Inference-Header-Content-Length`` says where the JSON ends. Without it all is JSON; 0 means that there is none, and
-the body is the model's one input.
+``Inference-Header-Content-Length`` says where the JSON ends. Without it the whole body is JSON; 0 means that there is
+no JSON, and the body is the model's one input.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SMALL_BODY = 256 * 1024
 
 @dataclass(frozen=True)
 class Body:
-    """A request's body and what its headers say of it.
+    """A request's body and its headers.
 
     Attributes:
         data: as it was sent.
-        header: the value of ``Inference-Header-Content-Length``, None where there is none.
-        encoding: the value of ``Content-Encoding``: ``gzip``, ``deflate``, or nothing.
+        header: the value of ``Inference-Header-Content-Length``; None if there is none.
+        encoding: the value of ``Content-Encoding``: ``gzip``, ``deflate`` or empty.
         media_type: the Content-Type without parameters.
     """
 
@@ -53,8 +53,8 @@ class Body:
 
     @property
     def small(self) -> bool:
-        """Whether reading it takes less time than going to another thread and back: images or tensors are copied, only
-        JSON has to be parsed."""
+        """Whether reading it takes less time than changing threads twice: images and tensors are only copied, JSON is
+        parsed."""
         size = len(self.data)
         header = self.header or ""
         json_size = int(header) if header.isdecimal() and len(header) < 20 else size
@@ -63,7 +63,7 @@ class Body:
 
 @dataclass
 class Wanted:
-    """An output that is asked for by name, or, where ``name`` is None, any that there is."""
+    """A requested output; all of them if ``name`` is None."""
 
     name: str | None
     binary: bool
@@ -71,7 +71,7 @@ class Wanted:
 
 @dataclass
 class Request:
-    """A parsed request: the inputs, either encoded images or tensors by name, and how it wants its answer."""
+    """A parsed request: the inputs, either encoded images or tensors by name, and the requested outputs."""
 
     images: list[bytes] | None
     tensors: dict[str, Tensor]
@@ -81,7 +81,7 @@ class Request:
 
     @property
     def bytes(self) -> int:
-        """What the inputs take: more than the body had where it was compressed, or numbers in JSON."""
+        """Bytes of the inputs: more than the body's if it was compressed, or JSON."""
         return sum(map(len, self.images or ())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -90,7 +90,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
 
     Args:
         limit: most bytes it may unpack to.
-        inputs: what the model takes, for a body that does not say what it is.
+        inputs: the model's inputs, for a body without JSON.
 
     Raises:
         Refusal: 413 or 422.
@@ -112,11 +112,11 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
 def write(
     document: Mapping[str, Any], outputs: Mapping[str, Tensor], binary: Mapping[str, bool]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """The parts of an answer, and the length of its JSON where raw tensors follow.
+    """The parts of an answer, and the length of its JSON if raw tensors follow.
 
     Args:
         document: the fields before ``outputs``.
-        outputs: key → CPU tensor; what JSON has no number for (NaN, infinities) becomes null.
+        outputs: key → CPU tensor; NaN and infinities, which JSON does not have, become null.
         binary: key → whether its values follow raw.
     """
     head: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
@@ -164,7 +164,7 @@ def _inputs(
 def _json_length(header: str | None, size: int) -> int | None:
     if header is None:
         return None
-    # int() would take "+1", "1_0" and more digits than anyone has bytes.
+    # int() would take "+1", "1_0" and any number of digits.
     length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
     if not 0 <= length <= size:
         raise Refusal(
@@ -174,8 +174,8 @@ def _json_length(header: str | None, size: int) -> int | None:
 
 
 def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata], image: bool) -> Request:
-    """A whole number of rows of the model's input is that input; anything else is one encoded image, as is all that
-    says it is an ``image``."""
+    """Read a body without JSON: a whole number of rows of the model's input is that input; anything else, and any
+    ``image/*``, is one encoded image."""
     everything = [Wanted(None, True)]
     tensors = [spec for spec in inputs if spec.datatype != BYTES]
     if not image and len(tensors) == 1 and -1 not in tensors[0].shape[1:]:
@@ -264,7 +264,7 @@ def _tensor(
         )
     if size == 0:
         return torch.empty(entry.shape, dtype=dtype)
-    # The JSON before it has any length: a copy is aligned. numpy copies without holding the interpreter.
+    # Copied, as the JSON before it may leave it unaligned; numpy copies without the GIL.
     values = np.empty(size, np.uint8)
     values[:] = np.frombuffer(data, np.uint8, size, start)
     if dtype is torch.bool:

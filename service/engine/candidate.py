@@ -44,8 +44,8 @@ class Candidate:
     any_size: bool = False
 
     def take(self, found: Verification, precision: str) -> None:
-        """Take a comparison into account; sets the state to ``agrees`` or ``differs``."""
-        # Not-a-number is as far away as can be; min and max would let it pass.
+        """Record a comparison; sets the state to ``agrees`` or ``differs``."""
+        # NaN counts as infinitely far; min and max would ignore it.
         lost = math.isnan(found.relative) or math.isnan(found.cosine)
         relative, cosine = (math.inf, 0.0) if lost else (found.relative, found.cosine)
         self.max_abs_error = max(self.max_abs_error or 0.0, math.inf if lost else found.max_abs)
@@ -56,29 +56,29 @@ class Candidate:
             self.reason = f"has a cosine similarity to float32 of {self.min_cosine:.4f}, under {MIN_COSINE}"
         else:
             far = self.max_rel_error > TOLERANCE[precision]
-            self.reason = f"is {self.max_rel_error:.1e} away from eager, over {TOLERANCE[precision]:.0e}"
+            self.reason = f"differs from eager by {self.max_rel_error:.1e}, over {TOLERANCE[precision]:.0e}"
         if self.state != "differs":
             self.state = "differs" if far else "agrees"
         if not far:
             self.reason = None
 
     def time(self, rows: int, seconds: float) -> None:
-        """Take a forward pass of ``rows`` rows into account; the fastest one counts."""
+        """Record the time of a forward pass of ``rows`` rows; the fastest one counts."""
         known = self.ms.get(str(rows), float("inf"))
         self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
 
     def recall(self, before: Candidate) -> None:
-        """Take over all that was found of it before."""
+        """Restore a cached verdict."""
         for one in fields(self):
             setattr(self, one.name, getattr(before, one.name))
 
     @property
     def agrees(self) -> bool:
-        """Whether it was near enough in every comparison."""
+        """Whether it agreed in every comparison."""
         return self.state == "agrees"
 
     def judge(self, other: Candidate) -> bool:
-        """Whether it is ``faster`` than ``other``: at some number of rows, and not slower at any."""
+        """Whether it is faster than ``other`` at some number of rows, and slower at none."""
         ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
         fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
         self.state = "faster" if fast else "slower"

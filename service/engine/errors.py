@@ -1,6 +1,6 @@
-"""What the engine answers when it cannot, or will not now, do what was asked.
+"""The engine's errors: why it cannot do what was asked, or will not do it now.
 
-Each class says which HTTP status it deserves; what fxcore raises carries none, because fxcore knows no HTTP.
+Each class names the HTTP status that fits; errors of fxcore have none, because fxcore knows no HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from fxcore.errors import FxError, summarize
 
-# What torch's CPU allocator says, the system, and CUDA itself where it is not torch's allocator that found nothing.
+# Messages of torch's CPU allocator, of the system, and of CUDA outside torch's allocator.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
@@ -22,7 +22,7 @@ class EngineError(FxError):
 
     Attributes:
         status: the HTTP status that fits.
-        retry_after: seconds after which to try again, or None where trying again changes nothing.
+        retry_after: seconds after which to try again; None if that would change nothing.
     """
 
     status: ClassVar[int] = 500
@@ -30,7 +30,7 @@ class EngineError(FxError):
 
 
 class AdmissionFull(EngineError):
-    """As many requests, or bytes, as allowed are in the server already."""
+    """The server has as many requests, or bytes of requests, as it may."""
 
     status = 429
 
@@ -40,13 +40,13 @@ class AdmissionFull(EngineError):
 
 
 class Forbidden(EngineError):
-    """Who asks may not have an extractor made."""
+    """The key may not make extractors."""
 
     status = 403
 
 
 class RequestTooLarge(EngineError):
-    """One request that needs more memory than all requests together may have; ``bytes`` and ``limit``."""
+    """One request needs more memory than all requests together may have; ``bytes`` and ``limit``."""
 
     status = 413
 
@@ -107,7 +107,7 @@ class OutOfMemory(EngineError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that there was not enough memory, on the device or beside it, which may pass."""
+    """Whether ``error`` means too little memory, on the device or the host, which may pass."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -118,8 +118,8 @@ _SHORTAGE_NUMBERS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether ``error``, or what it was raised from, says that the system had too little of something that it may have
-    later: threads, processes, memory, open files."""
+    """Whether ``error``, or its cause, means that the system is short of threads, processes, memory or open files,
+    which may pass."""
     while error is not None:
         if is_out_of_memory(error) or getattr(error, "errno", None) in _SHORTAGE_NUMBERS:
             return True
@@ -130,18 +130,19 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> NotReady:
-    """What a request is answered that ended in ``error``, a shortage."""
+    """The answer to a request that failed with ``error``, a shortage."""
     return NotReady(f"the system is short of threads or memory: {summarize(error)}")
 
 
 class ComputeFailed(EngineError):
-    """The model raised while it computed this request; ``error`` is what it said."""
+    """The model raised while it computed this request; ``error`` is its message."""
 
     status = 500
 
 
 def as_exception(error: BaseException) -> Exception:
-    """``error`` as the event loop may see it: a SystemExit, which a library may raise in any thread, would end it.
+    """``error`` as an exception that does not end the event loop, as a SystemExit, which a library may raise in any
+    thread, would.
 
     A shortage of the system becomes :class:`NotReady`.
     """
@@ -183,8 +184,8 @@ class Unsupported(EngineError):
 
 
 class BackendRefused(EngineError):
-    """No other ``backend`` may stand in for this one, which cannot run the model, or is too far from eager, by which
-    figures; ``instead`` says what to ask for."""
+    """The ``backend`` that was asked for cannot run the model, or is too far from eager, and is not replaced by
+    another; ``instead`` says what to ask for."""
 
     status = 422
 
@@ -193,7 +194,7 @@ class BackendRefused(EngineError):
 
 
 class ExtractorFailed(EngineError):
-    """An extractor could not be built, for a reason that is no fault of the request; ``problem`` says which."""
+    """An extractor could not be built, for a reason other than the request; ``problem`` says which."""
 
     status = 500
 

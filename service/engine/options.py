@@ -1,4 +1,4 @@
-"""What a request asks to be done with its features, and what it gets back."""
+"""Options of a request for features, and its result."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "normalize": (None, "l2"),
     "preprocess": ("default", "pil", "fast", "none"),
 }
-"""The options that clients give by name, and their values."""
+"""The options that take one of a few values, and those values."""
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """What to do between the model and the answer.
+    """How the model's outputs become the answer.
 
     Attributes:
         pool: ``none``, a method of :func:`fxcore.pooling.pool`, or ``roi``: the regions that come with the request.
@@ -46,9 +46,9 @@ class FeatureOptions:
             pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case. What
             ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
         keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
-            They are computed all the same: a batch is shared by requests that want different ones, and a graph for
-            each subset would have to be compiled and would split batches. Who wants less computed makes an extractor
-            of less, which shares its weights with this one.
+            They are computed all the same: a batch is shared by requests for different outputs, and a graph for each
+            subset would have to be compiled and would split batches. An extractor of fewer nodes, which shares its
+            weights with this one, computes less.
     """
 
     pool: str = "none"
@@ -73,7 +73,7 @@ class FeatureOptions:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
 
         Raises:
-            BadTensor: the pooling or the normalisation makes no sense for this output.
+            BadTensor: this output cannot be pooled or normalised so.
         """
         try:
             if self.pool == "roi" and grid is None:
@@ -90,7 +90,7 @@ class FeatureOptions:
             raise BadTensor(f"output {key!r}: normalize=l2 needs floating values and this node gives {dtype}", key=key)
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
-        """Shape and dtype of what :meth:`finish` makes of a tensor of ``shape`` and ``dtype``."""
+        """Shape and dtype that :meth:`finish` gives for a tensor of ``shape`` and ``dtype``."""
         if self.pool == "roi":
             shape = pooled_regions_shape(shape, layout, self.roi_size)
         elif self.pool != "none":
@@ -110,7 +110,7 @@ class FeatureOptions:
             boxes, grid: of :func:`fxcore.pooling.pool_regions`, where the rows of the result are regions.
         """
         if self.pool == "roi":
-            assert grid is not None  # as was checked
+            assert grid is not None  # see check
             tensor, layout = pool_regions(tensor, layout, grid, boxes, self.roi_size), "NCHW"
         elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool)
@@ -123,7 +123,7 @@ class FeatureOptions:
         return tensor
 
     def ways_to_shrink(self, images: int, outputs: int) -> list[str]:
-        """Which options and habits would make the answer smaller, those that are not in use already."""
+        """Options and habits, not in use already, that would make the answer smaller."""
         ways = []
         if self.pool == "none":
             ways.append("pool=avg")
@@ -147,7 +147,7 @@ class FeatureResult:
             sent; keys in the order asked for.
         timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
         images: how many images (or rows of tensors) there were.
-        box_image: with ``pool=roi``, whose image each row is of.
+        box_image: with ``pool=roi``, the index of each row's image.
     """
 
     outputs: dict[str, Tensor]

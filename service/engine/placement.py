@@ -14,17 +14,18 @@ and the processes that compile need the rest."""
 
 
 def most_compiled(compute_threads: int) -> int:
-    """Extractors that OpenVINO may run at a time. One that computes on the calling thread alone has no other."""
+    """Most extractors that OpenVINO may run at a time, by their threads. With one thread, each computes on the calling
+    thread and needs none."""
     limit = available_threads()
     threads = MOST_THREADS if limit is None else min(MOST_THREADS, int(_SHARE * limit))
     return max(1, threads // THREADS_EACH) if compute_threads > 1 else MOST_THREADS
 
 
 def pick_device(asked: str) -> torch.device:
-    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` means here.
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for on this machine.
 
     Raises:
-        ValueError: it is not on this machine.
+        ValueError: the machine does not have it.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"

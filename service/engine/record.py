@@ -31,14 +31,14 @@ from service.schemas.v1 import ExtractorSpec
 State = Literal["building", "ready", "failed"]
 
 ModelKey = tuple[str, str, str]
-"""Model, canonical weights, precision: what extractors with the same loaded weights have in common."""
+"""Model, canonical weights and precision: extractors with the same key share their loaded weights."""
 
 
 SIZES_BYTES = 512 * 1024
-"""Most bytes of what is kept of the sizes of an extractor's rows, and as much again of its answers."""
+"""Most bytes of the cached sizes of an extractor's rows, and as many again of its answers."""
 
 OUTPUT_BYTES = 512
-"""What the name, shape and dtype of one output take in Python objects."""
+"""Bytes of the Python objects for the name, shape and dtype of one output."""
 
 
 def _kept_sizes() -> ByteCache[Any, Any]:
@@ -51,38 +51,38 @@ class ExtractorRecord:
 
     Attributes:
         id: hash of everything that decides the values it gives.
-        spec: as it was first asked for.
+        spec: of the request that made it.
         name: the name last given to it.
         entry: its model.
         weights: canonical name of the weights.
         device: where it runs: ``cpu``, ``cuda:0``.
         inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
         fingerprint: of the model's graph.
-        held: the model's annotated graph while anything of the extractor is in memory.
+        held: the model's annotated graph, while the extractor is in memory.
         return_nodes: key → node, resolved, in the order asked for.
-        preprocessing: makes its inputs of images.
+        preprocessing: turns images into its inputs.
         state: ``building``, ``ready`` or ``failed``.
         problem: why, when it failed.
-        extractor: what was built; None until then and once it was evicted from memory, after which the next request
-            builds it again. ``outputs`` and the rest stay.
+        extractor: the built module; None until then and after eviction. The next request builds it again; ``outputs``
+            and the rest stay.
         outputs: what it returns, in the order asked for; known once it was built.
-        backend: what computes it.
+        backend: the one that computes it.
         checks: how far the backend's values are from the model's own in float32; None until it was built.
-        check: the task that measures that for eager, which begins once it is built.
+        check: the task that measures ``checks`` for eager, once it is built.
         pinned: preloaded, never evicted.
-        build: the task that builds it, while it does.
-        run: what computes a batch, called with the model's inputs in order, on the device. Another backend takes over
-            by replacing it; the worker reads it once a batch.
-        users: how many requests and builds keep it in memory now; see :meth:`in_use`.
-        last_used: when the last of them ended, on the clock of ``time.monotonic()``.
-        row_sizes: what a row takes, by its shape; see :mod:`service.engine.requests.sizes`.
-        answer_sizes: what a row is answered with, by its shape and the options.
-        images: how many it has answered.
-        upgrade: the search for a faster backend, once that has begun.
-        transformed: what the transforms did, where there are any.
-        token: of what the store has of it; None where it is in no store.
-        adopted: whether another process made it and this one found it in the store.
-        gone: whether it was deleted or unloaded; what is on its way through it ends, and nothing more begins.
+        build: the task that builds it, while it runs.
+        run: computes a batch; called with the model's inputs in order, on the device. Another backend takes over by
+            replacing it; the worker reads it once a batch.
+        users: the requests and builds that keep it in memory now; see :meth:`in_use`.
+        last_used: when the last of these ended, on the clock of ``time.monotonic()``.
+        row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
+        answer_sizes: the sizes of a row of the answer by shape and options.
+        images: how many images it has answered.
+        upgrade: the search for a faster backend, once started.
+        transformed: what its transforms did, if it has any.
+        token: of its entry in the store; None if it is in no store.
+        adopted: whether another process made it and this one read it from the store.
+        gone: whether it was deleted or unloaded: its requests in flight finish, and nothing new is started for it.
     """
 
     id: str
@@ -123,28 +123,28 @@ class ExtractorRecord:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that floating inputs are given in."""
+        """The dtype of floating inputs."""
         return PRECISIONS[self.spec.precision]
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of one row of each input, as preprocessing gives them for a usual image."""
+        """Shapes of one row of each input, for the usual image size."""
         size = self.preprocessing.nominal_size()
         return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
 
     @cached_property
     def decoder(self) -> Decoder:
-        """What turns encoded images into rows of its input."""
+        """Turns encoded images into rows of its input."""
         return Decoder(self.preprocessing)
 
     @cached_property
     def jpeg_batches(self) -> JpegBatches | None:
-        """What decodes several JPEG files of a request at once, on its device; None where that is for the CPU."""
+        """Decodes several JPEG files of a request together on the device; None if the CPU decodes."""
         device = torch.device(self.device)
         return JpegBatches(self.decoder, device) if device.type == "cuda" and self.decoder.scales else None
 
     @property
     def active(self) -> bool:
-        """Whether it is being built, or requests are on their way through it."""
+        """Whether it is being built, or has requests in flight."""
         return self.users > 0 or self.build is not None
 
     @property
@@ -153,17 +153,17 @@ class ExtractorRecord:
         return self.pinned or self.active
 
     def storages(self) -> dict[int, int]:
-        """Bytes that what runs it holds beside the model's weights, by address."""
+        """Bytes that its backend holds beside the model's weights, by address."""
         return self.run.storages() if self.run is not None else {}
 
     @property
     def description_bytes(self) -> int:
-        """About what is kept of it while nothing of it is in memory: its spec, its nodes, its outputs, its problem."""
+        """About the bytes of an evicted record: its spec, nodes, outputs and problem."""
         problem = 0 if self.problem is None else 4 * len(self.problem.detail)
         return _RECORD_BYTES + 4 * self._spec_bytes + 2 * OUTPUT_BYTES * len(self.outputs) + problem
 
     def forget_sizes(self) -> None:
-        """Drop what is kept of its rows' sizes."""
+        """Clear the cached sizes of its rows."""
         self.row_sizes.clear()
         self.answer_sizes.clear()
 
@@ -173,7 +173,7 @@ class ExtractorRecord:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep it in memory for a while."""
+        """Keep it in memory inside a ``with`` block."""
         self.users += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The regions that a request wants pooled, in place of whole maps."""
+"""The regions of a request that are pooled instead of whole maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcore.graph.layout import TOKENS
 from fxcore.pooling import MapGrid
 
 Boxes = Sequence[Sequence[Sequence[float]]]
-"""For each image its boxes, x1, y1, x2, y2 in pixels of the image."""
+"""For each image its boxes: x1, y1, x2, y2 in pixels of the image."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Regions:
 
     @property
     def box_image(self) -> Tensor:
-        """Whose image each box is of, int64 ``[count]``."""
+        """The index of each box's image, int64 ``[count]``."""
         counts = torch.tensor([len(boxes) for boxes in self.boxes])
         return torch.repeat_interleave(torch.arange(len(self.boxes)), counts)
 
     def of(self, images: range) -> range:
-        """The places of these images' boxes among all."""
+        """The indices of these images' boxes among all boxes."""
         return range(self._ends[images.start], self._ends[images.stop])
 
 

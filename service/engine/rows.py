@@ -1,4 +1,4 @@
-"""The rows of a batch: their shapes, what they take, and which of them are of one image."""
+"""The rows of a batch: their shapes, their sizes, and which of them belong to one image."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RowShape = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class RowSize:
-    """What one row takes.
+    """The sizes of one row.
 
     Attributes:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
-        bytes: input, outputs and largest activations; above zero, as batches are measured out by it.
-        grids: key → the places of the map, of the outputs that are maps.
+        bytes: of its input, outputs and largest activations; above zero, as batches are limited by it.
+        grids: key → the grid of each output that is a map.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
@@ -32,10 +32,10 @@ class RowSize:
 
 @dataclass(frozen=True)
 class AnswerSize:
-    """What one row is answered with; of an image, or of a region.
+    """The sizes of one row of the answer, which is an image or a region.
 
     Attributes:
-        outputs: key → shape and bytes, of those that are answered.
+        outputs: key → shape and bytes of each output that is answered.
     """
 
     outputs: dict[str, tuple[list[int], int]]

@@ -19,8 +19,8 @@ class Transformed:
     precision: str
 
     def checks(self, backend: Mapping[str, Any]) -> dict[str, Any]:
-        """For ``checks`` of an extractor whose backend was found to be this far: eager from the model itself, others
-        from the transformed module. Until that is measured, the errors of the transforms stand for it."""
+        """The errors for ``checks``. A backend's errors are measured from the transformed module, eager's from the
+        model itself; until they are, the errors of the transforms are given."""
         own = {
             "reference": "eager, not transformed",
             "applied": [{"name": a.name, "changes": a.changes} for a in self.applied],

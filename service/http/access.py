@@ -1,7 +1,7 @@
-"""Who is asking, and whether they may.
+"""Authentication and authorisation.
 
-Everything needs a key, and changes need one of scope admin, unless it is listed here as needing less: a route that is
-forgotten is closed, not open.
+Every route needs a key, and every change one of scope admin, unless it is listed here: a forgotten route is closed, not
+open.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from service.http.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.schemas.problems import Refusal
 
-# Probes and load balancers carry no keys, and learn only whether to send requests here. The page and the reference are
-# the same for every server of this version, and ask for a key; what they show with it needs one.
+# Probes and load balancers send no keys, and learn only whether the server is ready. The page and the reference are
+# public files that ask for a key; the requests they make need it.
 OPEN = frozenset(
     (
         *page.PATHS,
@@ -35,21 +35,21 @@ OPEN = frozenset(
 )
 
 _READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-# POSTs that change nothing: they carry images, or a question.
+# POSTs that change nothing: they carry images or a query.
 _READ_POSTS = ("/features", "/infer", "/embeddings", "/v2/repository/index")
 
 _KEY = "fxserve.key"
 
 
 class Access:
-    """Tells admission who each request's client is, and refuses what its key, its ``Host`` or its ``Origin`` does not
+    """Identifies each request's client for admission, and refuses what its key, its ``Host`` or its ``Origin`` does not
     allow.
 
     Args:
-        app: what comes next.
-        keys: None where anybody may do anything.
-        hosts: the names that the server answers to where there are no keys.
-        origins: the web pages that may change things here: those that CORS allows.
+        app: the next middleware.
+        keys: None if clients need none.
+        hosts: the names that the server answers to without keys.
+        origins: of web pages that may send writing requests: those that CORS allows.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()) -> None:
@@ -100,9 +100,9 @@ class Access:
         return key
 
     def _check_origin(self, scope: Scope, host: str | None) -> None:
-        """Refuse cross-site request forgery: browsers send simple POSTs from any page without a preflight.
+        """Refuse cross-site request forgery: browsers send simple POSTs from any page, without a preflight.
 
-        They do not send ``Sec-Fetch-Site`` to servers without TLS, but for loopback addresses.
+        They send ``Sec-Fetch-Site`` only to servers with TLS and to loopback addresses.
         """
         if "*" in self.origins:
             return
@@ -123,7 +123,7 @@ def _misdirected(host: str) -> Refusal:
 
 
 def forbidden(key: Key, what: str) -> Refusal:
-    """The refusal of what ``key`` may not do."""
+    """The refusal of a request that ``key`` does not allow."""
     return Refusal(
         "forbidden",
         f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
@@ -132,13 +132,13 @@ def forbidden(key: Key, what: str) -> Refusal:
 
 
 def may_build(request: Request) -> bool:
-    """Whether a request may have extractors made and weights loaded, be it only as a step towards its answer."""
+    """Whether a request may make extractors and load weights, also on the way to its answer."""
     key: Key | None = request.scope.get(_KEY)
     return key is None or key.scope == "admin"
 
 
 async def require_admin(request: Request) -> None:
-    """A dependency of routes that need a key of scope admin though their method only reads.
+    """A dependency of GET routes that need a key of scope admin.
 
     Raises:
         Refusal: 403.
@@ -149,7 +149,7 @@ async def require_admin(request: Request) -> None:
 
 
 def address(scope: Scope) -> str:
-    """The IP address that a request comes from; of IPv6 its /64 network, all of which one client may use."""
+    """The IP address of a request's client; of IPv6 its /64 network, which belongs to one client."""
     client = scope.get("client")
     return "" if client is None else _network(client[0])
 

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do: first refuse and finish, then end."""
+"""Graceful shutdown on SIGTERM and SIGINT: refuse new work, finish accepted requests, then end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Accepted:
-    """Middleware: a request that came before the signal is one that the engine has to finish, whatever it waits for.
+    """Middleware that registers each request with the engine, so that draining waits for it.
 
-    Should the server end it all the same, before it has an answer, it is told to go elsewhere.
+    A request that the server cancels before its answer has begun is answered with 503.
     """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
@@ -51,12 +51,11 @@ class Accepted:
 
 @contextmanager
 def drained_on_signals(engine: Engine) -> Iterator[None]:
-    """Stand before the server's own signal handlers, inside the application's lifespan.
+    """Handle signals before the server's own handlers do, inside the application's lifespan.
 
-    The first signal makes the engine refuse new work, over connections that are still taken, so that clients are told
-    to go elsewhere instead of being cut off. The server gets the signal, and closes, once what was accepted is
-    answered, or at the end of the grace period, or when the same signal comes again. Where the event loop is not the
-    process's main thread nothing changes.
+    On the first signal the engine refuses new work, while the server still accepts connections: clients get a 503
+    instead of a closed connection. The server gets the signal, and closes, once all accepted requests are answered, at
+    the end of the grace period, or at a second signal. Does nothing if the event loop does not run in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

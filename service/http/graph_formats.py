@@ -1,4 +1,4 @@
-"""A graph in the format a client wants; shared by models and extractors."""
+"""Answers with a graph in the requested format, for models and extractors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.http.headers import joined_header
 from service.schemas.graphs import GraphDocument, GraphFormat
 from service.schemas.problems import Refusal
 
-# The media type of each format, and the format that Accept means by a media type; the first is the answer to */*.
+# The media type of each format, and the format for a media type in Accept; the first answers */*.
 MEDIA_TYPES: dict[GraphFormat, str] = {
     "json": "application/json",
     "table": "text/plain",
@@ -51,7 +51,7 @@ RESPONSE: dict[str, Any] = {
 
 
 def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
-    """The format asked for by ``format``, else by the request's Accept.
+    """The format named by ``format``, else by the request's Accept.
 
     Raises:
         Refusal: 406.
@@ -60,7 +60,7 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
 
 
 def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
-    """The answer in the format ``wanted``, which Accept has chosen unless the query named a ``format``."""
+    """The answer in the format ``wanted``; it varies with Accept unless the query named a ``format``."""
     return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
 
 
@@ -116,7 +116,7 @@ def write(
 def write_part(
     graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
 ) -> bytes:
-    """The part of ``graph`` that an extractor runs, as JSON with what was measured of it."""
+    """The part of ``graph`` that an extractor runs, as JSON with its profile."""
     if format != "json":
         return render(part, format, depth).encode()
     kept = {node.meta.get(PATH) for node in part.nodes}

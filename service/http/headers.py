@@ -24,7 +24,6 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def joined_header(scope: Scope, name: bytes) -> str | None:
-    """All values of a request header that is a list, as one line would have them (RFC 9110, 5.3); ``name`` in lower
-    case."""
+    """All values of a list header, joined as RFC 9110, 5.3 has it; ``name`` in lower case."""
     values = headers_of(scope).get(name)
     return b", ".join(values).decode("latin-1") if values else None

@@ -1,4 +1,4 @@
-"""What RFC 9110 and 9112 ask of a request's head, beyond what the parser sees to."""
+"""Checks of a request's head that RFC 9110 and 9112 ask for and the parser does not make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from service.schemas.problem_kinds import KINDS
 from service.schemas.problems import Refusal
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of the request line and all header lines. White space around values does not count."""
+"""Of the request line and all header lines, without white space around values."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -32,7 +32,7 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
     Args:
         version: of HTTP, such as "1.1".
         method: in capitals.
-        target: as it came.
+        target: as it was sent.
         headers: names in lower case.
 
     Raises:
@@ -64,7 +64,7 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
 
 
 def without_upgrade(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
-    """The head as it would be sent by a client that does not offer to go on in another protocol."""
+    """The head without its offer of an upgrade to another protocol."""
     lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
     for name, value in headers:
         if name == b"connection":

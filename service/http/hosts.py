@@ -1,7 +1,7 @@
 """The names that a server answers to: a guard against DNS rebinding.
 
-A web page can have its own name point at this server's address. Its browser then takes the server for the page's own
-and lets the page read and change everything. The ``Host`` it sends still has the page's name.
+A web page can point its own domain name at this server's address. The browser then treats the server as the page's own
+origin and lets the page read and change everything. The ``Host`` that it sends is still the page's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PRIVATE = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
 
 
 class Hosts:
-    """Tells names that are the server's, or that no stranger can own, from all others.
+    """Accepts names that are the server's, or that nobody else can register.
 
     Those are IP addresses, names of one label, names under ``.localhost``, ``.local``, ``.internal``, ``.svc`` and
     ``.cluster.local``, and the machine's own.

@@ -1,8 +1,7 @@
-"""API keys: who may ask, and for what.
+"""API keys and their scopes.
 
 A key is 32 random bytes, so the file holds plain SHA-256 digests: slow hashes such as scrypt protect secrets that can
-be guessed, and no one guesses 256 bits. A slow hash would also cost every request what it costs a guesser. Whoever
-reads the file can use none of the keys.
+be guessed, which 256 random bits cannot, and would slow down every request. The keys cannot be recovered from the file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ log = logging.getLogger("fxserve")
 
 Scope = Literal["read", "admin"]
 
-# What secret scanners look for in repositories and logs.
+# A prefix that secret scanners can look for in repositories and logs.
 PREFIX = "fxs_"
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -37,7 +36,7 @@ class Key:
     """One line of the file.
 
     Attributes:
-        name: whose it is; letters, digits, ``.``, ``_`` and ``-``.
+        name: of its owner; letters, digits, ``.``, ``_`` and ``-``.
         scope: ``read``, or ``admin``, which may do all that ``read`` may.
         digest: SHA-256 of the secret.
     """
@@ -53,7 +52,7 @@ class Key:
 
 
 def make(name: str, scope: Scope) -> tuple[Key, str]:
-    """A new key and its secret, which is kept nowhere.
+    """A new key and its secret, which is not stored.
 
     Raises:
         ValueError: ``name`` has other characters, or more than 64.
@@ -82,7 +81,7 @@ class Keys:
         return len(self._keys)
 
     def find(self, secret: str) -> Key | None:
-        """The key with that secret. All are compared, each in constant time: how long it takes tells nothing."""
+        """The key with that secret. All are compared, each in constant time, against timing attacks."""
         digest = _digest(secret)
         found = None
         for key in self._keys:
@@ -91,7 +90,7 @@ class Keys:
         return found
 
     def reload(self) -> None:
-        """Read the file again. Where it cannot be read the keys stay as they are, and the log says why."""
+        """Read the file again. If it cannot be read, the keys stay as they are, and the log says why."""
         try:
             self._keys = _read(self._file)
         except KeysInvalid as error:
@@ -129,6 +128,6 @@ def _parse(text: str, where: str) -> Key:
     name, _, rest = text.partition(":")
     scope, _, digest = rest.partition(":")
     if not _NAME.fullmatch(name) or scope not in get_args(Scope) or not _DIGEST.fullmatch(digest):
-        # Perhaps somebody put the secret itself there: the line is not shown.
+        # The line may hold the secret itself: it is not shown.
         raise KeysInvalid(f"{where}: not NAME:read:SHA256 or NAME:admin:SHA256; fxserve key NAME makes such a line")
     return Key(name, "admin" if scope == "admin" else "read", bytes.fromhex(digest))

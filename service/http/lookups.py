@@ -1,4 +1,4 @@
-"""What GETs have looked up, drawn or exported in a thread: bounded in number and in time."""
+"""Slow GETs, such as graphs, drawings and exports, run in threads, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from service.engine.requests.admission import Admission, Ticket
 Result = TypeVar("Result")
 
 LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
-"""What every route that has something looked up may answer."""
+"""Problems of every route that uses :class:`Lookups`."""
 
 
 class Lookups:
-    """Gives requests a place each while they wait for threads of their own kind. For one event loop.
+    """Runs the slow GETs in threads of their own, each with a place in admission. For one event loop.
 
-    The threads are none of those that build extractors or answer features, so that neither waits for a graph.
+    The threads are not those that build extractors or answer features, so that neither waits for a graph.
 
     Args:
-        seconds: after which a request is given up. What a thread has begun for it goes on, and holds the thread.
+        seconds: after which a request fails. The work that a thread has begun for it goes on, and occupies the thread.
         at_once: threads.
-        most: requests that have a place at a time; clients take turns, and share them as in :class:`Admission`.
+        most: requests at a time; clients share them and take turns as in :class:`Admission`.
     """
 
     def __init__(self, seconds: float, at_once: int = 2, most: int = 16) -> None:
@@ -67,7 +67,7 @@ class Place:
         self._pool = pool
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """What ``work()`` returns or raises in a thread, once it is this client's turn. Call it once."""
+        """What ``work()`` returns or raises in a thread, once it is this client's turn. To be called once."""
         await self._ticket.turn()
         return await in_pool(self._pool, work)
 

@@ -1,6 +1,6 @@
-"""What every request gets: an id, metrics, limits on its body, and an answer even where our code is wrong.
+"""Middleware for every request: its id, its metrics, limits on its body, and an answer even after a bug.
 
-Plain ASGI, because ``BaseHTTPMiddleware`` hides a client's leaving from the routes.
+Plain ASGI, because ``BaseHTTPMiddleware`` hides disconnects from the routes.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
 REFUSED = "fxserve.refused"
-"""Where the scope of a request that was refused for want of room says how many seconds its client was told to wait."""
+"""Key in the scope of a request that admission refused: the ``Retry-After`` it was given, in seconds."""
 
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 # Closing a connection with unread bytes resets it, and the client may lose the answer. So a client that is still
-# sending when it is refused gets this long to notice; what it sends is thrown away, until it pauses or sends too much.
+# sending when it is refused gets this long to notice; what it sends is discarded, until it pauses or sends too much.
 LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
 LINGER_BYTES = 16 * 1024**2
 
 MIN_BYTES_PER_SECOND = 64 * 1024
-"""Half a megabit; slower clients hold memory that others could use."""
+"""Half a megabit a second; slower clients hold memory that others could use."""
 
 MAX_OTHER_BYTES = 2 * 1024**2
 """Largest body without images: twice a spec of the most nodes with the longest names. Some bodies are parsed on the
-event loop, at 200 MB/s, into objects of ten times their size."""
+event loop, into objects of ten times their size."""
 
 _WITH_IMAGES = ("/features", "/infer", "/embeddings")
 
-# JSON and images run nothing and load nothing. Drawings bring their own styles.
+# JSON and images run no scripts and load nothing. Drawings have inline styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def request_id(sent: str | None) -> str:
-    """The id to answer with: what was sent, less anything that could forge a log line, or a new one."""
+    """The id to answer with: the one that was sent, without characters that could forge a log line, or a new one."""
     return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
 
 
 class RequestContext:
-    """Outermost: the request's id, its metrics, log line and span, and the answer where nothing inside gave one.
+    """The outermost middleware: the request's id, its metrics, log line and span, and an answer if nothing inside gave
+    one.
 
     Args:
-        policies: the Content-Security-Policy of pages by path; all else has a strict one.
+        policies: the Content-Security-Policy of pages by path; all other paths have a strict one.
         traces: where spans go, if anywhere.
     """
 
@@ -96,7 +97,7 @@ class RequestContext:
             logs.request_id.reset(entered)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """The status that was answered."""
+        """The status of the answer."""
         started = time.perf_counter()
         status = 0
         identity = scope["request_id"]
@@ -117,11 +118,11 @@ class RequestContext:
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            status = status or 499  # nobody is left to answer; nginx's number, for the metrics
+            status = status or 499  # the client is gone; nginx's number, for the metrics
         except Exception as error:
             log.exception("request %s: %s %r failed", identity, scope["method"], scope["path"])
             if status:
-                raise  # the answer has begun: all that is left is to break the connection off
+                raise  # the answer has begun: only the connection can be closed
             path = scope["path"]
             answer = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
             await answer(scope, receive, send_with_id)
@@ -175,16 +176,16 @@ class HeadAsGet:
 class BodyLimit:
     """Limits each body: its bytes, its time, and its share of the memory for all requests.
 
-    One that is too large is refused by its Content-Length before a byte is read, a chunked one on the way. Bytes count
-    towards admission from their arrival until the answer is sent, so clients that send and never finish, or that do
-    not read, take no more memory than admission gives.
+    One that is too large is refused by its Content-Length before a byte is read, a chunked one while it arrives. Bytes
+    count towards admission from their arrival until the answer is sent, so clients that never finish sending, or do not
+    read, take no more memory than admission allows.
 
     Args:
         app: what comes next.
         limit: most bytes of one body that carries images; others have a smaller limit.
-        timeout: seconds that a client may keep the server waiting for its body. Each 64 KiB extend what is left by
-            one, up to the whole.
-        admission: what the bytes count towards.
+        timeout: seconds that a client may keep the server waiting for its body. Each 64 KiB extend the remaining time
+            by one second, at most to the whole.
+        admission: counts the bytes.
     """
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float, admission: Admission) -> None:
@@ -202,7 +203,7 @@ class BodyLimit:
         if declared is not None and declared.isdigit() and int(declared) > limit:
             await _refuse(_too_large(limit), scope, receive, send)
             return
-        if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these; what comes stays in the socket
+        if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these: it stays in the socket
             await self.app(scope, receive, send)
             return
         with self.admission.reserve() as reservation:
@@ -210,7 +211,9 @@ class BodyLimit:
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
-        if body.refusal is not None and not body.answered:  # what came of it is given back, however long this takes
+        if (
+            body.refusal is not None and not body.answered
+        ):  # the bytes received so far are released, however long this takes
             await _refuse(body.refusal, scope, receive, send)
 
 
@@ -219,7 +222,7 @@ def _too_large(limit: int) -> Refusal:
 
 
 class _Body:
-    """One body on its way in. Once it is refused, that is the answer, whatever the route makes of it."""
+    """One body as it arrives. Once it is refused, that is the answer, whatever the route does."""
 
     def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
         self.refusal: Refusal | FxError | None = None
@@ -234,7 +237,7 @@ class _Body:
         self._complete = False
 
     async def receive(self) -> Message:
-        if self._complete:  # whoever asks now waits for the client to leave
+        if self._complete:  # a further call waits for the disconnect
             return await self._receive()
         if self.refusal is not None:
             raise _Refused
@@ -257,7 +260,7 @@ class _Body:
             await self._send(message)
 
     async def _in_time(self) -> Message:
-        """The next message. Only the time that is spent waiting for the client counts."""
+        """The next message. Only the time spent waiting for the client counts."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -279,12 +282,12 @@ class _Body:
 
 
 async def _refuse(refusal: Refusal | FxError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer while the client may still be sending, and close the connection."""
+    """Answer although the client may still be sending, and close the connection."""
     response = error_response(scope["path"], refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # The answer is out and complete by its Content-Length.
+    # The answer is complete by its Content-Length.
     thrown_away = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what the routes say of themselves, and what happens before any route is reached."""
+"""The OpenAPI document: the routes' own documentation, completed by what the middleware answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECURITY_SCHEME = {
 
 
 _OF_NO_ROUTE = ("not-http", "http-version", "head-too-large", "not-found", "method-not-allowed", "internal")
-"""Problems that may be answered before a route is found, or by any of them."""
+"""Problems that any route may answer, or the middleware before it."""
 
 
 def install(app: FastAPI) -> None:
@@ -37,7 +37,7 @@ def install(app: FastAPI) -> None:
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
-    # Routes refer to these by hand.
+    # Routes refer to these by name.
     _, shared = models_json_schema(
         [
             (Problem, "serialization"),
@@ -50,7 +50,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     schemas.update(shared["$defs"])
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answers, in whose place problems are given
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error schemas, which problems replace
         schemas.pop(name, None)
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
     components["responses"] = {slug: next(iter(problems.documented(slug).values())) for slug in _OF_NO_ROUTE}
@@ -61,7 +61,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_refusals(path: str, operation: dict[str, Any]) -> None:
-    """What the middleware may answer in place of a route."""
+    """The problems that the middleware may answer instead of a route."""
     slugs = ["misdirected"]
     if path not in OPEN:
         operation["security"] = [{"key": []}, {}]
@@ -73,7 +73,7 @@ def _add_refusals(path: str, operation: dict[str, Any]) -> None:
         documented, shape = routing.documented, "ErrorV2"
     elif path == embeddings.PATH:
         documented, shape = embeddings.documented, "OpenAIError"
-    # FastAPI's own; these have no such status.
+    # FastAPI adds it; these routes never answer it.
     if shape != "Problem" and operation["responses"].pop("422", None) is not None:
         slugs.append("invalid-request")
     # FastAPI adds the schema of a response's model itself; here it is too late for that.

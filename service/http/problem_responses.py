@@ -24,21 +24,21 @@ log = logging.getLogger("fxserve")
 
 
 def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """``document`` as an answer, in the form and with the status that errors have on ``path``."""
+    """``document`` as a response, with the shape and the status of errors on ``path``."""
     shown, status, media_type = document, int(document["status"]), MEDIA_TYPE
     headers = dict(headers or {})
     if path == "/v2" or path.startswith("/v2/"):
         shown, media_type, status = {"error": document["detail"]}, "application/json", status_without_422(status)
     elif path == embeddings.PATH:
         shown, media_type = embeddings.openai_error(document), "application/json"
-        if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients would try all of these again
+        if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients would retry all of these
             headers["X-Should-Retry"] = "false"
         status = status_without_422(status)
     return Response(json.dumps(finite(shown), default=str).encode(), status, headers, media_type)
 
 
 def error_response(path: str, error: FxError | Refusal) -> Response:
-    """The answer to a request that ended in ``error``."""
+    """The response to a request that failed with ``error``."""
     headers = dict(error.headers) if isinstance(error, Refusal) else {}
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
@@ -50,7 +50,7 @@ def error_response(path: str, error: FxError | Refusal) -> Response:
 
 
 def internal_response(path: str) -> Response:
-    """The answer to a request that met a defect of ours; only the log says what it was."""
+    """The response after a bug; only the log has the details."""
     return problem_response(path, problem(Refusal("internal", KINDS["internal"].example)))
 
 
@@ -85,7 +85,7 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
         allowed = ", ".join(_allowed(request))
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         return Refusal("method-not-allowed", detail, {"Allow": allowed})
-    if error.status_code == 400:  # FastAPI's word for a body that it could not parse and does not say why
+    if error.status_code == 400:  # FastAPI's detail for a body that it could not parse
         return Refusal("invalid-request", "the body cannot be parsed: it is not UTF-8, or is nested too deeply")
     if error.status_code < 500:
         return Refusal("invalid-request", str(error.detail), error.headers)
@@ -93,8 +93,8 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods that a path takes. Starlette's error has those of the first route with this path only, and there may
-    be a route for each method; nor does it have HEAD, which is answered as GET is."""
+    """The methods of a path. Starlette's error lists only those of the first route with this path, and lacks HEAD,
+    which is answered like GET."""
     scope = dict(request.scope)
 
     def routed(method: str) -> bool:

@@ -1,7 +1,7 @@
-"""Which of uvicorn's HTTP protocols a server process runs: ours over its httptools one, where that is as we know it.
+"""The HTTP protocol of a server process: our own over uvicorn's httptools protocol, if that is as expected.
 
-:mod:`service.http.connection` builds on classes of uvicorn that are not public. Where they have changed, uvicorn's own
-protocol over h11 serves instead: it reads the same requests, and waits without end for clients that stall.
+:mod:`service.http.connection` builds on classes of uvicorn that are not public. If they have changed, uvicorn's own
+protocol over h11 serves instead: it reads the same requests, but waits forever for clients that stall.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def chosen() -> str:
 
 
 def _fault() -> str | None:
-    """What is not as :mod:`service.http.connection` needs it; None if all is."""
+    """The first thing that :mod:`service.http.connection` needs and does not find; None if all is there."""
     try:
         importlib.import_module("uvicorn._types")
         module = importlib.import_module("uvicorn.protocols.http.httptools_impl")

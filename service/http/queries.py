@@ -1,4 +1,4 @@
-"""Query strings: what a route does not know is refused, since ignoring it answers another question than was asked."""
+"""Query strings: unknown parameters are refused, since ignoring one would answer another request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.schemas.problems import Refusal
 
 
 class Route(APIRoute):
-    """A route that refuses query parameters it does not have, and those given more than once."""
+    """A route that refuses unknown and repeated query parameters."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -32,7 +32,7 @@ class Route(APIRoute):
 
 
 def _names(dependant: Dependant) -> Iterator[str]:
-    """The query parameters of a route and of what it depends on."""
+    """The query parameters of a route and of its dependencies."""
     for field in dependant.query_params:
         kind = field.field_info.annotation
         if inspect.isclass(kind) and issubclass(kind, BaseModel):

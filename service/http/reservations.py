@@ -1,4 +1,4 @@
-"""Where a request's reservation is on its way from the middleware that makes it to the routes that add to it."""
+"""Passes a request's reservation in its scope, from the middleware that makes it to the routes that add to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _RESERVATION = "fxserve.reservation"
 
 
 def set_reservation(scope: Scope, reservation: Reservation) -> None:
-    """Let the routes find ``reservation``."""
+    """Store ``reservation`` in the scope."""
     scope[_RESERVATION] = reservation
 
 
 def reservation_of(scope: Scope) -> Reservation:
-    """What the request with a body, whose ``scope`` it is, holds until its answer is sent."""
+    """The reservation of the request with this ``scope``, which has a body."""
     reservation = scope[_RESERVATION]
     assert isinstance(reservation, Reservation)
     return reservation

@@ -22,7 +22,7 @@ _LONGEST = 1024
 """Most characters of query and header together that are cached; the path is bounded by its parameters."""
 
 _PARAMETERS = b"x-request-timeout"
-"""The header that such a route may take a parameter from, beside its path and query."""
+"""The only header that such a route may take a parameter from."""
 
 _CALLS = "fxserve.calls"
 
@@ -34,8 +34,8 @@ class RouteCache:
     """Innermost middleware, for :class:`CachedRoute`: a request whose path, query and timeout are known goes
     straight to the endpoint.
 
-    Clients ask the same for image after image. In a request of a few milliseconds, validation and FastAPI's handling of
-    dependencies are a quarter of the event loop's work, and finding the route is a sixth of the rest.
+    Clients send the same parameters with image after image. In a request of a few milliseconds, routing, validation and
+    FastAPI's dependencies are a good part of the event loop's work.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -60,8 +60,8 @@ class RouteCache:
 
 
 class CachedRoute(APIRoute):
-    """Validates the parameters of each distinct path, query and timeout once; from then on :class:`RouteCache` calls
-    the endpoint with them.
+    """Validates the parameters of each distinct path, query and timeout once; after that :class:`RouteCache` calls the
+    endpoint with them.
 
     An endpoint takes ``request``, and parameters of the path, the query or ``X-Request-Timeout``, which it must not
     change; it returns a response.
@@ -71,7 +71,7 @@ class CachedRoute(APIRoute):
         super().__init__(path, self._caching(endpoint), **options)
 
     def _caching(self, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Callable[..., Any]:
-        """The endpoint, with the same signature; what it is called with is remembered."""
+        """The endpoint with the same signature, which also caches its arguments."""
 
         @functools.wraps(endpoint)
         async def answer(request: Request, **parameters: Any) -> Response:
@@ -83,7 +83,7 @@ class CachedRoute(APIRoute):
                 calls[asked] = self, functools.partial(endpoint, **parameters)
             return await endpoint(request=request, **parameters)
 
-        # FastAPI would look up annotations that are text in this module, where they mean nothing.
+        # FastAPI would resolve annotations that are strings in this module, which does not have their names.
         signature, hints = inspect.signature(endpoint), get_type_hints(endpoint, include_extras=True)
         known = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
         answer.__signature__ = signature.replace(parameters=known, return_annotation=Response)  # type: ignore[attr-defined]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 SECONDS, BYTES = 10.0, 256 * 1024
-"""A client that has to be waited for must read that many bytes of its answer in that time; pieces of it are that
-large."""
+"""A client that the server waits for must read so many bytes of its answer in so many seconds; answers are sent in
+pieces of that size."""
 
 
 class SendTimeout:
@@ -24,13 +24,13 @@ class SendTimeout:
         self._unread = 0
 
     def start(self) -> None:
-        """Watch the client from now on, as writing waits for it."""
+        """Start the time limit: writing waits for the client."""
         self.stop()
         self._unread = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(SECONDS, self._check)
 
     def stop(self) -> None:
-        """Watch no more, as it has read what was written."""
+        """End the time limit: the client has read what was written."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""A server process around the application: what it prints, and how it ends."""
+"""Running server processes: their output, signals and end."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ which would otherwise send requests into connections that are being closed; and 
 def end_on_signals() -> None:
     """Make SIGTERM and SIGINT end the process at once, with exit code 0.
 
-    While it serves, uvicorn has its own handlers, which drain first and then hand the signal on to these. Before that
-    they are all there is: the first process of a container ignores a signal that it has no handler for.
+    While it serves, uvicorn's handlers drain first and then raise the signal for these. Before that these are the only
+    ones: the first process of a container ignores a signal without a handler.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 
 
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
-    """Serve ``app`` until a signal, then finish what was accepted."""
+    """Serve ``app`` until a signal, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings, log_level))
     _Server(config, device).run()
 
@@ -45,8 +45,8 @@ def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
     """Serve with several processes, which read their settings from the environment, until a signal.
 
-    They count together: whichever is asked for ``/metrics`` answers for all. They know the same extractors, which they
-    keep in a folder of their own where the settings name no store.
+    They share metrics: each answers ``/metrics`` for all. They share their extractors, in a temporary folder if the
+    settings name no store.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
         for name in ("metrics", "extractors"):
@@ -55,14 +55,14 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        # One that is silent for this long is replaced, and the one that SIGHUP begins has this long to be ready: torch
-        # has to be imported and each model of one's own to be tried, on a machine that is busy.
+        # A process that does not answer for this long is replaced, and one started by SIGHUP has this long to be ready:
+        # it imports torch and tries the operator's models, on a busy machine.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
         _supervise("service.app:create_app", factory=True, workers=settings.workers, **options)
 
 
 def _supervise(app: str, **options: Any) -> None:
-    """``uvicorn.run``, and each server process is replaced as soon as it has ended where uvicorn lets that be done."""
+    """``uvicorn.run``, with ended server processes replaced at once if uvicorn's supervisor allows it."""
     try:
         from service.http.supervisor import Supervisor
     except ImportError as error:
@@ -79,13 +79,13 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         "port": settings.port,
         "log_config": logs.config(settings.log_format, log_level),
         "log_level": log_level,
-        "access_log": False,  # ours knows the request's id and how long it took
+        "access_log": False,  # our own log line has the request's id and its duration
         "server_header": False,
-        # By name: a server process gets these before it can say that it lives, and the class needs torch.
+        # By name: a server process gets these before it answers the supervisor, and the class imports torch.
         "http": protocol_choice.chosen(),
         "ws": "none",
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        # What was accepted has had its grace period by then; this is for answers that nobody reads.
+        # Accepted requests have had their grace period by then; this is for clients that do not read their answers.
         "timeout_graceful_shutdown": 2,
     }
 
@@ -97,7 +97,7 @@ def _greeting(host: str, port: int, how: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens in one line, once it does."""
+    """Prints the address in one line, once the server listens."""
 
     def __init__(self, config: uvicorn.Config, device: str) -> None:
         super().__init__(config)
@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # Python's own way out collects every object of torch first: seconds, on a busy machine, of a grace period of ten.
+    # Python's own exit would collect every object of torch first, which takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

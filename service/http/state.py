@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the settings, and answers that are kept because they never change."""
+"""Objects that the routes share: the engine, the settings, and cached answers that never change."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 EXPORT_SECONDS = 600.0
-"""Least time that an export may take, with the wait for others before it."""
+"""Shortest time limit of an export, which includes waiting for others."""
 
 
 KEPT_BYTES = 64 * 1024**2
-"""Most bytes of encoded answers of one kind that are kept, as they never change."""
+"""Most bytes of cached answers of one kind."""
 
 KeptAnswers = ByteCache[tuple[object, ...], bytes]
 
@@ -44,7 +44,7 @@ def _kept_answers() -> KeptAnswers:
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """What ``/v2`` takes and answers under a model's name: its inputs, and the nodes where a request names none."""
+    """The tensors of ``/v2`` under a model's name: its inputs, and the nodes answered if a request names none."""
 
     inputs: list[TensorMetadata]
     nodes: list[str]
@@ -63,7 +63,7 @@ class State:
     metadata: KeptAnswers = field(default_factory=_kept_answers)
     # By model and structure, of which there are few.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
-    # Two profiles at a time would measure each other.
+    # Two profiles at a time would disturb each other.
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class State:
         self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), at_once=1, most=4)
 
     def models(self, source: Source | None = None) -> list[ModelEntry]:
-        """The models that are served here, timm's only by their ``source``."""
+        """The models served here, without timm's."""
         return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
 
     async def timms(self) -> list[ModelEntry]:
@@ -100,7 +100,7 @@ class State:
     def answer_headers(
         self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:
-        """The headers of every answer with features; metrics and traces are told how long its stages took.
+        """The headers of every answer with features; also records the stages' times in metrics and traces.
 
         Weights may have a file's name, in any script, and headers are ASCII: the name is percent-encoded.
         """
@@ -113,7 +113,7 @@ class State:
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which may trace a graph, off the event loop and in a place of :attr:`lookups`.
+        """Run ``work``, which may trace a graph, in a thread of :attr:`lookups`.
 
         Raises:
             AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
@@ -129,7 +129,7 @@ class State:
         self.exports.start()
 
     def close(self) -> None:
-        """Begin no more lookups and exports."""
+        """Start no more lookups and exports."""
         self.lookups.close()
         self.exports.close()
 
@@ -140,7 +140,7 @@ def _percent_encoded(name: str) -> str:
 
 
 def state_of(request: Request) -> State:
-    """What the application that answers ``request`` shares."""
+    """The state of the application that answers ``request``."""
     state = request.app.state.fxserve
     assert isinstance(state, State)
     return state
@@ -149,7 +149,7 @@ def state_of(request: Request) -> State:
 async def get_state(request: Request) -> State:
     """:func:`state_of` as a dependency: async, since FastAPI would run a plain function in a thread.
 
-    A dependency adds a third to what FastAPI takes for a request, so the hottest routes call :func:`state_of`.
+    A dependency adds to FastAPI's time for each request, so the hottest routes call :func:`state_of`.
     """
     return state_of(request)
 

@@ -1,10 +1,10 @@
 """Server processes that are replaced as soon as they have ended, by uvicorn's supervisor.
 
-Classes of uvicorn that are not public are used here. Where they are not as this version knows them, importing this
-module fails, and :func:`service.http.server.run_workers` leaves it all to ``uvicorn.run``.
+Classes of uvicorn that are not public are used here. If they are not as expected, importing this module fails, and
+:func:`service.http.server.run_workers` uses ``uvicorn.run``.
 
 Raises:
-    ImportError: they are not; it says what is missing.
+    ImportError: with what is missing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if _MISSING:
 
 
 class Supervisor(Multiprocess):
-    """Replaces a server process as soon as it has ended, also while it or another is silent.
+    """Replaces a server process as soon as it has ended, even while another does not answer.
 
-    uvicorn asks each in turn for a sign of life and waits for it. That a process was killed in the meantime is not
-    noticed then, because the parent holds the other end of its pipe, too.
+    uvicorn pings one process after another and waits for each. A process that is killed meanwhile is not noticed,
+    because the parent holds the other end of its pipe, too.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
@@ -44,7 +44,7 @@ class Supervisor(Multiprocess):
         super().keep_subprocess_alive()
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
-        """Whether ``process`` runs, and answered what it was asked no longer than ``timeout`` seconds ago."""
+        """Whether ``process`` runs, and answered a ping within the last ``timeout`` seconds."""
         if not process.process.is_alive():
             return False
         try:

@@ -1,4 +1,4 @@
-"""How far a backend is from eager float32, and how fast it is: measured, on photographs."""
+"""Measures how far a backend's outputs are from eager float32, and how fast it is, on photographs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def report(record: ExtractorRecord, serving: Candidate, candidates: Sequence[Can
 
 
 class Reference:
-    """An extractor's own module on photographs, for others to be compared with. Its methods run on the device worker.
+    """The reference: an extractor's own module, run on photographs. Its methods run on the device worker.
 
     Args:
-        module: unchanged: nothing folded, nothing in place.
+        module: as it was built: nothing folded, nothing in place.
         rows: each photograph as inputs with one row, all of one shape.
         precision: the extractor's.
     """
@@ -56,8 +56,8 @@ class Reference:
         return tuple(x.shape[1:] for x in self._rows[0])
 
     def batches(self) -> list[range]:
-        """The photographs of each batch to compare on: each alone, and two together twice, since a backend may do the
-        first batch of a size in another way than later ones."""
+        """The photographs of each batch to compare on: each alone, and a batch of two twice, since a backend may
+        compute the first batch of a size in another way than later ones."""
         return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
 
     def compare(self, lowered: Lowered, photographs: range) -> Verification:
@@ -65,7 +65,8 @@ class Reference:
         return verify(self._module, lowered, self._batch(photographs))
 
     def takes_another_size(self, lowered: Lowered) -> bool:
-        """Whether ``lowered`` agrees with the module for inputs a quarter larger; False where either takes none."""
+        """Whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
+        them."""
         larger = []
         for x in self._rows[0]:
             size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
@@ -84,7 +85,7 @@ class Reference:
         return timed(run, self._batch(range(rows)))
 
     def _batch(self, photographs: range) -> Inputs:
-        """A batch with a row for each of ``photographs``, of which there are as many as one asks for."""
+        """A batch with a row for each of ``photographs``, which are repeated as needed."""
         chosen = [self._rows[i % len(self._rows)] for i in photographs]
         return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
 
@@ -115,14 +116,14 @@ def example_rows(
 
 
 def check_photographs(record: ExtractorRecord, device: torch.device, count: int | None = None) -> list[Inputs]:
-    """The photographs that are shipped, or the first ``count``, as inputs of the extractor with one row each."""
+    """The shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
     size = record.preprocessing.nominal_size()
     rows = check_rows(record.preprocessing, record.inputs, photos()[:count], size)
     return [tuple(x.to(device, record.dtype) for x in row) for row in rows]
 
 
 def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:
-    """What int8 of ``record`` is calibrated on, one row each: photographs in ``folder``, or those that are shipped.
+    """Inputs to calibrate int8 of ``record`` on, one row each: photographs in ``folder``, or the shipped ones.
 
     Raises:
         ExtractorFailed: there are none in ``folder``.

@@ -1,4 +1,4 @@
-"""Which backend runs an extractor at first, and whether it can be had here in the precision that is asked for."""
+"""Which backend runs an extractor at first, and whether this machine has it in the precision asked for."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _NAMES = ("auto", "eager", "openvino", "inductor")
 
 
 def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
-    """The backend that a spec names, or what answers first where it names none."""
+    """The backend that a spec names; the one that answers first if it names none."""
     if spec.backend != "auto":
         return BACKENDS[spec.backend]
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
 
 
 def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
-    """Check that the backend and the precision of ``spec`` can be had on ``device``, together.
+    """Check that ``device`` has the backend of ``spec`` in its precision.
 
     Args:
         quantized: whether the model has torch's own int8 layers, which only eager runs.
 
     Raises:
-        Unsupported: they cannot; it says why.
+        Unsupported: it has not; the error says why.
     """
     if quantized:
         _check_served("backend", spec.backend, ("auto", "eager"))
@@ -49,7 +49,7 @@ def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) ->
 
 
 def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
-    """Whether the weights ``key`` are in memory a second time, in a lowered form, or about to be, for one ``known``."""
+    """Whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
     over = (record for record in known if record.model_key == key and not record.gone and record.run is not None)
     return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
 
@@ -60,5 +60,5 @@ def _check_served(field: str, value: str, available: Sequence[str]) -> None:
 
 
 def _keeps_floats(spec: ExtractorSpec) -> bool:
-    """Whether a spec names nodes that int8 leaves in float, which only torch's own int8 can do."""
+    """Whether a spec names nodes to keep in float under int8, which only torch's own int8 can do."""
     return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)

@@ -1,4 +1,4 @@
-"""Lowered modules with a guard: for inputs that they do not take, and for when they fail."""
+"""Lowered modules that fall back: on inputs that they do not take, and when they fail."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class OneSize:
 
 
 class Swapped:
-    """A backend that took over, with eager behind it: for other input sizes, and should it ever fail.
+    """A backend that replaced eager, which still runs other input sizes, and takes over again if the backend fails.
 
     Args:
-        lowered: what took over.
+        lowered: what replaced eager.
         eager: what served before.
         row_shapes: the only shapes of a row that ``lowered`` gets; None for any.
-        failed: told when ``lowered`` raised; it is not called again.
+        failed: called when ``lowered`` raised, which is not run again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""int8: what its layers lose, and what to ask for instead where it is too far from float32."""
+"""What each layer loses in int8, and what to ask for instead if int8 is too far from float32."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SIMULATED_IMAGES = 8  # that ranges are taken from
 _MOST_PATHS = 64  # that a request's keep_float may have
 _TRIES = 3
 _MARGIN = 0.003
-"""How much nearer to float32 than it must be a simulation is to be, since torch's own ranges differ."""
+"""Margin by which a simulation must be nearer to float32 than required: torch's own ranges differ from it."""
 
 
 class Passing:
-    """The search for nodes that ``keep_float`` makes int8 of a module pass with.
+    """The search for nodes with whose ``keep_float`` a module passes in int8.
 
-    They are the layers that lose most: as many as a simulation says, and twice as many where that is not enough.
+    They are the layers that lose most: first as many as a simulation says, then twice as many.
 
     Args:
         module: too far from float32 in int8.
@@ -66,7 +66,7 @@ class Passing:
             count *= 2
 
     def refusal(self, spec: ExtractorSpec, far: Candidate) -> BackendRefused:
-        """What to answer who asked for ``spec``, of which ``far`` was measured."""
+        """The error for ``spec``, whose candidate ``far`` is too far from float32."""
         changed: dict[str, Any] = spec.model_dump(mode="json")
         steps = changed["transforms"]
         if self._found is not None:
@@ -89,13 +89,13 @@ class Passing:
         )
 
     def _fewest(self, names: Sequence[str]) -> int:
-        """How many of the layers ``names`` have to stay in float, as the simulation has it."""
+        """How many of the layers ``names`` have to stay in float, by the simulation."""
         counts = range(1, len(names))
         return bisect_left(counts, MIN_COSINE + _MARGIN, key=lambda n: self._simulation.cosine(names[:n])) + 1
 
 
 def shortest_paths(kept: Collection[str], every: Sequence[str]) -> list[str]:
-    """``kept`` by as few paths as mean none of the others in ``every``.
+    """The fewest paths that cover all of ``kept`` and nothing else in ``every``.
 
     >>> shortest_paths(["a.b.conv1", "a.b.conv2", "c"], ["a.b.conv1", "a.b.conv2", "a.d", "c", "c1"])
     ['a.b', 'c']
@@ -106,7 +106,7 @@ def shortest_paths(kept: Collection[str], every: Sequence[str]) -> list[str]:
         parts = name.split(".")
         prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
         free = (p for p in prefixes if not any(f"{other}.".startswith(p + ".") for other in others))
-        paths[next(free, name)] = None  # the name itself means all that is under it, too
+        paths[next(free, name)] = None  # a name also means everything under it
     return [path for path in paths if not any(path.startswith(other + ".") for other in paths)]
 
 

@@ -1,4 +1,4 @@
-"""Lowering extractors to backends, each until it is done or nobody wants it any more."""
+"""Lowering extractors to backends, which can be cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lowering:
 
     Args:
         device: where extractors run.
-        trials: confirms artifacts that were kept.
+        trials: confirms cached artifacts.
         settings: threads, cache, and the photographs for calibration.
     """
 
@@ -35,20 +35,20 @@ class Lowering:
         self._device = device
         self._trials = trials
         self._settings = settings
-        self._cancelled: dict[ExtractorRecord, threading.Event] = {}  # of what is being lowered
-        # Extractors by id, and backends, whose artifact was made again: one that is no better then is not damaged.
+        self._cancelled: dict[ExtractorRecord, threading.Event] = {}  # of the lowerings in progress
+        # (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
         self._remade: set[tuple[str, str]] = set()
 
     def options(self, record: ExtractorRecord) -> Options:
-        """What a backend is told of ``record``."""
+        """How to lower ``record``, for a backend."""
         return Options(self._device, record.spec.precision, self._settings.compute_threads, self._settings.cache_dir)
 
     async def lower(
         self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
     ) -> tuple[Lowered, Reference]:
-        """Lower in ``pool``; with it come the photographs to compare on.
+        """Lower ``record`` in ``pool``; also gives the reference to compare with.
 
-        An artifact that was kept is tried on the first of them, since a damaged one may load and be wrong.
+        A cached artifact is tried on one photograph: a damaged one may load and compute something else.
 
         Raises:
             LoweringFailed: the backend does not take the model, or the lowering was cancelled.
@@ -71,7 +71,7 @@ class Lowering:
             artifact = record.id, backend.name
             recalled = getattr(lowered, "recalled", False) and artifact not in self._remade
             if recalled and not await self._confirmed(backend, reference, lowered):
-                log.warning("the compiled model of extractor %s is wrong, and made again", record.id)
+                log.warning("the cached compiled model of extractor %s is wrong and is compiled again", record.id)
                 self._remade.add(artifact)
                 lowered, reference = await in_pool(pool, work, False)
             return lowered, reference
@@ -79,12 +79,12 @@ class Lowering:
             del self._cancelled[record]
 
     def cancel(self, record: ExtractorRecord) -> None:
-        """End what is being lowered for ``record``, if anything is."""
+        """Cancel the lowering of ``record``, if there is one."""
         if record in self._cancelled:
             self._cancelled[record].set()
 
     def cancel_all(self) -> None:
-        """End all that is being lowered."""
+        """Cancel all lowerings."""
         for cancelled in self._cancelled.values():
             cancelled.set()
 

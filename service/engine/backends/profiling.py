@@ -18,19 +18,19 @@ from service.engine.device.queue import Queue
 from service.engine.record import ExtractorRecord
 
 PROFILE_RUNS = 5
-"""Runs that the medians are over."""
+"""Runs that the medians are taken over."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A profile, of what, and beside it what serves.
+    """A profile of an extractor's graph, and the time of the backend that serves.
 
     Attributes:
         profile: of the graph that torch.fx runs, node by node.
-        precision: what that graph computes in. It is the graph that serves only for int8 on eager: other backends run
-            no graph, and eager in float one with batch norms folded.
-        backend: what serves.
-        milliseconds: median time that what serves takes for the same photograph.
+        precision: what that graph computes in. The graph is the one that serves only for int8 on eager: other backends
+            run none, and eager in float runs one with batch norms folded.
+        backend: the one that serves.
+        milliseconds: median time of ``backend`` for the same photograph.
     """
 
     profile: Profile
@@ -42,8 +42,8 @@ class Measured:
 async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) -> Measured:
     """Profile ``record`` on a photograph: its own int8 graph where eager serves one, else the extractor in eager.
 
-    On the device worker, so that nothing else computes meanwhile; a run at a time, when nothing waits or after a second
-    between two batches, so that requests wait for one run at most.
+    Runs on the device worker, so that nothing else computes at the same time: one run when no request waits, or after a
+    second between two batches, so that requests wait for one run at most.
 
     Args:
         queue: the device worker's.

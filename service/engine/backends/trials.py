@@ -1,6 +1,6 @@
-"""Comparing a lowered extractor with eager and timing both, on the device worker, one forward pass at a time.
+"""Compares a lowered extractor with eager and times both, on the device worker, one forward pass at a time.
 
-A pass runs when nothing waits, or, on a service that is never quiet, after at most a second between two batches.
+A pass runs when no request waits, or, on a service that is always busy, within a second between two batches.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from service.engine.errors import EngineError
 T = TypeVar("T")
 
 _SLOWEST_PASS = 0.5
-"""About the most seconds of a forward pass that is timed, as requests wait for it."""
+"""About the longest forward pass to time, in seconds: requests wait for it."""
 
 _WARM_SECONDS = 0.25
-"""Sizes of batch that take longer are not warmed: their first pass is little slower than the next, and a start that
-waits for it takes a second longer."""
+"""Batch sizes that take longer than this many seconds are not warmed up: their first pass is little slower than the
+next, and the start would wait for it."""
 
 _ROUNDS = 3
 
 _CLEAR = 0.6
-"""A candidate that took so much of eager's time is the faster one whatever further rounds would say: its first pass of
-a size, which compilers take longer for, is among what was measured, and requests wait while it is timed."""
+"""A candidate under this share of eager's time is taken to be faster without further rounds: requests wait while it is
+timed, and the first pass of a size, which is slow with compilers, is already among those measured."""
 
 
 class Trials:
@@ -45,7 +45,7 @@ class Trials:
         self._max_batch = max_batch
 
     async def compare(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
-        """Measure how far ``lowered`` is from the reference, on all photographs and for another size."""
+        """Measure how far ``lowered`` is from the reference, on all photographs and for another input size."""
         for photographs in reference.batches():
             candidate.take(await self._run(reference.compare, lowered, photographs), reference.precision)
         candidate.any_size = await self._run(reference.takes_another_size, lowered)
@@ -55,7 +55,7 @@ class Trials:
         candidate.take(await self._run(reference.compare, lowered, range(1)), reference.precision)
 
     async def warm(self, reference: Reference, lowered: Lowered) -> None:
-        """Run each size of batch once that does not take long, so that few requests wait for a first time."""
+        """Run each batch size that does not take long once, so that few requests wait for a first pass."""
         single = await self._run(reference.timed, lowered, 1)
         for rows in range(2, self._max_batch + 1):
             if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
@@ -64,7 +64,8 @@ class Trials:
     async def race(
         self, reference: Reference, own: Candidate, eager: Lowered, candidate: Candidate, lowered: Lowered
     ) -> bool:
-        """Time both at one row and at a full batch, in turns until it is clear; whether the candidate is faster.
+        """Time both at one row and at a full batch, alternating until the result is clear; whether the candidate is
+        faster.
 
         Args:
             own: takes the times of ``eager``.

@@ -5,7 +5,7 @@ float32 on photographs, and timed; it takes over between two batches if it agree
 start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
 compared before the first request, and used or refused.
 
-Lowering runs in processes of its own, one at a time; comparing and timing on the device worker, when nothing waits
+Lowering runs in child processes, one at a time; comparing and timing run on the device worker, when no request waits
 (:mod:`service.engine.backends.trials`).
 """
 
@@ -45,7 +45,8 @@ from service.settings import Settings
 log = logging.getLogger("fxserve.upgrades")
 
 WORTH_A_COPY = 16
-"""Images that an extractor answers before it gets a lowered copy of weights of which another has one already."""
+"""Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
+already."""
 
 
 class Upgrades:
@@ -53,7 +54,7 @@ class Upgrades:
 
     Args:
         device: where extractors run.
-        queue: the device worker's, for what has to run there.
+        queue: the device worker's.
         settings: threads, cache, and whether ``auto`` looks for something faster.
     """
 
@@ -63,10 +64,10 @@ class Upgrades:
         self._verdicts = Verdicts(settings)
         self._trials = Trials(queue, settings.max_batch)
         self._lowering = Lowering(device, self._trials, settings)
-        # What somebody waits for does not queue behind what nobody does.
+        # Two pools: what a request waits for does not queue behind background work.
         self._asked = Pool(1, "fxserve-lower", compute_on, device, 1)
         self._unasked = Pool(1, "fxserve-improve", compute_on, device, 1)
-        # Called when another backend took over, which takes memory.
+        # Called when another backend has taken over, which takes memory.
         self.on_upgrade: Callable[[], object] = lambda: None
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
         self._checks: set[asyncio.Task[Candidate]] = set()
@@ -77,7 +78,7 @@ class Upgrades:
         self._unasked.start()
 
     def close(self) -> None:
-        """End what is being lowered."""
+        """Cancel all lowerings and searches."""
         self._lowering.cancel_all()
         for record in self._improved:
             if record.upgrade is not None:
@@ -88,9 +89,9 @@ class Upgrades:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, record: ExtractorRecord) -> None:
-        """Lower nothing more for ``record``, which is gone from now on, unless requests wait for what is being lowered.
+        """Lower nothing more for ``record``, which is deleted or unloaded, unless requests wait for its lowering.
 
-        What was begun for it would keep others waiting, and memory in use, for nobody.
+        A lowering that nobody uses would keep others waiting and memory in use.
         """
         record.gone = True
         if record.check is not None:
@@ -99,16 +100,16 @@ class Upgrades:
         if searching or not record.users:
             self._cancel(record)
         if searching:
-            self._unasked.submit(tidy)  # runs once what is being lowered there has released it
+            self._unasked.submit(tidy)  # runs once the lowering in that pool has released it
 
     async def first(
         self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor
     ) -> None:
-        """Give ``record`` what runs its first request.
+        """Set what runs the first request of ``record``.
 
         Args:
             original: computes what the model itself does: ``extractor.module`` before any transform.
-            pool: where eager is prepared, which takes no longer than building an extractor does.
+            pool: the threads that prepare eager, which is as quick as building an extractor.
 
         Raises:
             BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
@@ -123,7 +124,7 @@ class Upgrades:
             await self._lowered_first(record, extractor, backend)
 
     async def _lowered_first(self, record: ExtractorRecord, extractor: Extractor, backend: Backend) -> None:
-        """Lower before the first request, compare, and serve by it or refuse."""
+        """Lower before the first request and compare: the backend serves, or the spec is refused."""
         spec = record.spec
         candidate = Candidate(backend.name)
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
@@ -156,10 +157,10 @@ class Upgrades:
     ) -> Candidate:
         """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
 
-        It runs beside the requests, which do not wait for it; until it is done, or where it fails, the errors are None.
+        Requests do not wait for it; until it is done, or if it fails, the errors are None.
         """
         try:
-            # Not in a pool: what that is busy with takes longer than this does.
+            # Not in a pool, whose work takes longer than this does.
             rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
             reference = Reference(original, rows, record.spec.precision)
             await self._trials.compare_one(own, reference, eager)
@@ -173,13 +174,13 @@ class Upgrades:
         return own
 
     def _begin(self, record: ExtractorRecord, check: Coroutine[Any, Any, Candidate]) -> None:
-        """Begin a measurement of what serves ``record``, for which nobody waits."""
+        """Start a measurement of ``record`` in the background."""
         record.check = asyncio.create_task(check)
         self._checks.add(record.check)
         record.check.add_done_callback(self._checks.discard)
 
     async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
-        """Tell what each layer loses in int8, where the backend itself does not know."""
+        """Measure what each layer loses in int8, unless the backend reports it itself."""
         try:
             made = await in_pool(self._unasked, simulation, record, extractor, self._settings.calibration_dir)
             layers = await in_pool(self._unasked, made.layers)
@@ -192,7 +193,8 @@ class Upgrades:
     async def _too_far(
         self, record: ExtractorRecord, extractor: Extractor, far: Candidate, reference: Reference, lowered: Lowered
     ) -> BackendRefused:
-        """What to answer where int8 is too far from float32; finding what passes may take as long as lowering did."""
+        """The error for a spec whose int8 is too far from float32; finding nodes to keep in float may take as long as
+        lowering."""
 
         async def attempt(module: fx.GraphModule) -> Candidate:
             changed = replace(extractor, module=module)
@@ -210,16 +212,17 @@ class Upgrades:
         return passing.refusal(record.spec, far)
 
     def used(self, record: ExtractorRecord, images: int) -> None:
-        """Note that ``record`` answered a request; it may have become worth a faster backend."""
+        """Count a request that ``record`` answered, and look for a faster backend if it has answered enough."""
         record.images += images
         if record.upgrade is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
             self.improve(record)
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
-        """Start looking for a faster backend, unless that was done, there is none to look for, or ``record`` went."""
+        """Start looking for a faster backend, unless that was done, there is none, or ``record`` is deleted or
+        unloaded."""
         if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
             return None
-        precision = record.spec.precision  # what serves int8 was chosen at first, for the nodes that it keeps in float
+        precision = record.spec.precision  # int8's backend was chosen at the start, by the nodes to keep in float
         candidates = faster_than_eager(self._device, precision) if precision != "int8" else []
         if record.upgrade is None and candidates and not record.entry.is_quantized(record.weights):
             self._improved.add(record)
@@ -227,7 +230,7 @@ class Upgrades:
         return record.upgrade
 
     async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
-        """Try ``backends`` in turn until one takes over from eager."""
+        """Try ``backends``, one after another, until one replaces eager."""
         eager = record.run
         if eager is None:
             return
@@ -245,7 +248,8 @@ class Upgrades:
                 if faster and record.run is eager:  # else it was evicted meanwhile
                     own.state, candidate.state = "replaced", "serving"
                     shapes = None if candidate.any_size else reference.row_shapes
-                    # For other sizes eager stays as fast as it was; a mere safeguard need not hold folded weights.
+                    # Eager still runs other sizes and stays as fast; if it is only the fallback, it need not hold
+                    # folded weights.
                     behind = Plain(extractor.module) if candidate.any_size else eager
                     record.run = Swapped(lowered, behind, shapes, self._retirer(record, own, candidate, candidates))
                     record.backend = candidate.backend
@@ -265,7 +269,7 @@ class Upgrades:
         await in_pool(self._unasked, tidy)
 
     def _cancel(self, record: ExtractorRecord) -> None:
-        """End what is being lowered for ``record``, and the search that it is for."""
+        """Cancel the lowering of ``record``, and the search that it is part of."""
         self._lowering.cancel(record)
         if record.upgrade is not None:
             record.upgrade.cancel()
@@ -279,8 +283,9 @@ class Upgrades:
         candidate: Candidate,
         lowered: Lowered,
     ) -> bool:
-        """Whether the candidate agrees and is faster: as was found before, if a photograph confirms it, or is now."""
-        # Not in the pool that lowers: what others have lowered there would be waited for.
+        """Whether the candidate agrees and is faster: by a cached verdict that one photograph confirms, else measured
+        now."""
+        # Not in the pool that lowers, where it would wait for the lowerings of others.
         known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
@@ -298,11 +303,13 @@ class Upgrades:
     def _retirer(
         self, record: ExtractorRecord, eager: Candidate, candidate: Candidate, candidates: list[Candidate]
     ) -> Callable[[BaseException], None]:
-        """What the worker calls when a backend that took over fails a batch: eager serves again."""
+        """The callback for a backend that fails a batch after it took over: eager serves again."""
         loop = asyncio.get_running_loop()
 
         def retire(error: BaseException) -> None:
-            log.error("%s failed for extractor %s; eager goes on: %s", candidate.backend, record.id, summarize(error))
+            log.error(
+                "%s failed for extractor %s; eager serves it again: %s", candidate.backend, record.id, summarize(error)
+            )
             candidate.state, candidate.reason = "failed", summarize(error)
             eager.state = "serving"
             record.backend = "eager"

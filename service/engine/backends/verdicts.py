@@ -1,8 +1,8 @@
-"""What was found when a backend was compared and tried, kept for the next start.
+"""A cache of verdicts: which backend agreed and was faster, for the next start.
 
-For resnet50 that takes six seconds, half of the time in which a server that preloads it is ready. Only verdicts in
-favour of a backend are kept. A verdict is valid while everything that it depends on stays the same, and even then it is
-confirmed on one photograph.
+Comparing and timing take a good part of the start of a server that preloads extractors. Only verdicts in favour of a
+backend are kept. A verdict is valid while everything that it depends on stays the same, and even then it is confirmed
+on one photograph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.machine import processor
 from service.settings import Settings
 
 KEPT = 1000
-"""Most verdicts in a cache, of half a kilobyte each; those not written for longest go first."""
+"""Most verdicts in a cache, of half a kilobyte each; the oldest are removed first."""
 
 
 class Verdicts:
@@ -37,17 +37,17 @@ class Verdicts:
         self._settings = settings
 
     def read(self, record: ExtractorRecord, backend: str) -> list[Candidate] | None:
-        """What ``backend`` replaced and it itself, as they were measured for ``record``; None if nothing is known."""
+        """The replaced candidate and that of ``backend``, as measured for ``record``; None if there is no verdict."""
         if self._folder is None:
             return None
         try:
             own, other = json.loads((self._folder / self._name(record, backend)).read_text())
             return [Candidate(**own), Candidate(**other)]
-        except (OSError, ValueError, TypeError):  # there is none, or it is damaged, or of another version
+        except (OSError, ValueError, TypeError):  # it does not exist, is damaged, or of another version
             return None
 
     def write(self, record: ExtractorRecord, own: Candidate, candidate: Candidate) -> None:
-        """Keep that ``candidate`` agrees and is faster than ``own``, if the cache can be written."""
+        """Save that ``candidate`` agrees and is faster than ``own``, if the cache can be written."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
@@ -60,7 +60,8 @@ class Verdicts:
                 old.unlink(missing_ok=True)
 
     def _name(self, record: ExtractorRecord, backend: str) -> str:
-        """A hash of what a verdict depends on; of the weights it is their name, hence the photograph."""
+        """A hash of what a verdict depends on. Of the weights it has only the name, which is why a photograph confirms
+        it."""
         packages = ("fxserve", "torch", "torchvision", backend)
         decisive = {
             "extractor": record.id,

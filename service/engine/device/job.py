@@ -1,4 +1,4 @@
-"""One request's work on the device: its rows, and the answer that is put together from them."""
+"""One request's work on the device: its rows, and the answer assembled from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from service.engine.regions import Regions
 
 
 class _Once:
-    """A flag that threads set once: of those that set it, one is told that it did."""
+    """A flag that is set once; of several threads that set it, exactly one gets True."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def set(self) -> bool:
-        """Set it, and whether it was not set before."""
+        """Set it; whether it was not set before."""
         return self._lock.acquire(blocking=False)
 
     def is_set(self) -> bool:
@@ -35,18 +35,18 @@ class _Once:
 
 
 class Job:
-    """One request on its way through the device worker; made on the event loop that waits for its answer.
+    """One request in the device worker; made on the event loop that waits for its answer.
 
-    The first of these settles it: the worker once all rows are there, a decoder that fails, or the event loop when
-    nobody waits any more. ``queued`` (on the clock of ``time.monotonic()``) is set by whoever queues its rows;
+    It is settled once, by the first of: the worker when all rows are done, a decoder that fails, or the event loop when
+    the caller is gone. ``queued`` (on the clock of ``time.monotonic()``) is set by the thread that queues its rows;
     everything else belongs to the worker.
 
     Args:
         record: the extractor.
         options: what to do with its outputs.
         rows: how many rows the answer has.
-        deadline: when the work becomes worthless, on the clock of ``time.monotonic()``.
-        regions: what is pooled of the rows, where not all of each is: the answer has a row for each region then.
+        deadline: of the request, on the clock of ``time.monotonic()``.
+        regions: the boxes to pool, if any: the answer has a row for each then.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Job:
         self._answer: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
 
     async def answer(self) -> dict[str, Tensor]:
-        """The outputs by key, ``[rows, ...]`` on the CPU. Once the call is cancelled nobody wants the job any more.
+        """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
             EngineError: what the job failed of.
@@ -83,7 +83,7 @@ class Job:
             self._settled.set()
 
     def wanted(self) -> bool:
-        """Whether somebody still waits for the answer and it can still come in time."""
+        """Whether the caller still waits and the deadline has not passed."""
         if not self._settled.is_set() and time.monotonic() > self.deadline:
             self.fail(DeadlineExceeded())
         return not self._settled.is_set()
@@ -93,7 +93,7 @@ class Job:
         return rows if self.regions is None else self.regions.of(rows)
 
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
-        """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery makes the
+        """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery completes the
         answer, which :func:`announce` brings to the event loop."""
         if self._settled.is_set():
             return
@@ -114,7 +114,7 @@ class Job:
             self._outcome, self._outputs = self._outputs, {}
 
     def fail(self, error: BaseException) -> None:
-        """Answer with ``error``, unless there is an answer already or nobody waits."""
+        """Answer with ``error``, unless the job is settled."""
         if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
         if self._settled.set():
@@ -123,7 +123,7 @@ class Job:
         announce((self,))
 
     def _own(self, values: Tensor) -> Tensor:
-        """``values`` in memory that neither a batch mate nor another key sees."""
+        """``values`` in memory that no other job of the batch and no other key shares."""
         values = values.contiguous()
         storage = values.untyped_storage()
         taken = {tensor.untyped_storage().data_ptr() for tensor in self._outputs.values()}
@@ -132,9 +132,9 @@ class Job:
         return values
 
     def _arrive(self) -> None:
-        """On the event loop: wake who waits."""
+        """On the event loop: wake the caller."""
         outcome, self._outcome = self._outcome, None
-        if outcome is None or self._answer.done():  # nobody waits any more, or it is here already
+        if outcome is None or self._answer.done():  # the caller is gone, or was woken already
             return
         if isinstance(outcome, Exception):
             self._answer.set_exception(outcome)
@@ -143,13 +143,13 @@ class Job:
 
 
 def announce(jobs: Sequence[Job]) -> None:
-    """Bring the answers of those of ``jobs``, all of one event loop, that are settled to whoever waits for them.
+    """Wake the callers of those of ``jobs`` that are settled; all are of one event loop.
 
-    A call for each would wake the loop for each, which then takes turns at the interpreter with its caller.
+    One call for all: each call wakes the loop, which then competes with this thread for the GIL.
     """
     settled = [job for job in jobs if job._settled.is_set()]
     if settled:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed
             settled[0]._loop.call_soon_threadsafe(_arrive, settled)
 
 
@@ -163,7 +163,7 @@ class Item:
     """Rows of one job that have one shape.
 
     Attributes:
-        rows: their places in the answer.
+        rows: their indices in the answer.
         inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
             :meth:`fxcore.images.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
         row_bytes: what one row takes on the device while it is computed, by prediction; above zero.

@@ -1,4 +1,4 @@
-"""Which rows of a batch's outputs go to whom."""
+"""The outputs of a batch, split among its jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OutputRows(NamedTuple):
 
 
 def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
-    """Items that want the same done with their outputs, with the batch rows they take (None: all, in order)."""
+    """Items grouped by their options, with the batch rows of each group (None: all, in order)."""
     groups: dict[FeatureOptions, tuple[list[Item], list[int]]] = {}
     start = 0
     for item in items:
@@ -40,7 +40,7 @@ def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], 
 
 
 def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
-    """What goes to whom, in the order of ``items``; those of a job that follow one another are one delivery."""
+    """The deliveries to jobs, in the order of ``items``; consecutive items of one job are one delivery."""
     deliveries: list[tuple[Job, range]] = []
     for item in items:
         job, rows = deliveries[-1] if deliveries else (None, range(0))
@@ -54,13 +54,13 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 def finish(
     outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
 ) -> dict[str, Tensor]:
-    """What ``options`` ask for of a batch's outputs, by key, on the CPU.
+    """A batch's outputs with ``options`` applied, by key, on the CPU.
 
     Args:
         outputs: of the whole batch.
         options: of ``items``.
-        items: those of the batch that want this.
-        rows: the batch's rows that are theirs; None for all, in order.
+        items: those of the batch with these options.
+        rows: their rows in the batch; None for all, in order.
     """
     finished = {}
     for key, layout, values in outputs:
@@ -76,15 +76,14 @@ def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 
 def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """What is pooled of the output ``key`` of ``items``, which have one input shape: the boxes of each row, and the
-    places of the map."""
+    """The boxes of each row of ``items``, which have one input shape, and the grid of the output ``key``."""
     boxes = [regions.boxes[row] for item in items if (regions := item.job.regions) for row in item.rows]
     first = items[0].job.regions
     return boxes, None if first is None else first.grids[items[0].rows.start][key]
 
 
 def _on_cpu(values: Tensor) -> Tensor:
-    """``values.cpu()``, not called where there is nothing to do, because it releases the GIL even then.
+    """``values.cpu()``, which is skipped on the CPU because it releases the GIL even then.
 
     Values are made contiguous on their device, which is many times faster there than on the CPU.
     """

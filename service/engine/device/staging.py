@@ -1,8 +1,7 @@
-"""Memory that batches are put together in, and copies out of them.
+"""Reused memory that batches are assembled in, and copies out of it.
 
-Each call into torch releases the GIL, and on a busy server waits 0.1 ms to get it back: with a dozen calls a batch and
-two a row the device worker lost a tenth of its time. So there are few of them here: views are kept, and NumPy
-allocates.
+Most calls into torch release the GIL, and on a busy server it takes a while to get it back. So there are few of them
+here: views are cached, and NumPy allocates.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from fxcore.tensors import raw_bytes
 from service.engine.device.threads import alone
 
 LARGEST = 64 * 1024**2
-"""Bytes that stay taken for each input of a model; larger batches get memory of their own."""
+"""Most bytes that are kept for each input of a model; larger batches are allocated."""
 
 _COPIED_WITH_GIL = 1024**2
-"""Most bytes that are copied without releasing the GIL: copying them takes less time than getting it back would."""
+"""Most bytes that are copied while holding the GIL, which is quicker than getting it back."""
 
 _REMEMBERED_VIEWS = 64
 
 
 class Staging:
-    """Puts batches together in memory that is taken once. One thread uses it, one batch at a time.
+    """Assembles batches in reused memory. One thread uses it, one batch at a time.
 
-    Fresh memory for every batch costs more than the copying: the system hands it out page by page, and clears each. For
-    CUDA it is page-locked, which the copy to the device needs to be fast.
+    Fresh memory for every batch costs more than copying into it: the system clears each page. For CUDA the memory is
+    pinned, which makes the copy to the device fast.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +38,7 @@ class Staging:
         self._views: dict[Hashable, tuple[Tensor, memoryview]] = {}
 
     def inputs(self, parts: Sequence[tuple[Tensor, ...]], decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A model's inputs on the device, good until the next call.
+        """A model's inputs on the device, valid until the next call.
 
         Args:
             parts: of each of its rows, or of several, one tensor ``[n, ...]`` for each input. All have one shape, but
@@ -63,11 +62,11 @@ class Staging:
         wanted = dtype if rows.is_floating_point() else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
-        # In one call, a copy to CUDA would first make one in pageable memory, with another memory format.
+        # Two calls: one would first convert into pageable memory, with another memory format.
         return rows.to(self._device, non_blocking=True).to(wanted)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor of several; a single one is handed on as it is."""
+        """``parts`` as one tensor; a single one as it is."""
         there = [part for part in parts if not part.is_cpu]
         for part in there:
             if part.is_cuda:  # its memory must not be reused on the decoder's stream before this stream has read it
@@ -91,18 +90,18 @@ class Staging:
     def _taken(
         self, place: int, dtype: torch.dtype, shape: torch.Size, channels_last: bool = False
     ) -> tuple[Tensor, memoryview]:
-        """A tensor in memory that stays taken, and its bytes in the order they lie in."""
+        """A tensor in reused memory, and its bytes in memory order."""
         known = self._views.get((place, dtype, shape, channels_last))
         if known is not None:
             return known
         count = shape.numel()
         memory = self._memory.get((place, dtype))
         if memory is None or memory.numel() <= count:
-            # One more than any batch fills: an answer that is a model's input is then not all of its memory, so that
-            # its job copies it, and the next batch leaves it alone.
+            # One element more than a batch fills: a job copies what is not all of its memory, so an answer that is the
+            # model's input is not overwritten by the next batch.
             memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = memory
-            self._views.clear()  # some keep the smaller memory that this one replaces
+            self._views.clear()  # some are of the smaller memory that this replaces
         if len(self._views) >= _REMEMBERED_VIEWS:
             self._views.clear()
         flat = memory[:count]
@@ -113,10 +112,10 @@ class Staging:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy of a CPU tensor in memory of its own, made by this thread alone.
+    """A contiguous copy of a CPU tensor, made on the calling thread only.
 
-    torch shares a copy of over 32,768 values among its threads, and then waits for one that may have no core while
-    images are decoded.
+    torch splits a copy of over 32,768 values among its threads, and waits for the last of them, which may have no core
+    while images are decoded.
     """
     if not tensor.numel() or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -129,7 +128,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def copy_rows(whole: Tensor, start: int, values: Tensor) -> None:
-    """Copy ``values`` to the rows of ``whole``, which is contiguous, from ``start`` on; by this thread alone."""
+    """Copy ``values`` to the rows of ``whole``, which is contiguous, from ``start`` on; on the calling thread only."""
     if values.numel():
         place = start * (values.nbytes // values.shape[0])
         _copy(raw_bytes(whole)[place : place + values.nbytes], raw_bytes(values))

@@ -1,4 +1,4 @@
-"""Threads that torch may use, and calls into other threads."""
+"""Threads: how many torch uses, their priorities, and pools of them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ T = TypeVar("T")
 _SWITCH_SECONDS = 0.001
 
 ANSWERING, DECODING = 5, 10
-"""How far below computing their priority is, in steps of nice, each worth a fifth of a core's time."""
+"""Niceness of the threads that answer and decode, above that of those that compute."""
 
-# Read once: a thread that serves a second time must not go lower still, and cannot come back up.
+# Read once: a reused thread must not get a lower priority each time, and cannot raise it again.
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 
 def switch_often() -> None:
     """Have threads of this process release the GIL after a millisecond when others wait for it.
 
-    Python's default of five is a fifth of a batch. The device worker waits for the GIL after every forward pass, while
-    the event loop answers for the batch before. With one, resnet50 was answered 1.03 times as often at 8 connections,
-    and mobilenet_v3_small 1.02 to 1.05 times at 32 and 0.98 to 1.10 times at 8 (medians of seven turns, 2 cores).
+    The device worker waits for the GIL after every forward pass, while the event loop answers for the batch before.
+    Python's default of five milliseconds is a good part of a batch of a small model.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
 
@@ -40,7 +39,7 @@ def switch_often() -> None:
 _SPARE = 8
 
 MOST_THREADS = 256
-"""Most threads that compiled models may have."""
+"""Most threads that all compiled models may have together."""
 
 
 def thread_trouble() -> str | None:
@@ -53,7 +52,7 @@ def thread_trouble() -> str | None:
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool whose threads can be started beforehand: later the system may have none left.
+    """A pool whose threads can all be started at the beginning: later the system may have none left.
 
     Args:
         threads: how many.
@@ -76,39 +75,36 @@ class Pool(ThreadPoolExecutor):
         together = threading.Barrier(self._threads_wanted)
         try:
             for _ in range(self._threads_wanted):
-                self.submit(together.wait)  # each keeps a thread until all are there
+                self.submit(together.wait)  # each blocks its thread until all have started
         except RuntimeError:
             together.abort()
             raise
 
 
 def compute_with(threads: int) -> None:
-    """Let torch use ``threads`` threads for what the calling thread computes, whatever other threads choose.
+    """Let torch use ``threads`` threads for what the calling thread computes, whatever other threads set.
 
-    ``set_num_threads`` alone does not do it: a thread that computes for the first time takes over the number that any
-    thread set last. Asking for the number is such a first time, and later choices of others do not reach this thread.
+    ``set_num_threads`` alone is not enough: a thread's first operation takes the number that any thread set last.
+    ``get_num_threads`` counts as that first operation, after which other threads' settings have no effect on it.
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
 
 
 def compute_on(device: torch.device, threads: int) -> None:
-    """:func:`compute_with`; and what the calling thread does on CUDA without naming a device, it does on ``device``,
-    which for every thread is the first one until it says otherwise."""
+    """:func:`compute_with`, and make ``device`` the calling thread's current CUDA device, which is the first one by
+    default."""
     compute_with(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def give_way(steps: int) -> None:
-    """Lower the priority of the calling thread, and of those it starts from now on, below the device worker's.
+    """Lower the priority of the calling thread, and of threads that it starts later, below the device worker's.
 
-    Everything waits for that one, and each layer's work is shared among its threads, so that a delay of one delays all.
-    Decoding comes last because it is ahead anyway. With decoders at 3 to 10 two cores answered 1.08 to 1.11 times
-    as much of mobilenet_v3_small at 8 connections, and 1.02 to 1.04 times at 32; with the event loop at 5, too, and
-    decoders at 10, 1.04 times that at both, resnet50 and a single connection as before (medians of 15 to 40 turns).
-    OpenVINO's own threads come from one that lowers, and keep its priority; with the device worker's it was 0.97 to
-    0.98 times as much. Only Linux has a priority for each thread.
+    All requests wait for the device worker, and each layer's work is shared among its threads, so that a delay of one
+    delays all. Decoding has the lowest priority because it is ahead of computing anyway. OpenVINO's threads are started
+    by a thread of this priority and inherit it. Only Linux has a priority for each thread.
 
     Args:
         steps: :data:`ANSWERING` or :data:`DECODING`.
@@ -119,13 +115,13 @@ def give_way(steps: int) -> None:
 
 
 def decode_only() -> None:
-    """Make the calling thread a decoder: torch uses no other thread for it, and it comes after those that compute."""
+    """Make the calling thread a decoder: torch uses no other thread for it, and its priority is the lowest."""
     compute_with(1)
     give_way(DECODING)
 
 
 def alone(function: Callable[[], T]) -> T:
-    """What ``function()`` returns, torch using the calling thread only: others would wait for a core that has work."""
+    """What ``function()`` returns; torch uses the calling thread only, as other cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -146,6 +142,6 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
 
     try:
         running = asyncio.get_running_loop().run_in_executor(pool, call)
-    except RuntimeError as error:  # a pool that has no thread yet could not start one
+    except RuntimeError as error:  # the pool could not start its first thread
         raise as_exception(error) from None
     return await running

@@ -1,4 +1,4 @@
-"""Building an extractor: weights, the graph cut down to its nodes, its transforms, and what runs it first."""
+"""Building an extractor: weights, the graph pruned to its nodes, its transforms, and its first backend."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def build(
     Args:
         record: what to build.
         models: the loaded weights.
-        upgrades: decides what runs it first.
+        upgrades: chooses its first backend.
         pool: the threads that build.
-        make_room: evicts until so many bytes more fit into memory.
+        make_room: evicts until a number of bytes fits into memory.
     """
     try:
         if record.model_key not in models.loaded():
-            # An estimate, so that what is evicted is gone before the weights are there.
+            # An estimate, so that others are evicted before the weights are loaded.
             root = record.held.traced_modules[""] if record.held is not None else None
             params = sum(parameter.numel() for parameter in root.parameters()) if root is not None else 0
             make_room(params * PRECISIONS[record.spec.precision].itemsize)
@@ -85,6 +85,6 @@ async def build(
 
 
 def _kept(problem: FxError) -> FxError:
-    """``problem`` without where it came from: frames whose variables are a model and what was built over it."""
+    """``problem`` without its traceback and cause, whose frames keep a model and its extractor in memory."""
     problem.__cause__ = problem.__context__ = None
     return problem.with_traceback(None)

@@ -1,4 +1,4 @@
-"""Extractors that are known no more, until their memory is free."""
+"""Deleted extractors, until their memory is freed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from service.engine.record import ExtractorRecord
 from service.garbage import tidy
 
 TIDY_SECONDS = 10.0
-"""What left in so many seconds is collected at once, as a full collection is felt by every request."""
+"""Seconds between two collections of deleted extractors: every request feels a full collection."""
 
 
 class Deleted:
-    """Deleted extractors, each until nothing refers to it.
+    """Collects deleted extractors once nothing refers to them.
 
-    Their graphs refer to themselves, so that :func:`~service.garbage.tidy` has to collect them. For one event loop.
+    Their graphs are reference cycles, which :func:`~service.garbage.tidy` has to collect. For one event loop.
 
     Args:
         pool: the threads that tidy.
@@ -24,12 +24,12 @@ class Deleted:
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
-        # With each, whether it was idle when it was looked for last.
+        # Each with whether it was idle at the last look.
         self._left: list[tuple[weakref.ref[ExtractorRecord], bool]] = []
         self._later: asyncio.TimerHandle | None = None
 
     def add(self, record: ExtractorRecord) -> None:
-        """Collect what is left of ``record`` within :data:`TIDY_SECONDS` of the end of its last request."""
+        """Collect ``record`` within :data:`TIDY_SECONDS` of the end of its last request."""
         self._left.append((weakref.ref(record), False))
         if self._later is None:
             self._wait()
@@ -46,7 +46,7 @@ class Deleted:
         records = [(left, left(), idle) for left, idle in self._left]
         if not all(record is not None and record.active for _, record, _ in records):
             self._pool.submit(tidy)
-        # Who sent the last request may hold an idle one for a moment more: it is looked for twice.
+        # The last request may still refer to an idle one for a moment: it is looked at twice.
         self._left = [
             (left, not record.active)
             for left, record, idle in records

@@ -1,9 +1,9 @@
-"""What leaves memory when it does not fit: weights, built extractors and traced graphs under one budget.
+"""Eviction: weights, built extractors and traced graphs under one memory budget.
 
-What was used least recently goes first: a whole model with its extractors, or, where every model is in use, single
-extractors. Graphs of models that are not in memory are small and slow to trace: they go first where they take more than
-their share, and otherwise last. An evicted extractor keeps its id, its name and its description, and is built again by
-the next request for it.
+The least recently used goes first: a whole model with its extractors, or, if every model is in use, single extractors.
+Graphs of models that are not in memory are small and slow to trace: they go first if they take more than their share,
+else last. An evicted extractor keeps its id, its name and its description, and is built again by the next request for
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.garbage import tidy
 log = logging.getLogger("fxserve.eviction")
 
 NODE_BYTES = 3 * 1024
-"""What a node of an extractor's own graph takes in Python objects; 2.4 KiB were measured on resnet50."""
+"""Bytes of the Python objects of a node of an extractor's graph."""
 
 GRAPH_SHARE = 1 / 4
 """Share of the memory budget that graphs of models not in memory may take."""
@@ -38,8 +38,8 @@ class Eviction:
 
     Args:
         models: the loaded weights.
-        records: all extractors there are, whenever that is asked.
-        pool: the threads that collect what was evicted.
+        records: a view of all extractors.
+        pool: the threads that collect evicted objects.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         evictions: counts what was evicted, by kind and reason.
         most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
@@ -63,7 +63,7 @@ class Eviction:
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:
-        """What the loaded models, the built extractors and the traced graphs take."""
+        """Bytes of the loaded models, the built extractors and the traced graphs."""
         models = sum(model.bytes for model in self._models.loaded().values())
         running = [record for record in self._records if record.run is not None]
         storages: dict[int, int] = {}
@@ -72,9 +72,9 @@ class Eviction:
         return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
 
     def make_room(self, wanted: int = 0) -> None:
-        """Evict what was used least recently until ``wanted`` bytes fit into the budget beside what is left.
+        """Evict the least recently used until ``wanted`` more bytes fit into the budget.
 
-        Where too much is in use, it is tried again later: nothing else would, if no extractor is built any more.
+        If too much is in use, it is tried again later, since perhaps no later build does.
         """
         evicted = set()
         while self.bytes() + wanted > self._memory_budget:
@@ -91,7 +91,7 @@ class Eviction:
             self._pool.submit(tidy)
 
     def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
-        """Put what ``record`` runs out of memory; the next request for it builds it again."""
+        """Evict ``record``; the next request for it builds it again."""
         if record.run is not None:
             self._evictions.labels("extractor", reason).inc()
         record.extractor = record.held = None
@@ -100,12 +100,12 @@ class Eviction:
         record.forget_sizes()
 
     def drop(self, key: ModelKey, reason: str) -> None:
-        """Put weights out of memory, once nothing runs over them any more."""
+        """Drop weights that no extractor in memory uses."""
         if self._models.drop(key):
             self._evictions.labels("weights", reason).inc()
 
     def close(self) -> None:
-        """Make no more room."""
+        """Stop evicting."""
         if self._later is not None:
             self._later.cancel()
 
@@ -113,8 +113,8 @@ class Eviction:
         return [record.held for record in self._records if record.held is not None]
 
     def _evict_compiled(self) -> bool:
-        """Evict extractors that OpenVINO runs, each of which has threads of its own, down to as many as there may be;
-        whether there was one to evict."""
+        """Evict extractors that OpenVINO runs, each with threads of its own, down to the limit; whether one was
+        evicted."""
         built = (record for record in self._records if record.run is not None)
         compiled = [record for record in built if record.backend == "openvino"]
         idle = sorted(
@@ -126,7 +126,7 @@ class Eviction:
         return bool(over)
 
     def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
-        """Evict what comes first in the order that this module's head gives; what it was, or None: all is in use."""
+        """Evict what is first in the order of the module's docstring. Returns what it was; None if all is in use."""
         graphs = idle_graphs(self._graphs())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
             self._forget_graph(graphs[0])

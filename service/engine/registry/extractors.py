@@ -1,4 +1,4 @@
-"""The extractors there are: finding, building, naming and forgetting them.
+"""Extractors: finding, building, naming and deleting them.
 
 An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
 of them live under one memory budget, see :mod:`service.engine.registry.eviction`. An evicted extractor keeps its id,
@@ -49,15 +49,15 @@ class Extractors:
         device: where extractors run.
         pool: the threads that trace and build.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
-        upgrades: decides what runs an extractor.
+        upgrades: chooses the backend of each extractor.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
         most_compiled: extractors that OpenVINO may run at a time.
-        store: what is shared with other processes.
+        store: the extractors that other processes know too.
 
     Attributes:
         eviction: keeps them under the memory budget.
-        sharing: what other processes made; None without a store.
+        sharing: access to the store; None without one.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Extractors:
         Args:
             spec: what to build.
             build: whether one may be made.
-            keep: whether it has to be in the store afterwards, where there is one. What is only computed with is kept
-                there when that is possible.
+            keep: whether it must be in the store afterwards, if there is one. Otherwise a store that cannot be written
+                is no error.
 
         Raises:
             FxError: the spec names something that does not exist or is not served, or its name is another's.
             Forbidden: there is none and ``build`` is false.
-            NotReady: it cannot be kept.
+            NotReady: the store cannot be written.
         """
         key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
         record = self._records.get(self._resolved.get(key, ""))
@@ -132,8 +132,8 @@ class Extractors:
         return await in_pool(self._pool, resolve, spec, self._device, self._allowed)
 
     async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:
-        """Make ``fresh`` known, unless it is by now or ``build`` is false; what is known then, and whether it is new
-        to all processes."""
+        """Register ``fresh``, unless it is known by now or ``build`` is false. Returns the known record, and whether it
+        is new to all processes."""
         created = True
         if self.sharing is not None:
             try:
@@ -153,7 +153,7 @@ class Extractors:
                 f"there is no extractor of these nodes of {fresh.spec.model} with these weights yet, and making one "
                 "needs a key of scope admin; with one, POST /v1/extractors makes it"
             )
-        known = self._records.get(fresh.id)  # somebody else may have been as fast
+        known = self._records.get(fresh.id)  # another request may have been faster
         if known is not None:
             return known, False
         if fresh.name is not None and self.sharing is None:
@@ -162,7 +162,7 @@ class Extractors:
         return fresh, created
 
     async def look_up(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name, which another process may have made: then it is being built here now.
+        """The extractor of that id or name. If another process made it, its build is started here.
 
         Raises:
             UnknownExtractor: there is none.
@@ -176,8 +176,7 @@ class Extractors:
     async def namesake(self, model: str) -> ExtractorRecord | None:
         """The extractor that has a model's name, if there is one and the store can be read.
 
-        A model is asked for again and again: that another process gave its name to an extractor is noticed within
-        :data:`NAMESAKE_SECONDS`.
+        Models are asked for often: a name that another process gave is noticed within :data:`NAMESAKE_SECONDS`.
         """
         record = self._records.known(model)
         if record is None and self._adoption is not None:
@@ -188,9 +187,9 @@ class Extractors:
         return record
 
     async def preload(self, spec: ExtractorSpec) -> ExtractorRecord | None:
-        """The extractor that ``spec`` describes; None where it was deleted in the last day and not made again since.
+        """The extractor that ``spec`` describes; None if it was deleted in the last day and not made again.
 
-        A process that takes another's place must not bring back what was deleted.
+        A process that replaces another must not restore deleted extractors.
 
         Raises:
             FxError: see :meth:`get`.
@@ -202,7 +201,7 @@ class Extractors:
         return (await self.get(spec))[0]
 
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
-        """The extractors of the store that are not known here yet, each with a name that it has."""
+        """The extractors of the store that are not known here yet, each with one of its names."""
         shared = [] if self.sharing is None else await self.sharing.all()
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
 
@@ -219,7 +218,7 @@ class Extractors:
         """Wait until ``record`` is built and in memory, building it again if it was evicted.
 
         Raises:
-            FxError: what its build failed of.
+            FxError: the error of its build.
         """
         if record.state != "failed" or isinstance(record.problem, NotReady):
             self.ensure(record)
@@ -230,7 +229,7 @@ class Extractors:
         return record
 
     async def delete(self, id_or_name: str) -> None:
-        """Forget an extractor, in all processes. Requests that are on their way through it end normally.
+        """Delete an extractor in all processes. Its requests in flight finish normally.
 
         Raises:
             UnknownExtractor: there is none of that id or name.
@@ -246,7 +245,7 @@ class Extractors:
                 if record is None:
                     return
         record = record or self._records.find(id_or_name)
-        if self._records.get(record.id) is record:  # else it was deleted twice at a time
+        if self._records.get(record.id) is record:  # else two requests deleted it at the same time
             self._forget(record)
 
     def _forget(self, record: ExtractorRecord) -> None:
@@ -258,7 +257,7 @@ class Extractors:
     def _forget_deleted(self, tokens: Mapping[str, str]) -> None:
         for id, token in tokens.items():
             record = self._records.get(id)
-            if record is not None and record.token == token:  # else it was made anew while that was found out
+            if record is not None and record.token == token:  # else it was made again meanwhile
                 self._forget(record)
 
     def _known_of_store(self) -> Known:
@@ -267,10 +266,10 @@ class Extractors:
         return Known(tokens, [record for record in records if record.token is None])
 
     def unload(self, id_or_name: str) -> None:
-        """Give back what an extractor holds in memory; it stays known, and the next request for it builds it again.
+        """Free an extractor's memory; it stays known, and the next request for it builds it again.
 
-        Requests that are on their way through it end normally: they go on with what is given back. One that is being
-        built for the first time is unloaded once that is done, as nothing could be said of it before.
+        Its requests in flight finish normally. One that is being built for the first time is unloaded after its build,
+        which tells its outputs.
 
         Raises:
             UnknownExtractor: there is none of that id or name.
@@ -281,7 +280,7 @@ class Extractors:
             return
         empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "upgrade", "check", "build", "held"))
         if record.state == "building":
-            empty["state"] = "ready"  # as it is while it is not in memory
+            empty["state"] = "ready"  # the state of an evicted one
         self._records.replace(replace(record, **empty, images=0, users=0, pinned=False))
         record.forget_sizes()
         self._upgrades.forget(record)
@@ -294,19 +293,19 @@ class Extractors:
             self.unload(record.id)
 
     async def start(self) -> None:
-        """Read the store for the first time, and begin to watch it."""
+        """Read the store for the first time, and start to poll it."""
         if self.sharing is not None:
             await self.sharing.start()
 
     def close(self) -> None:
-        """Make no more room, and watch the store no longer."""
+        """Stop evicting, and polling the store."""
         if self.sharing is not None:
             self.sharing.close()
         self._deleted.close()
         self.eviction.close()
 
     def _release(self, record: ExtractorRecord, reason: str | None) -> None:
-        """Free what ``record``, which is known no more, holds; its weights as well where there is a ``reason`` to."""
+        """Free the memory of ``record``, which is no longer known; with a ``reason``, that of its weights as well."""
         if reason is not None:
             self.eviction.drop(record.model_key, reason)
         if reason is not None and not record.active:
@@ -315,7 +314,7 @@ class Extractors:
             self._deleted.add(record)
 
     async def _check_name(self, name: str, record: ExtractorRecord) -> None:
-        """Have ``name`` for ``record``: what failed gives up its names to whoever asks for them.
+        """Claim ``name`` for ``record``; extractors whose build failed give up their names.
 
         Raises:
             NameTaken: it is another's.
@@ -335,7 +334,7 @@ class Extractors:
         return record is not None and record.state == "failed"
 
     def _refuse_name(self, name: str, id: str, owner: ExtractorRecord | Stored | None) -> None:
-        """Refuse ``name`` to the extractor ``id`` where it is another's.
+        """Check that no extractor but ``id`` has ``name``.
 
         Raises:
             NameTaken: it is.

@@ -1,4 +1,4 @@
-"""Which extractors that are not in memory are known no longer."""
+"""Which evicted extractors to forget."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable
 from service.engine.record import ExtractorRecord
 
 REMEMBERED_RECORDS = 1024
-"""Most extractors that are remembered without being in memory: failed ones, and evicted ones without a name."""
+"""Most records of extractors that failed, or were evicted and have no name."""
 
 REMEMBERED_BYTES = 64 * 1024**2
-"""Most bytes of what is known of extractors that are not in memory, those with a name included."""
+"""Most bytes of the records of extractors that are not in memory, those with a name included."""
 
 
 def forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str], int]) -> list[ExtractorRecord]:
-    """What to forget before one more is made, so that specs cannot take the memory one by one.
+    """The records to forget before another is added, so that records cannot fill the memory.
 
-    What was used least recently goes first, and what has a name, by which it is addressed, last.
+    The least recently used go first; those with a name, by which clients address them, last.
 
     Args:
-        records: all that there are.
+        records: all records.
         names_bytes: the bytes that the names of an id take.
     """
     empty = [record for record in records if record.run is None and not record.pinned_or_active]

@@ -1,4 +1,4 @@
-"""The graphs that extractors are cut from, and which of those that fxcore keeps may go."""
+"""The graphs that extractors are pruned from, and which of fxcore's cached graphs may be evicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGr
         NotTraceable: see there.
         UnknownTransform, BadParameter, Unsupported: of the spec's transforms.
     """
-    wanted = steps(spec)  # refused before anything is traced
+    wanted = steps(spec)  # refuses wrong transforms before anything is traced
     return with_their_nodes(model_graph(entry, weights), wanted)
 
 
@@ -39,19 +39,19 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
 
 
 def graph_of(record: ExtractorRecord) -> ModelGraph:
-    """The graph that ``record`` was cut from. Where nothing of the extractor is in memory the model may have to be
-    traced for it, which is not for the event loop."""
+    """The graph that ``record`` was pruned from. Not for the event loop: if the extractor is not in memory, the model
+    may have to be traced."""
     return record.held or graph_for(record.spec, record.entry, record.weights)
 
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:
-    """What the graphs that are ``held`` and those that fxcore keeps take, each counted once."""
+    """Bytes of the graphs ``held`` and of those that fxcore caches, each counted once."""
     graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.derived)}
     graphs.update((id(graph), graph) for graph in held)
     return sum(graph.bytes for graph in graphs.values())
 
 
 def idle_graphs(held: Iterable[ModelGraph]) -> list[ModelGraph]:
-    """The graphs that are kept though nothing that is ``held`` is of them, the one unused for longest first."""
+    """The cached graphs that are not ``held``, the least recently used first."""
     used = {id(graph.traced_modules) for graph in held}
     return [graph for graph in kept_graphs() if id(graph.traced_modules) not in used]

@@ -7,20 +7,20 @@ from difflib import get_close_matches
 from itertools import chain, islice
 
 MOST_NAMES = 32
-"""Names of one extractor, so that naming it again and again takes no memory: more than clients that share it need."""
+"""Most names of one extractor, so that naming it again and again takes no memory."""
 
 _NAME_BYTES = 300
-"""A name of no letters, in two dictionaries."""
+"""Bytes of a name in the two dictionaries, beside its letters."""
 
 COMPARED = 256
-"""Names and ids that a wrong one is compared with, which takes the event loop milliseconds for names of 20 letters."""
+"""Names and ids that an unknown one is compared with, which takes the event loop milliseconds."""
 
 
 class Names:
-    """Which extractor a name stands for. An id keeps the last :data:`MOST_NAMES` that it was given."""
+    """Maps names to ids of extractors. An id keeps the last :data:`MOST_NAMES` that it was given."""
 
     def __init__(self) -> None:
-        # In both the name that was given last is the last.
+        # Both in the order the names were given.
         self._ids: dict[str, str] = {}
         self._names: dict[str, dict[str, None]] = {}
 
@@ -29,11 +29,11 @@ class Names:
         return self._ids.get(name)
 
     def last(self, id: str) -> str | None:
-        """The name that ``id`` was given last, of those that it has."""
+        """The last name that ``id`` was given and still has."""
         return next(reversed(self._names.get(id, {})), None)
 
     def give(self, name: str, id: str) -> None:
-        """Make ``name`` the last one of ``id``, whichever had it before."""
+        """Give ``name`` to ``id``, and take it from another that has it."""
         self.free(name)
         self._ids[name] = id
         own = self._names.setdefault(id, {})
@@ -47,18 +47,18 @@ class Names:
             del self._ids[name]
 
     def bytes(self, id: str) -> int:
-        """About what the names of ``id`` take."""
+        """About the bytes that the names of ``id`` take."""
         return sum(_NAME_BYTES + 2 * len(name) for name in self._names.get(id, ()))
 
     def near(self, wrong: str, ids: Iterable[str]) -> list[str]:
-        """At most three that ``wrong`` may be meant to be, the nearest first.
+        """At most three suggestions for ``wrong``, the nearest first.
 
-        Only :data:`COMPARED` are looked at: the names that were given last, and then of ``ids`` the first.
+        Only :data:`COMPARED` are compared: the newest names, then the first of ``ids``.
         """
         return get_close_matches(wrong[:128], islice(chain(reversed(self._ids), ids), COMPARED), n=3, cutoff=0.5)
 
     def free(self, name: str) -> None:
-        """Take ``name`` from whichever has it."""
+        """Free ``name``."""
         id = self._ids.pop(name, None)
         if id is not None:
             del self._names[id][name]

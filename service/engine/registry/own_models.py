@@ -1,4 +1,4 @@
-"""The operator's own models: read, tried and put into the catalog when the service starts."""
+"""The operator's own models: read, tried and added to the catalog when the service starts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger("fxserve.models")
 
 
 def register_models(folder: Path | None, try_each: bool) -> None:
-    """Put the models of installed packages and of ``models.toml`` in ``folder`` into the catalog.
+    """Add the models of installed packages and of ``models.toml`` in ``folder`` to the catalog.
 
-    What is wrong with one is logged as an error and costs no other its place.
+    An error in one is logged and does not affect the others.
 
     Args:
         folder: the setting ``models_dir``.
-        try_each: whether to trace each and load its weights file once, so that errors show at the start.
+        try_each: whether to trace each and load its weights file, so that errors show at the start.
     """
     found: dict[str, ModelEntry | FxError] = {}
     try:
@@ -40,7 +40,7 @@ def register_models(folder: Path | None, try_each: bool) -> None:
 
 
 def warn_unknown_models(patterns: Iterable[str]) -> None:
-    """Log an error for each of ``patterns``, the setting ``models``, that no model in any catalog has for a name.
+    """Log an error for each of ``patterns``, the setting ``models``, that matches no model.
 
     Not for the event loop: a pattern for timm's models imports timm.
     """

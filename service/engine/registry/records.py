@@ -13,10 +13,10 @@ from service.engine.registry.names import Names
 
 
 class Records:
-    """Extractors in memory and evicted ones, in the order they came to be known. For one event loop.
+    """Extractors in memory and evicted ones, in the order they were added. For one event loop.
 
     Args:
-        evictions: counts the extractors that are forgotten to make place for others.
+        evictions: counts the extractors that are forgotten to make room for others.
     """
 
     def __init__(self, evictions: Counter) -> None:
@@ -36,7 +36,7 @@ class Records:
         """The extractor of that id or name.
 
         Raises:
-            UnknownExtractor: there is none. What was meant is looked for, which takes longer than finding one does.
+            UnknownExtractor: there is none; looking for suggestions takes longer than finding one.
         """
         record = self.known(id_or_name)
         if record is None:
@@ -46,22 +46,22 @@ class Records:
         return record
 
     def list(self) -> list[ExtractorRecord]:
-        """All extractors, in the order they came to be known."""
+        """All extractors, in the order they were added."""
         return list(self._by_id.values())
 
     def values(self) -> ValuesView[ExtractorRecord]:
-        """All extractors, also those that come to be known later."""
+        """A view of all extractors, those added later included."""
         return self._by_id.values()
 
     def add(self, record: ExtractorRecord) -> None:
-        """Make ``record`` known; unused ones that are too many beside it are forgotten."""
+        """Add ``record``; of the unused ones, those over the limits are forgotten."""
         for unused in forgettable(self._by_id.values(), self._names.bytes):
             self.remove(unused)
             self._evictions.labels("record", "unused").inc()
         self._by_id[record.id] = record
 
     def replace(self, record: ExtractorRecord) -> None:
-        """Have ``record`` in the place of the one of the same id."""
+        """Replace the record of the same id by ``record``."""
         self._by_id[record.id] = record
 
     def remove(self, record: ExtractorRecord) -> None:
@@ -70,7 +70,7 @@ class Records:
         self._names.forget(record.id)
 
     def name(self, record: ExtractorRecord, name: str) -> None:
-        """Give ``name`` to ``record``, whichever had it before."""
+        """Give ``name`` to ``record``, and take it from another that has it."""
         before = self.known(name)
         self._names.give(name, record.id)
         record.name = name
@@ -78,9 +78,9 @@ class Records:
             before.name = self._names.last(before.id)
 
     def free_name(self, name: str) -> None:
-        """Take ``name`` from whichever has it."""
+        """Free ``name``."""
         self._names.free(name)
 
     def free_names(self, record: ExtractorRecord) -> None:
-        """Take all its names from ``record``."""
+        """Free all names of ``record``."""
         self._names.forget(record.id)

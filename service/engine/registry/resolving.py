@@ -1,4 +1,4 @@
-"""What a spec asks for, with its model, weights and nodes found."""
+"""Resolving a spec: finding its model, weights and nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from service.schemas.v1 import ExtractorSpec
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None) -> ExtractorRecord:
-    """Everything that can be said of an extractor without weights. Not for the event loop: it may trace the model.
+    """The record of the extractor that ``spec`` describes, without its weights. Not for the event loop: it may trace
+    the model.
 
     Raises:
         FxError: the spec names something that does not exist, or is not served.
@@ -46,7 +47,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
 
 
 def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
-    """The id of what ``spec`` asks for, once its weights and nodes have their full names."""
+    """The id of the extractor that ``spec`` describes, with the full names of its weights and nodes."""
     decisive = {
         "model": spec.model,
         "weights": weights,

@@ -18,7 +18,7 @@ def is_served(name: str, allowed: Collection[str] | None) -> bool:
 
 
 def may_serve(prefix: str, allowed: Collection[str] | None) -> bool:
-    """Whether a name that begins with ``prefix`` may be among ``allowed``.
+    """Whether ``allowed`` may match a name that begins with ``prefix``.
 
     >>> may_serve("timm.", ["resnet*"]), may_serve("timm.", ["resnet*", "*_tiny"]), may_serve("timm.", ["timm.vit_*"])
     (False, True, True)

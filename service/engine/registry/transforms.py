@@ -1,4 +1,4 @@
-"""An extractor's transforms: which may be asked for, and what they did to its values."""
+"""An extractor's transforms: checking and applying them, and measuring what they did to its outputs."""
 
 from __future__ import annotations
 
@@ -39,24 +39,26 @@ from service.schemas.v1 import ExtractorSpec
 Step = dict[str, Any]
 
 OPTIONAL = "optional"
-"""Key of a step that may find nothing to change."""
+"""Key of a transform that may find nothing to change."""
 
 
 FOLD = "fold_normalization"
 
 _WORTH_TIMING = 0.5
-"""Both modules are timed only if they ran within this many seconds, so that nobody waits long for that."""
+"""Both modules are timed only if a pass takes less than this many seconds, so that the build does not wait long."""
 
 _RUNS = 3
 
 
 def parameters(transform: Transform) -> dict[str, Any]:
-    """The parameters that an extractor takes for a transform; mean and std to fold in are its own preprocessing's."""
+    """The parameters of a transform that a spec may set. Mean and std to fold are those of the extractor's
+    preprocessing."""
     return {} if transform.name == FOLD else described(transform)["parameters"]
 
 
 def steps(spec: ExtractorSpec) -> list[Step]:
-    """The transforms of ``spec``, each with its name and all its parameters, so that equal ones are equal.
+    """The transforms of ``spec``, normalised: each with its name and all its parameters, so that equal ones compare
+    equal.
 
     Raises:
         UnknownTransform, BadParameter: see there.
@@ -65,7 +67,7 @@ def steps(spec: ExtractorSpec) -> list[Step]:
     found: list[Step] = []
     for asked in spec.transforms:
         wanted: dict[str, Any] = {"name": asked} if isinstance(asked, str) else {**asked.params, "name": asked.name}
-        # Absent where it is false, as in specs from before it was there: their ids stay.
+        # Left out when false, as in specs older than this key: their ids stay.
         accepted = {OPTIONAL: True} if not isinstance(asked, str) and asked.optional else {}
         if wanted["name"] == FOLD:
             if len(wanted) > 1:
@@ -84,16 +86,16 @@ def steps(spec: ExtractorSpec) -> list[Step]:
 
 
 def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
-    """``graph`` with the nodes that some of ``wanted`` bring; they are there before nodes are chosen."""
+    """``graph`` with the nodes that some of ``wanted`` add, so that they can be chosen."""
     names = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
     return graph.with_nodes_of(*names) if names else graph
 
 
 def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
-    """What prepares images for an extractor with ``wanted``.
+    """The preprocessing of an extractor with the transforms ``wanted``.
 
     Raises:
-        CannotTransform: the normalisation cannot be left to the model.
+        CannotTransform: the normalisation cannot be folded into the model.
     """
     if not any(step["name"] == FOLD for step in wanted):
         return preprocessing
@@ -106,7 +108,7 @@ def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocess
 def transformed(
     record: ExtractorRecord, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
 ) -> tuple[Extractor, Transformed, Callable[..., Any]]:
-    """Apply ``wanted`` in order and compare with ``extractor``, which stays as it is. Not for the event loop.
+    """Apply ``wanted`` in order, and compare with ``extractor``, which stays as it is. Not for the event loop.
 
     Args:
         graph: that nodes are named in.
@@ -124,7 +126,7 @@ def transformed(
     module = apply_transforms(
         extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
     )
-    own = applied(module)[-len(after) :] if after else ()  # before them, those that brought nodes
+    own = applied(module)[-len(after) :] if after else ()  # those that add nodes were applied before
     for step, done in zip(after, own, strict=True):
         if not done.changes and OPTIONAL not in step:
             raise CannotTransform(
@@ -151,10 +153,10 @@ def _verified(
     module: fx.GraphModule,
     wanted: Sequence[Step],
 ) -> Verification:
-    """How far ``module``, which ``wanted`` made, is from ``original`` on a photograph.
+    """How far ``module``, the result of ``wanted``, is from ``original`` on a photograph.
 
     Raises:
-        CannotTransform: ``module`` cannot run, or an output is not what it was though every transform is exact.
+        CannotTransform: ``module`` cannot run, or an output changed though every transform is exact.
     """
     rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
     inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
@@ -169,9 +171,9 @@ def _verified(
         raise CannotKeep(
             f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
         ) from other
-    except Exception as failure:  # what a pass put in the place of a module does not fit there
+    except Exception as failure:  # a replacement does not fit where the module was
         if is_shortage(failure):
-            raise  # which says nothing of the passes
+            raise  # not the transforms' fault
         raise CannotTransform(
             f"{names} leaves a model that cannot run: {summarize(failure)}", transform=names
         ) from failure
@@ -191,9 +193,9 @@ def _verified(
 
 
 def _named(graph: ModelGraph, step: Step) -> Step:
-    """``step`` with the nodes that it names as the graph calls them; what means none is for the transform to refuse.
+    """``step`` with its nodes under the names of the graph; the transform refuses those that do not exist.
 
-    ``nodes`` are paths, too, which mean every node under them and not the last one.
+    ``nodes`` may be paths, which stand for every node under them, not only the last.
     """
     named = dict(step)
     if "node" in step:

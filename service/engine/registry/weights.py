@@ -1,4 +1,4 @@
-"""Loaded weights, one copy for all extractors that need the same."""
+"""Loaded weights, one copy shared by all extractors with the same model key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadedModel:
 
 
 class ModelStore:
-    """Models by (name, weights, precision) on one device; each is loaded once, whoever asks. For one event loop.
+    """Models by (name, weights, precision) on one device, each loaded once. For one event loop.
 
     Args:
         device: where models are put.
@@ -48,7 +48,7 @@ class ModelStore:
         self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
-        """The model of ``key``, loading it if nobody has.
+        """The model of ``key``, loaded if it is not yet.
 
         Raises:
             WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call tries again.
@@ -64,11 +64,11 @@ class ModelStore:
             raise
 
     def drop(self, key: ModelKey) -> bool:
-        """Forget a model, and whether there was one; its memory is free once the last extractor over it is gone."""
+        """Drop a model; whether there was one. Its memory is freed with the last extractor that uses it."""
         return self._loads.pop(key, None) is not None
 
     def loaded(self) -> dict[ModelKey, LoadedModel]:
-        """What is in memory now."""
+        """The models in memory now."""
         return {
             key: load.result()
             for key, load in self._loads.items()
@@ -76,7 +76,7 @@ class ModelStore:
         }
 
     def loaded_weights(self) -> set[tuple[str, str]]:
-        """Model and weights of what is in memory now, in whatever precision."""
+        """Model and weights of the models in memory now, in any precision."""
         return {(model, weights) for model, weights, _ in self.loaded()}
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:

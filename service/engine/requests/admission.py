@@ -1,18 +1,18 @@
-"""How much work may be in the server at a time, and whose.
+"""How much work may be in the server at a time, and which clients' work.
 
-A request enters before any of it is decoded: first by count, then, once its image headers are read, with the bytes it
-will decode to and answer with. Its body counts from the moment it arrives, and its answer until it is sent. What does
-not fit is refused at once, and told when to come back.
+A request is admitted before any of it is decoded: first by count, then, once its image headers are read, with the bytes
+it will decode to and answer with. Its body counts from the moment it arrives, and its answer until it is sent. What
+does not fit is refused at once, with the time after which to try again.
 
 Two rules keep one client from starving the rest, a client being an API key or, where there are none, an address:
 
-- *Room for others*: nobody may hold more than eight times what is free, the dynamic threshold of Choudhury and Hahne
-  (IEEE/ACM Transactions on Networking 6(2), 1998), which switches use to share a buffer between ports. It needs no
-  list of who is active: a single client gets eight ninths, two get eight seventeenths each, and somebody new always
-  finds a place.
-- *Turns*: of what has a place, only so much is worked on as keeps batches full. The rest waits in a queue for each
-  client, and the queues take turns. So a client with one request waits for one round and not for all that another has
-  sent before. Batches are formed of what had its turn, and need to know no clients.
+- *Room for others*: no client may hold more than eight times what is free, the dynamic threshold of Choudhury and Hahne
+  (IEEE/ACM Transactions on Networking 6(2), 1998), which switches use to share a buffer between ports. It needs no list
+  of active clients: a single client gets eight ninths, two get eight seventeenths each, and a new client always finds a
+  place.
+- *Turns*: of the admitted requests only as many are worked on as keep batches full. The rest wait in a queue for each
+  client, and the queues are served round-robin. So a client with one request waits for one round, not for everything
+  that another client has sent before. Batches are formed without regard to clients.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from types import TracebackType
 from service.engine.errors import AdmissionFull, RequestTooLarge
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Who the current request comes from; empty for the service itself."""
+"""The client of the current request; empty for the service itself."""
 
 _WINDOW = 10.0
-"""Seconds over which the drain rate is measured; only those count in which there was something to do."""
+"""Seconds over which the drain rate is measured; only those with requests to work on count."""
 
 _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
 
 _MOST_AWAITED = 8
-"""How many times as many requests as are admitted are taken into account of those that are to come back."""
+"""Refused requests whose retries are scheduled, as a multiple of those that may be admitted."""
 
 _SHARE = 8
-"""How many times what is free one client may hold."""
+"""How many times the free amount one client may hold."""
 
 
 class Admission:
@@ -61,7 +61,9 @@ class Admission:
         self._requests_of: dict[str, int] = {}
         self._bytes_of: dict[str, int] = {}
         self._departures: deque[float] = deque(maxlen=1024)
-        self._returns: deque[float] = deque(maxlen=_MOST_AWAITED * max_requests)  # when refused requests are to come
+        self._returns: deque[float] = deque(
+            maxlen=_MOST_AWAITED * max_requests
+        )  # when refused requests are to be retried
         self._busy = 0.0
         self._busy_since: float | None = None
         self._turns = 0
@@ -81,7 +83,7 @@ class Admission:
             raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
 
     def enter(self, reservation: Reservation | None = None) -> Ticket:
-        """Take a place for the current request.
+        """Admit the current request.
 
         Args:
             reservation: what it holds beside it, to which the bytes of its answer are added.
@@ -98,15 +100,15 @@ class Admission:
         return Ticket(self, client, reservation)
 
     def reserve(self) -> Reservation:
-        """Count the bytes that the current request holds from its body's first to its answer's last."""
+        """Count the bytes that the current request holds from the first byte of its body to the last of its answer."""
         return Reservation(self, CLIENT.get())
 
     def retry_after(self) -> float:
-        """Seconds until what is in now will have left, and what was told to come back before, going by how fast
-        requests left lately.
+        """Seconds until all requests in the server, and all refused before this one, will be done, at the recent drain
+        rate.
 
-        So clients that are refused together come back one after another: of those that all came back at once, most
-        would be refused again.
+        So clients that are refused together retry one after another: if all retried at once, most would be refused
+        again.
         """
         now = self._busy_time()
         while self._departures and now - self._departures[0] > _WINDOW:
@@ -115,12 +117,12 @@ class Admission:
         while self._returns and self._returns[0] < time.monotonic():
             self._returns.popleft()
         before = self.requests + len(self._returns)
-        # Where nothing left at all, that may go on for as long again.
+        # If nothing was done lately, that may go on for as long again.
         seconds = measured * before / len(self._departures) if self._departures else measured
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
 
     def _busy_time(self) -> float:
-        """Seconds in which there was a request to work on; when nobody asks, nothing leaves either."""
+        """Seconds in which there was a request to work on: an idle server drains nothing."""
         return self._busy + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
 
     async def _take_turn(self, client: str) -> None:
@@ -133,7 +135,7 @@ class Admission:
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():  # it was given the turn in the same moment
+            if waiter.done() and not waiter.cancelled():  # it got the turn at the same moment
                 self._pass_on()
             else:
                 with suppress(ValueError):  # passed over already
@@ -143,7 +145,7 @@ class Admission:
             raise
 
     def _pass_on(self) -> None:
-        """Give a turn that ended to the next client in the round."""
+        """Pass a turn that ended to the next client in the round."""
         while self._waiting:
             client, queue = self._waiting.popitem(last=False)
             waiter = queue.popleft()
@@ -170,7 +172,7 @@ class Admission:
                 f"the requests being worked on need {self.bytes:,} bytes, this one {amount:,}, and the limit is "
                 f"{self.max_bytes:,}"
             )
-        # A client's only request may take all that is free: otherwise the largest would never be let in.
+        # A client's only request may take all that is free: otherwise the largest would never be admitted.
         if held > own and held + amount > _SHARE * left:
             raise self._full(f"your requests need {held:,} bytes, this one {amount:,}, and what is left is for others")
         self.bytes += amount
@@ -182,7 +184,7 @@ class Admission:
             _subtract(self._bytes_of, client, amount)
 
     def _leave(self, client: str, worked: bool) -> None:
-        if worked:  # one that was refused says nothing about how fast work gets done
+        if worked:  # a refused one does not count towards the drain rate
             self._departures.append(self._busy_time())
         self.requests -= 1
         if not self.requests:
@@ -191,7 +193,7 @@ class Admission:
 
 
 class Ticket:
-    """A request's place; use it as a context manager so that the place is given back."""
+    """A request's place in the server; use it as a context manager, which gives the place back."""
 
     def __init__(self, admission: Admission, client: str, reservation: Reservation | None) -> None:
         self._admission = admission
@@ -202,7 +204,7 @@ class Ticket:
         self._has_turn = False
 
     def claim(self, amount: int, answer: int = 0) -> None:
-        """Count ``amount`` bytes to this request until it leaves, and ``answer`` more until its answer is sent.
+        """Claim ``amount`` bytes until this request is done, and ``answer`` more until its answer is sent.
 
         Raises:
             AdmissionFull: they do not fit beside what others hold, or are more than this client's share.
@@ -214,7 +216,7 @@ class Ticket:
         self._answer += answer
 
     async def turn(self) -> float:
-        """Wait until it is this client's turn, which is held until this request leaves; the seconds waited."""
+        """Wait for this client's turn, which is held until this request is done; the seconds waited."""
         asked = time.monotonic()
         await self._admission._take_turn(self._client)
         self._has_turn = True
@@ -247,7 +249,7 @@ class Reservation:
         self.bytes = 0
 
     def claim(self, amount: int) -> None:
-        """Count ``amount`` bytes until the request ends, such as what its body unpacks to.
+        """Claim ``amount`` bytes until the request ends, for example for its unpacked body.
 
         Raises:
             AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
@@ -256,7 +258,7 @@ class Reservation:
         self.bytes += amount
 
     def transfer(self, amount: int) -> None:
-        """Count bytes that are claimed already until the request ends."""
+        """Keep bytes that are claimed already until the request ends."""
         if self._ended:
             self._admission._release(self._client, amount)
         else:
@@ -276,5 +278,5 @@ def _subtract(amounts: dict[str, int], client: str, amount: int) -> None:
     left = amounts[client] - amount
     if left:
         amounts[client] = left
-    else:  # nobody is remembered who holds nothing
+    else:  # clients that hold nothing are forgotten
         del amounts[client]

@@ -1,4 +1,4 @@
-"""From a request's encoded parts to rows in the queue, without the event loop."""
+"""Decodes a request's parts into rows in the queue, off the event loop."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from service.engine.rows import RowShape
 
 log = logging.getLogger("fxserve.decoding")
 
-_SOON_DECODED = 12 * 1024**2
-"""Most bytes of a part that the device worker decodes itself; two megapixels take it 10 ms."""
+_MAX_INLINE_BYTES = 12 * 1024**2
+"""Most bytes that decoding a part may hold for the device worker to do it itself: about two megapixels."""
 
 
 class Decoders:
     """Threads that decode, first come, first served.
 
-    They are no executor, because nobody waits for a part: making, locking and settling a future for each took a tenth
-    of the event loop's time.
+    They are no executor: no caller waits for a part, and a future for each would cost the event loop time.
     """
 
     def __init__(self, threads: int) -> None:
@@ -44,11 +43,11 @@ class Decoders:
             thread.start()
 
     def put(self, decode: Callable[[], None]) -> None:
-        """Have one of the threads call ``decode``."""
+        """Queue a call of ``decode`` in one of the threads."""
         self._work.put(decode)
 
     def stop(self) -> None:
-        """End the threads, once what was put before is done."""
+        """End the threads, after all work that was put before."""
         for _ in self._threads:
             self._work.put(None)
 
@@ -57,20 +56,20 @@ class Decoders:
         while (decode := self._work.get()) is not None:
             try:
                 decode()
-            except BaseException:  # nobody may wait in vain because one part went wrong
+            except BaseException:  # a part that fails must not end the thread
                 log.exception("a decoder failed")
-            del decode  # an idle thread holds nobody's images
+            del decode  # an idle thread holds no images
 
 
 class Decoding:
-    """Decodes the parts of a job. Each is queued as soon as it is ready, so that the device need not wait for the last.
+    """Decodes the parts of a job. Each is queued as soon as it is decoded: the device need not wait for the last.
 
     Args:
         plan: the parts.
-        job: told if a part fails; of several that fail, of the first in the order sent.
+        job: fails with the error of the first part, in the order sent, that fails.
         queue: where the rows go.
         row_bytes: what a row of each shape takes while it is computed.
-        at_once: most parts that are decoded at a time, whose memory the request has claimed.
+        at_once: most parts that are decoded at a time; the request has claimed memory for so many.
     """
 
     def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int], at_once: int = 1) -> None:
@@ -86,18 +85,18 @@ class Decoding:
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
     def start(self, decoders: Decoders) -> None:
-        """Hand the first parts to ``decoders``; each that ends hands on another, until nobody wants the job any more.
+        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted.
 
-        The device worker decodes the first part if it has nothing else to do and that is not long: it would wait for
-        it anyway, and going from one thread to another takes a quarter of what decoding a photograph does.
+        The device worker decodes the first part if it is idle and the part is small: it would wait for it anyway, and
+        changing threads takes a good part of the time of decoding a photograph.
         """
         first = [self._left.popleft() for _ in range(min(self._at_once, len(self._left)))]
         for index in first:
             part = partial(self._decode, index, decoders)
-            if index or self._plan.costs[0] > _SOON_DECODED or not self._queue.offer(Undecoded(self._job, part)):
+            if index or self._plan.costs[0] > _MAX_INLINE_BYTES or not self._queue.offer(Undecoded(self._job, part)):
                 decoders.put(partial(part, self._queue.put))
 
-    def _decode(self, index: int, decoders: Decoders, hand_on: Callable[[Sequence[Item]], object]) -> None:
+    def _decode(self, index: int, decoders: Decoders, put: Callable[[Sequence[Item]], object]) -> None:
         if not self._job.wanted():
             return
         error: BaseException | None = None
@@ -107,13 +106,13 @@ class Decoding:
             if self._plan.pad is not None:
                 padded = self._padded(index, tensors[0])
                 if padded is not None:
-                    hand_on([padded])
+                    put([padded])
             else:
-                hand_on([self._item(rows, tensors)])
-        except BaseException as raised:  # whoever waits for the job is told
+                put([self._item(rows, tensors)])
+        except BaseException as raised:  # it becomes the job's answer
             error = raised
         self._end(index, error)
-        with suppress(IndexError):  # it was the last
+        with suppress(IndexError):  # there are no more parts
             decoders.put(partial(self._decode, self._left.popleft(), decoders, self._queue.put))
 
     def _end(self, index: int, error: BaseException | None) -> None:
@@ -129,7 +128,7 @@ class Decoding:
             self._job.fail(self._failed[first])
 
     def _padded(self, index: int, rows: Tensor) -> Item | None:
-        """One batch of all parts, made of the last of them; the others are kept for it."""
+        """One batch of all parts, once the last of them is decoded; until then None, and the rows are kept."""
         with self._guard:
             self._kept[index] = rows
             kept = [rows for rows in self._kept if rows is not None]

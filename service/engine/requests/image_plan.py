@@ -24,9 +24,9 @@ from service.engine.requests.jpeg_groups import decoding_bytes, groups
 from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
-"""Beside an image of 16 bits a value, for each pixel: it is resized as floats, from floats."""
+"""Bytes a pixel beside an image of 16 bits a value, which is resized as floats, from floats."""
 
-# Up to these, reading plain headers takes less time than going to another thread and back.
+# Up to these, reading plain headers takes less time than changing threads twice.
 _HEADERS_AT_ONCE = 8
 _SMALL_BYTES = 256 * 1024
 
@@ -34,17 +34,17 @@ log = logging.getLogger("fxserve.inputs")
 
 
 def is_quick(images: Sequence[bytes]) -> bool:
-    """Whether reading headers takes less than going to another thread and back: they are few and plain, while others
-    are read by PIL, and walked through as long as they are."""
+    """Whether the headers can be read on the event loop: they are few and plain. PIL reads others, and walks through
+    the whole file."""
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
 
 
 def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None:
-    """Refuse images where there are none, or the model takes something else.
+    """Check that there are images and that the model takes images.
 
     Raises:
-        BadTensor: what would be right.
+        BadTensor: with what would be right.
     """
     if not images:
         raise BadTensor("the request holds no image; send at least one")
@@ -54,7 +54,7 @@ def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None
 
 
 def header_steps(count: int) -> list[range]:
-    """The images whose headers are read one after another, before it is another request's turn."""
+    """Image indices in groups: headers of a group are read before it is another request's turn."""
     return spread(count, _HEADERS_AT_ONCE)
 
 
@@ -91,7 +91,7 @@ def plan_images(
     value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else way.value_bytes
     rows = sum(3 * height * width * value_bytes for height, width in sizes)
     if pad is not None:
-        rows *= 2  # the rows, and the batch that is made of them
+        rows *= 2  # the rows, and the batch of them
 
     def placements() -> list[Placement]:
         return [way.placement(height, width) for height, width, _ in headers]
@@ -114,10 +114,10 @@ def plan_images(
 
 
 class _Way(Protocol):
-    """What becomes of an image of ``height`` x ``width`` pixels.
+    """How images become rows: sizes and bytes on the way, and the decoding itself.
 
     Attributes:
-        value_bytes: of each value of a row, of images with 8 bits a value.
+        value_bytes: bytes of a value of a row, for images with 8 bits a value.
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
     """
 
@@ -128,20 +128,20 @@ class _Way(Protocol):
     def pad(self) -> Callable[[Sequence[Tensor]], Tensor] | None: ...
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        """The largest size on its way to its row.
+        """The largest size that the image has until it is a row.
 
         Raises:
-            ImageTooLarge: it has more pixels than are taken.
+            ImageTooLarge: that has more pixels than are allowed.
         """
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of its row."""
 
     def placement(self, height: int, width: int) -> Placement:
-        """Where it is in its row."""
+        """Where the image is in its row."""
 
     def decoding_bytes(self, header: Header) -> int:
-        """Most bytes that it takes until it is a row, beside its file."""
+        """Peak bytes until the image is a row, beside its file."""
 
     def row(self, data: bytes) -> Tensor:
         """Its row, ``[3, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
@@ -200,17 +200,17 @@ class _Preprocessed:
 
 
 def _decoded_bytes(header: Header) -> int:
-    """Most bytes while an image is decoded: what PIL holds, and its pixels as PIL has them."""
+    """Peak bytes while an image is decoded: PIL's own buffers, and its pixels as PIL has them."""
     return header.held + 4 * header.height * header.width
 
 
 def _rows_together(
     batches: JpegBatches, images: Sequence[bytes], group: range, row: Callable[[int], tuple[Tensor]]
 ) -> tuple[Tensor]:
-    """The rows of JPEG files that are decoded on the device, or one by one where that fails."""
+    """The rows of JPEG files that are decoded together on the device, or one by one if that fails."""
     try:
         return (batches.rows([images[index] for index in group]),)
-    except Exception as error:  # one file's, or the device's: decoded one by one, each file raises its own
+    except Exception as error:  # the fault of one file, or of the device: one by one, each file raises its own error
         log.info("decoding %d JPEG files one by one: %.300r", len(group), error)
     return (torch.cat([row(index)[0] for index in group]),)
 

@@ -29,7 +29,7 @@ class InFlight:
 
     @property
     def includes_caller(self) -> bool:
-        """Whether the caller is in such a block."""
+        """Whether the caller is inside such a block."""
         return _DEPTH.get() > 0
 
     async def wait_idle(self) -> None:

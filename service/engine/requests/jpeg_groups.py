@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEWEST = 4
-"""Fewest JPEG files that are decoded together: CPU threads decode fewer than these, at a millisecond each, before a
-device would begin. A guess, not measured on a device yet."""
+"""Fewest JPEG files that are decoded together: CPU threads decode fewer than these before a device would begin. A guess
+that was not measured on a device yet."""
 
 MOST = 32
 """Most files that are decoded together: the rows of a batch on a GPU, by default."""
@@ -17,7 +17,7 @@ which scales it down while it decodes."""
 
 
 def groups(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int]) -> list[range]:
-    """All images in the order sent: ranges of those that are decoded together, and of one where it is decoded alone.
+    """Split a request's images into groups: ranges, in the order sent, of images that are decoded together, or of one.
 
     Args:
         rows: height and width of the row that an image becomes, which those decoded together have in common; None of an
@@ -37,12 +37,12 @@ def groups(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int]) -> lis
 
 
 def decoding_bytes(pixels: Sequence[int]) -> int:
-    """What decoding a group takes: all images as bytes, and the largest, before and after it is resized, as floats."""
+    """Peak bytes of decoding a group: all images as bytes, and the largest as floats before and after it is resized."""
     return 3 * sum(pixels) + 2 * 4 * 3 * max(pixels)
 
 
 def _longest(rows: Sequence[tuple[int, int] | None], pixels: Sequence[int], start: int) -> range:
-    """The longest group from ``start`` on; of one image where that is decoded alone."""
+    """The longest group from ``start`` on, which may be one image."""
     stop, total = start + 1, pixels[start]
     if rows[start] is None or total > MOST_PIXELS // FEWEST:
         return range(start, stop)

@@ -25,11 +25,11 @@ from service.settings import Settings
 
 
 class Sizes(NamedTuple):
-    """What a request will take and give, known before anything is computed.
+    """What a request will hold and answer, known before anything is computed.
 
     Attributes:
         row_bytes: what a row of each shape takes on the device.
-        answer_bytes: what the answer takes.
+        answer_bytes: of the answer.
         regions: what the boxes are on the maps; None without boxes.
     """
 
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
 
 class Pipeline:
-    """Computes features of requests that have a place. For one event loop.
+    """Computes features for admitted requests. For one event loop.
 
     Args:
         settings: the service's settings.
@@ -47,7 +47,7 @@ class Pipeline:
         queue: where decoded rows wait for the device worker.
         intake: the thread that reads headers and predicts sizes.
         decoders: the threads that decode.
-        upgrades: told what each extractor was used for.
+        upgrades: counts what each extractor answers.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Pipeline:
         started = time.monotonic()
         plan = await self._plan(record, images, options)
         sizes = await self._sizes(record, plan, options, boxes)
-        # As many parts as there are decoders and the device worker.
+        # a part for each decoder and one for the device worker
         at_once = plan.at_once(self._settings.decode_threads + 1, self._admission.max_bytes)
         ticket.claim(plan.held(at_once), sizes.answer_bytes)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline, sizes.regions)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
-        del plan  # from here on the decoders and the queue own what is decoded
+        del plan  # now the decoders and the queue own the images
         outputs = await job.answer()
         timings = {
             "decode": job.queued - started - waited,
@@ -108,7 +108,7 @@ class Pipeline:
             return planning.plan(record, images, preprocess, max_pixels)
         image_plan.check_takes_images(record, images)
         headers: list[Header] = []
-        for indices in image_plan.header_steps(len(images)):  # others' come in between
+        for indices in image_plan.header_steps(len(images)):  # other requests get their turn in between
             headers += await in_pool(self._intake, image_plan.read_headers, images, indices, max_pixels)
         return await in_pool(self._intake, planning.plan, record, images, preprocess, max_pixels, headers)
 

@@ -1,4 +1,4 @@
-"""What decoding a request takes and gives, known before any of it is decoded."""
+"""The plan of a request's decoding, made before any of it is decoded."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fxcore.images.preprocessing import Preprocessing
 from service.engine.rows import RowShape
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
-"""What a request carries: encoded images, or tensors by the names of the model's inputs."""
+"""A request's inputs: encoded images, or tensors by the names of the model's inputs."""
 
 FLOAT_BYTES = 4
 
 _PARTS = 16
-"""Parts that the images of a request are split into: enough for threads to share fairly, few enough to cost little."""
+"""Most parts that a request's images are split into: enough to share among threads, few enough to cost little."""
 
 _DECODING_SHARE = 1 / 4
-"""Share of the bytes of all requests that one may take to decode several images at a time."""
+"""Share of all requests' bytes that one request may take to decode several images at a time."""
 
 _MAX_UPSCALE = 8
-"""Times as many pixels as the model's own input has, which every image may be resized to: about 6 : 1 where a model
-takes 224 of 256 pixels."""
+"""Every image may be resized to so many times the pixels of the model's own input: about 6 : 1 where a model takes 224
+of 256 pixels."""
 
 
 @dataclass
 class Plan:
-    """What decoding a request will take and give.
+    """How a request is decoded, and what that takes.
 
     Attributes:
         shapes: the shape of every row, in the order sent.
@@ -54,12 +54,12 @@ class Plan:
     placements: Callable[[], Sequence[Placement]] = tuple
 
     def held(self, at_once: int) -> int:
-        """Most bytes that are held while ``at_once`` parts at a time are decoded."""
+        """Peak bytes while ``at_once`` parts at a time are decoded."""
         return self.rows + sum(nlargest(at_once, self.costs))
 
     def at_once(self, most: int, limit: int) -> int:
-        """How many parts are decoded at a time: up to ``most``, where a request's share of ``limit`` bytes, which are
-        those of all requests, holds so many; one at least."""
+        """How many parts to decode at a time: up to ``most``, as many as fit into a request's share of ``limit``, the
+        bytes of all requests; at least one."""
         most = max(1, min(most, len(self.parts)))
         return next((count for count in range(most, 1, -1) if self.held(count) <= _DECODING_SHARE * limit), 1)
 
@@ -71,14 +71,14 @@ def spread(count: int, size: int | None = None) -> list[range]:
 
 
 def bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """The largest size that an image takes while it is preprocessed.
+    """The largest size of an image while it is preprocessed.
 
     Raises:
-        ImageTooLarge: it is over ``max_pixels``, and over what images of no unusual shape take.
+        ImageTooLarge: it is over ``max_pixels``, and over what images of common aspect ratios need.
     """
     size = preprocessing.largest_size(height, width)
     pixels = size[0] * size[1]
-    # A small image may be resized to more than max_pixels, as the model has it; only its shape can make it too many.
+    # A model may resize small images to more than max_pixels; only an extreme aspect ratio makes it too many.
     limit = max(max_pixels, _MAX_UPSCALE * math.prod(preprocessing.nominal_size()))
     if pixels > limit:
         raise ImageTooLarge(
@@ -91,12 +91,12 @@ def bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: i
 
 
 def scaled(pixels: Tensor) -> Tensor:
-    """Values of bytes as floats from 0 to 1."""
+    """uint8 values as floats from 0 to 1."""
     return pixels / 255.0
 
 
 class indexed:
-    """Says which image of a request an error is about."""
+    """Add the index of the image to an error."""
 
     def __init__(self, index: int) -> None:
         self.index = index

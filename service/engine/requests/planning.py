@@ -1,4 +1,4 @@
-"""What a request will take and give, known before it is decoded: its plan, and the regions of its boxes."""
+"""Plans a request before it is decoded, and places its boxes on the feature maps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from service.engine.requests.sizes import row_size
 from service.engine.requests.tensor_plan import plan_tensors
 
 _MOST_SAMPLES = 2**31
-"""Values of maps that the boxes of a request may take: they hold up the device, two cores for four seconds."""
+"""Most values of maps that the boxes of a request may sample: others wait while they are pooled."""
 
 
 def plan(
     record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()
 ) -> Plan:
-    """Look at a request without decoding it, in any thread.
+    """Plan a request without decoding it, in any thread.
 
     Args:
         record: the extractor.
-        inputs: what the request carries.
+        inputs: of the request.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: most pixels of an image.
         headers: of the images, where :func:`~service.engine.requests.image_plan.check_takes_images` and
@@ -52,14 +52,14 @@ def plan(
 
 
 def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> Regions:
-    """The regions that ``boxes``, in pixels of the images as sent, are in the model's input and on its maps. The sizes
-    of the plan's rows must be known.
+    """Carry ``boxes``, in pixels of the images as sent, over to the model's input and its maps. The sizes of the plan's
+    rows must be known.
 
     Args:
         size: positions a side of what each box becomes.
 
     Raises:
-        BadBox: one is wrong; ``index`` and ``box`` in ``extra`` say which. Or all together they take too long.
+        BadBox: one is wrong; ``index`` and ``box`` in ``extra`` say which. Or pooling all of them takes too long.
     """
     placements = planned.placements()
     if len(boxes) != len(placements):

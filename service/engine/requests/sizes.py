@@ -1,4 +1,4 @@
-"""What an extractor will make of inputs of a given shape, known before anything is computed."""
+"""Shapes and bytes of an extractor's outputs for inputs of a given shape, before anything is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.engine.rows import AnswerSize, RowShape, RowSize, row_layout, sever
 
 
 def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
-    """What one row of ``shape`` takes in ``record``; remembered for the shapes that were asked for last.
+    """The size of one row of ``shape`` in ``record``; cached for recent shapes.
 
     Raises:
         BadTensor: the model does not take that shape.
@@ -52,7 +52,8 @@ def answer_bytes(
     limit: int,
     boxes: Sequence[int] | None = None,
 ) -> int:
-    """How many bytes the answer to rows of ``shapes`` has; with a row for each of so many ``boxes`` of each image.
+    """Bytes of the answer to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a row for
+    each box.
 
     Raises:
         BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
@@ -76,7 +77,7 @@ def answer_bytes(
 
 
 def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
-    """key → shape and bytes of what one row is answered with; remembered for what was asked for last."""
+    """key → shape and bytes of one row of the answer; cached for recent shapes and options."""
     known = record.answer_sizes.get((shape, options))
     if known is None:
         row = row_size(record, shape)

@@ -1,4 +1,4 @@
-"""How a request's tensors become rows: widened to floats, or preprocessed where they are uint8 images."""
+"""How a request's tensors become rows: converted to float32, or preprocessed if they are uint8 images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
         shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
-    cost = 0  # of one image or frame at a time, and of a clip's frames all together
+    cost = 0  # of one image or frame at a time, and of all frames of a clip together
     for tensor in ordered:
         if tensor.dtype == torch.uint8 and preprocess != "none":
             frames = tensor.shape[1] if tensor.ndim == 5 else 1
@@ -48,7 +48,7 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
     def prepare(indices: range) -> tuple[Tensor, ...]:
         return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
 
-    # Images are worth several threads, tensors are only widened.
+    # Images are split among threads; tensors are only converted.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
     parts = spread(rows, step)
     # The rows of a part are stacked from single ones.
@@ -57,7 +57,7 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
 
 
 def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
-    """Check what a request gives for the input ``spec``.
+    """Check a request's tensor for the input ``spec``.
 
     Raises:
         BadTensor: its dtype or shape is wrong.
@@ -95,7 +95,7 @@ def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tenso
 
 
 def _check_pixels(height: int, width: int, max_pixels: int) -> None:
-    """Hold the images of an array to the limit that those in files have.
+    """Check the images of an array against the limit for images in files.
 
     Raises:
         ImageTooLarge: they have more than ``max_pixels``.
