@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+
+class AtomicPuts:
+    """moto's WSGI application, one PUT at a time.
+
+    S3 tests a PUT's ``If-None-Match`` and writes in one step. moto does one after the other, so that of two PUTs at a
+    time both may succeed.
+    """
+
+    def __init__(self) -> None:
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._turn = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        with self._turn if environ["REQUEST_METHOD"] == "PUT" else nullcontext():
+            answer: Iterable[bytes] = self._app(environ, start_response)
+            return answer
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """The URL of a bucket on an S3 server of this machine."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
+    server = make_server("127.0.0.1", 0, AtomicPuts(), threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "someone")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         patch.setenv("NO_PROXY", "127.0.0.1")
         boto3.client("s3").create_bucket(Bucket="features")
         yield "s3://features"
-    server.stop()
+    server.shutdown()
+    thread.join()
+    server.server_close()
