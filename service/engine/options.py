@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.pooling import (
-    METHODS,
     MapGrid,
     channel_dim,
     check_poolable,
@@ -19,16 +19,17 @@ from fxcore.pooling import (
     pooled_regions_shape,
     pooled_shape,
 )
+from service.schemas.features import ROI_SIZE, FeatureDtype, Normalize, Pool, Preprocess
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "pool": ("none", *METHODS, "roi"),
-    "dtype": (None, *DTYPES),
-    "normalize": (None, "l2"),
-    "preprocess": ("default", "pil", "fast", "none"),
+    "pool": get_args(Pool),
+    "dtype": (None, *get_args(FeatureDtype)),
+    "normalize": (None, *get_args(Normalize)),
+    "preprocess": get_args(Preprocess),
 }
-"""The options that take one of a few values, and those values."""
+"""The options that take one of a few values, and those values; ``/v2`` takes them as parameters."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FeatureOptions:
     normalize: str | None = None
     preprocess: str = "default"
     keys: frozenset[str] | None = None
-    roi_size: int = 7
+    roi_size: int = ROI_SIZE
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -17,6 +17,9 @@ MAX_DIMENSIONS = 8
 MAX_BOXES = 16384
 """The most boxes a request may hold."""
 
+ROI_SIZE = 7
+"""Positions a side of what `pool=roi` makes of a box, where the request does not say."""
+
 Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
@@ -34,7 +37,7 @@ class FeatureQuery(BaseModel):
         examples=["avg"],
     )
     roi_size: int = Field(
-        default=7,
+        default=ROI_SIZE,
         ge=1,
         le=64,
         description="With `pool=roi`: positions a side of what each box becomes; 1 makes it a vector.",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from service.schemas.v1 import MAX_NODES, key_fault
-
-_MAX_LENGTH = 256
+from service.schemas.v1 import MAX_NAME_LENGTH, MAX_NODES, key_fault
 
 
 def node_pairs(text: str) -> list[tuple[str, str]]:
@@ -21,8 +19,8 @@ def node_pairs(text: str) -> list[tuple[str, str]]:
         node, colon, key = (piece.strip() for piece in part.partition(":"))
         if not node or (colon and not key):
             raise ValueError(f"{part[:100]!r} is not NODE or NODE:KEY")
-        if max(len(node), len(key)) > _MAX_LENGTH:
-            raise ValueError(f"no name or key has over {_MAX_LENGTH} characters")
+        if max(len(node), len(key)) > MAX_NAME_LENGTH:
+            raise ValueError(f"no name or key has over {MAX_NAME_LENGTH} characters")
         fault = key_fault(key or node)
         if fault is not None:
             raise ValueError(fault)

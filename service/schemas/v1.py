@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-# A node name, level or truncated path. The longest that torchvision gives has fewer than 100 characters.
-NodeName = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_NAME_LENGTH = 256
+"""Most characters of a node, key or weights name; torchvision's longest node name has fewer than 100."""
 
-# What safetensors files call something else than a tensor.
+NodeName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+# Not a tensor in safetensors files.
 _RESERVED_KEY = "__metadata__"
 # An npz file is a zip, whose names end at NUL; the others break lines and terminals that keys are shown on.
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -33,9 +35,9 @@ def _output_key(key: str) -> str:
     return key
 
 
-OutputKey = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_output_key)]
+OutputKey = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(_output_key)]
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
-WeightsName = Annotated[str, Field(min_length=1, max_length=256)]
+WeightsName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 _Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
 ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]

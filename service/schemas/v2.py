@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.schemas.features import MAX_DIMENSIONS
-from service.schemas.v1 import MAX_NODES
+from service.schemas.v1 import MAX_NAME_LENGTH, MAX_NODES
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 
 

@@ -9,6 +9,7 @@ import pytest
 from fxcore.backends import BACKENDS
 from fxcore.exports import FORMATS as EXPORTS
 from fxcore.models import entry
+from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
 from service.client import parameters as client
@@ -26,11 +27,11 @@ from service.schemas import features, graphs, v1
     [
         [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
         [v1.Backend, client.Backend, extract.Backend],
-        [features.Pool, client.Pool, CHOICES["pool"]],
+        [features.Pool, client.Pool, CHOICES["pool"], ("none", *METHODS, "roi")],
         [tuple(set(CHOICES["pool"]) - {"roi"}), extract.Pool],  # the command has no boxes
         [features.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
-        [features.Preprocess, client.Preprocess, extract.Preprocess, CHOICES["preprocess"]],
-        [features.Normalize, extract.Normalize, tuple(one for one in CHOICES["normalize"] if one is not None)],
+        [features.Preprocess, client.Preprocess, extract.Preprocess],
+        [features.Normalize, extract.Normalize],
         [graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
         [entry.Task, models.Task],
         [exports.Format, tuple(EXPORTS)],

@@ -19,14 +19,16 @@ from service.http.queries import Route
 from service.http.state import Shared
 from service.schemas.graphs import GraphFormat
 from service.schemas.problems import Refusal, documented
-from service.schemas.v1 import ModelDetail, ModelList, NodeList, WeightsName
+from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList, WeightsName
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 
 # No model needs a larger input. Annotating a graph runs it on meta tensors: that takes time, if no memory.
 MAX_SIDE = 4096
 
-Model = Annotated[str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=256)]
+Model = Annotated[
+    str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=MAX_NAME_LENGTH)
+]
 Side = Annotated[
     int | None, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.", examples=[480])
 ]

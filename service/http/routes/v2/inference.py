@@ -27,6 +27,7 @@ from service.http.routes.v2 import metadata as named
 from service.http.routes.v2.routing import TAG, Name, Version, body, documented
 from service.http.state import State, state_of
 from service.schemas.problems import Refusal
+from service.schemas.v1 import MAX_NAME_LENGTH
 from service.schemas.v2 import InferRequest, InferResponse
 
 router = APIRouter(prefix="/v2", tags=[TAG], route_class=CachedRoute)
@@ -149,7 +150,7 @@ async def _extractor(
         if "weights" in asked.parameters:
             raise Refusal("invalid-request", "parameter 'weights' goes with a model's name; an extractor has its own")
         return target
-    if not isinstance(weights, str) or not 0 < len(weights) <= 256:
+    if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise Refusal("invalid-request", "parameter 'weights' is the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in asked.outputs if output.name is not None]
     spec = await named.own_spec(state, target, weights, nodes)
