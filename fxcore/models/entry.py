@@ -22,11 +22,12 @@ from torch import nn
 
 from fxcore.errors import UnknownWeights
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.models.downloads import download
+from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 
 RANDOM = "random"
-FILE_PREFIX = "file:"
 
 BUILD_LOCK = threading.RLock()
 """One lock for everything that patches torch.nn.Module or seeds the global random generator."""
@@ -76,6 +77,14 @@ class WeightsInfo:
     def revision(self) -> str | None:
         """Which of its versions the file on this machine is, where there may be several."""
         return None
+
+    def download(self) -> None:
+        """Download the file to where :attr:`file` is.
+
+        Raises:
+            WeightsUnavailable: it cannot be downloaded.
+        """
+        download(self.url, self.file)
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,23 @@ class ModelEntry(ABC):
     @abstractmethod
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
         """The preprocessing that goes with ``weights``, for another square input of ``image_size`` pixels if given."""
+
+    @abstractmethod
+    def load_published(self, weights: str) -> nn.Module:
+        """A model with the published ``weights``, a canonical name, which are downloaded if they are not cached.
+
+        Raises:
+            WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit.
+        """
+
+    def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
+        """A model with the structure that the weights ``structure`` need, and the tensors of ``state``, read from
+        ``file``.
+
+        Raises:
+            WeightsUnavailable: they do not fit.
+        """
+        return filled(self.name, self.build_weightless(structure), state, file)
 
     def _published_name(self, asked: str) -> str:
         if asked == "DEFAULT" and self.default_weights is not None:

@@ -5,15 +5,18 @@ timm is imported when its models are first asked for, since that takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
 import importlib.util
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 
@@ -22,6 +25,7 @@ from fxcore.errors import UnknownModel, Unsupported
 from fxcore.images.timm_preprocessing import TimmPreprocessing
 from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, quiet
 from fxcore.models.hub import HubWeights
+from fxcore.models.state_dicts import damaged, misfit
 
 PREFIX = "timm."
 """What the names of timm's models begin with."""
@@ -57,11 +61,25 @@ class TimmEntry(ModelEntry):
         except RuntimeError:  # swin v2 and ViTamin compute with their parameters while they are built
             return self.build(weights)
 
-    def build_with(self, weights: str, file: Path) -> nn.Module:
+    def load_published(self, weights: str) -> nn.Module:
+        info = self.published[weights]
+        if not info.cached:
+            info.download()
+        file = info.file
+        try:
+            with safetensors.safe_open(file, "pt") if file.suffix == ".safetensors" else contextlib.nullcontext():
+                pass  # a damaged file is no misfit
+            return self._build_with(weights, file)
+        except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError) as error:
+            raise damaged(file, error) from error
+        except (RuntimeError, KeyError, ValueError, AttributeError) as error:
+            raise misfit(self.name, file, str(error)) from error
+
+    def _build_with(self, weights: str, file: Path) -> nn.Module:
         """The model with published ``weights``, read from ``file`` and fitted by timm itself, in eval mode.
 
         Raises:
-            Exception: whatever timm raises where the file is damaged or of another model.
+            Exception: whatever timm raises for a file that is damaged or of another model.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             overlay = {"file": str(file)}

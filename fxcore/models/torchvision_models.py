@@ -22,6 +22,7 @@ from fxcore.images.preprocessing import (
     VideoPreprocessing,
 )
 from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, quiet, weightless
+from fxcore.models.state_dicts import misfit, read_cached
 
 _SUBMODULE_TASKS: dict[str, Task] = {
     "quantization": "quantization",
@@ -40,6 +41,10 @@ _AUXILIARY_HEADS = {  # are they kept once weights are loaded?
     "quantized_googlenet": False,
     "quantized_inception_v3": False,
 }
+
+# Detectors whose published weights were trained with frozen batch norms of eps 0; torchvision's builders set it after
+# loading (`overwrite_eps`). Here those batch norms are ordinary ones in eval mode, which compute the same.
+_ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,24 @@ class TorchvisionEntry(ModelEntry):
         kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
         return kind(self.transforms[name](), image_size)
 
-    def build_int8(self, weights: str) -> nn.Module:
+    def load_published(self, weights: str) -> nn.Module:
+        info = self.published[weights]
+        if not info.cached:
+            info.download()
+        state = read_cached(info.file)
+        if self.is_quantized(weights):
+            try:
+                return self._build_int8(weights)
+            except (RuntimeError, KeyError) as error:
+                raise misfit(self.name, info.file, str(error)) from error
+        model = self.filled(weights, state, info.file)
+        if weights == "COCO_V1" and self.name in _ZERO_EPS:
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eps = 0.0
+        return model
+
+    def _build_int8(self, weights: str) -> nn.Module:
         """An int8 model with ``weights``, whose file is in torch.hub's cache already, loaded.
 
         torchvision's own builder loads them, since it knows when: MobileNetV3's go in before the model is converted.

@@ -43,6 +43,7 @@ from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation, VideoClassification
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
+from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
 
@@ -111,10 +112,17 @@ class UserEntry(ModelEntry):
         kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
         return kind(self.preset(), image_size)
 
+    def load_published(self, weights: str) -> nn.Module:
+        file = self.file(weights)
+        return self.build() if file is None else self.filled(weights, read_file(file.name, file.parent), file)
+
     def file(self, weights: str) -> Path | None:
-        """The file of ``weights``; None where the builder makes them."""
+        """The file of ``weights``; None if the builder makes them."""
         info = self.published[weights]
         return info.path if isinstance(info, FileWeights) else None
+
+    def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
+        return filled(self.name, self.build_weightless(structure), state, file, unread=())
 
     def build_weightless(self, weights: str = "random") -> nn.Module:
         """Without weights where the builder allows it; one that reads its parameters while it builds does not."""
@@ -147,6 +155,9 @@ class FileWeights(WeightsInfo):
     @property
     def cached(self) -> bool:
         return self.path is None or self.path.is_file()
+
+    def download(self) -> None:
+        """Nothing: a file that is missing is an error when it is read."""
 
 
 def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserModel]]:

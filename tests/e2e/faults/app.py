@@ -16,7 +16,7 @@ import torch
 from fastapi import FastAPI
 from torch import Tensor, nn
 
-import fxcore.models.weights
+import fxcore.models.downloads
 import service.app
 from fxcore import ModelEntry, WeightsInfo
 from fxcore.images.decoding import Decoder
@@ -85,7 +85,7 @@ def _entry(name: str) -> ModelEntry:
 def create_app() -> FastAPI:
     for name in ("faulty", *DOWNLOADED):
         torchvision_models()[name] = _entry(name)
-    fxcore.models.weights.STALL_TIMEOUT = STALL_SECONDS
+    fxcore.models.downloads.STALL_TIMEOUT = STALL_SECONDS
     _spoil_decoder()
     _spoil_clock()
     return service.app.create_app()

@@ -19,7 +19,7 @@ import torchvision
 
 from fxcore import ModelEntry, get_model, load_model
 from fxcore.errors import WeightsUnavailable
-from fxcore.models import weights as weights_module
+from fxcore.models import downloads
 from tests.fxcore.models.test_weights import SMALL, drawn
 
 
@@ -102,7 +102,7 @@ def test_without_a_network_the_answer_comes_at_once(host: str, torch_home: Path)
 @pytest.mark.parametrize("answer", [None, b"nonsense\r\n\r\n", b""])
 def test_a_server_that_makes_no_sense(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that accepts and says nothing, one that speaks no HTTP, one that hangs up."""
-    monkeypatch.setattr(weights_module, "_REACH_TIMEOUT", 0.5)
+    monkeypatch.setattr(downloads, "_REACH_TIMEOUT", 0.5)
     given_up = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

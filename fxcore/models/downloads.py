@@ -1,0 +1,71 @@
+"""Downloading weights files into torch.hub's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import re
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from fxcore.errors import WeightsUnavailable
+from fxcore.models.state_dicts import first_line
+
+_REACH_TIMEOUT = 5.0
+"""Seconds to wait for a connection to the server. The download itself may take longer, as long as bytes arrive."""
+
+STALL_TIMEOUT = 30.0
+"""Seconds without a byte after which a download is given up."""
+
+_CHUNK = 1024**2
+
+
+def download(url: str, file: Path) -> None:
+    """Download ``url`` to ``file`` and check its hash.
+
+    Raises:
+        WeightsUnavailable: it cannot be downloaded.
+    """
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_REACH_TIMEOUT):
+            pass
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(url, file)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
+        raise WeightsUnavailable(
+            f"{file.name} is not in {file.parent} and could not be downloaded ({first_line(error)}); put the file "
+            "there, or ask for weights=random to try without",
+            file=file.name,
+            folder=str(file.parent),
+        ) from error
+
+
+def _fetch(url: str, file: Path) -> None:
+    """Download ``url`` to ``file``, which appears only once it is complete and its hash is right.
+
+    ``torch.hub.download_url_to_file`` does the same, but waits without end for a server that stops sending.
+
+    Raises:
+        OSError, http.client.HTTPException: the download broke off, stalled, or could not be written.
+        ValueError: the hash is not the one in the file's name.
+    """
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        partial = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=file.parent, delete=False)).name)
+        stack.callback(partial.unlink, missing_ok=True)
+        source = stack.enter_context(urllib.request.urlopen(url, timeout=STALL_TIMEOUT))
+        with partial.open("wb") as target:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                target.write(chunk)
+        length = source.headers["content-length"]
+        if length is not None and partial.stat().st_size != int(length):
+            raise OSError(f"it broke off after {partial.stat().st_size:,} of {int(length):,} bytes")
+        # torchvision puts the first digits of the SHA-256 into the file name: name-<digits>.pth.
+        wanted = re.search(r"-([a-f0-9]+)\.", file.name)
+        if wanted is not None and not digest.hexdigest().startswith(wanted.group(1)):
+            raise ValueError(f"its SHA-256 hash is {digest.hexdigest()[:16]}…, not {wanted.group(1)}…")
+        partial.chmod(0o644)
+        partial.replace(file)

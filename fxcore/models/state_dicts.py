@@ -1,0 +1,159 @@
+"""State dicts: reading them from files, and loading them into models.
+
+Files are read without unpickling code.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from fxcore.errors import UnknownWeights, WeightsUnavailable
+
+StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
+
+FILE_PREFIX = "file:"
+
+UNREAD = ("aux1.", "aux2.", "AuxLogits.")
+"""Prefixes of what only GoogLeNet's and Inception's training runs. A model saved without them computes the same."""
+
+# DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
+_OLD_DENSENET_KEY = re.compile(
+    r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
+)
+
+
+def read_cached(file: Path) -> StateDict:
+    """The state dict of published weights in torch.hub's cache.
+
+    Raises:
+        WeightsUnavailable: the file is damaged.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise TypeError("it does not hold a state dict")
+    except Exception as error:
+        raise damaged(file, error) from error
+    return state
+
+
+def damaged(file: Path, error: Exception) -> WeightsUnavailable:
+    """The error for a cached ``file`` that cannot be read."""
+    return WeightsUnavailable(
+        f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is fetched again, "
+        "or ask for weights=random to try without",
+        file=file.name,
+        folder=str(file.parent),
+    )
+
+
+def read_file(name: str, folder: Path | None) -> StateDict:
+    """A state dict from a file in ``folder``: safetensors, or a torch file that holds tensors only.
+
+    ``name`` is looked up in a listing of the folder, so it cannot lead out of it.
+
+    Raises:
+        UnknownWeights: there is no such file.
+        WeightsUnavailable: the file cannot be read, or would run code.
+    """
+    names = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder is not None and folder.is_dir() else []
+    if folder is None or name not in names:
+        holds = f"the weights folder holds {', '.join(names) or 'nothing'}"
+        where = "no weights folder is set" if folder is None else holds
+        raise UnknownWeights(f"there is no weights file {name!r}: {where}", available=[FILE_PREFIX + n for n in names])
+    path = folder / name
+    try:
+        if path.suffix == ".safetensors":
+            # load_file would map the file, and who writes to it would change the weights that are served, or, by
+            # cutting it short, have the process killed.
+            return safetensors.torch.load(path.read_bytes())
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsUnavailable(
+            f"{name} is a pickle that holds more than tensors and is not opened; save model.state_dict(), or convert "
+            "it to safetensors",
+            file=name,
+            folder=str(folder),
+        ) from error
+    except Exception as error:
+        raise WeightsUnavailable(
+            f"{name} cannot be read ({first_line(error)})", file=name, folder=str(folder)
+        ) from error
+    if isinstance(loaded, Mapping):  # perhaps a training checkpoint, as torchvision's scripts save it
+        inner = loaded.get("model", loaded.get("state_dict"))
+        loaded = inner if isinstance(inner, Mapping) else loaded
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()
+    ):
+        raise WeightsUnavailable(f"{name} does not hold a state dict", file=name, folder=str(folder))
+    return loaded
+
+
+def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tuple[str, ...] = UNREAD) -> nn.Module:
+    """Load ``state`` into ``model``, a weightless one: its tensors become the model's parameters.
+
+    Args:
+        name: of the model.
+        model: the result of :meth:`fxcore.models.entry.ModelEntry.build_weightless`.
+        state: what the file holds.
+        file: named in errors.
+        unread: prefixes of keys that ``state`` may lack.
+
+    Raises:
+        WeightsUnavailable: ``state`` does not fit.
+    """
+    versions = getattr(state, "_metadata", None)
+    if name.startswith("densenet"):
+        state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
+    expected = model.state_dict()
+    # Auxiliary heads that inference never runs may be in the file and not in the model, or the other way round. Batch
+    # counters only matter in training: files of frozen batch norms lack them, and who halves every tensor of a state
+    # dict halves them too.
+    fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
+    for key, value in expected.items():
+        given = fitting.get(key)
+        counts = key.endswith("num_batches_tracked")
+        if (given is None and (counts or key.startswith(unread))) or (
+            counts and isinstance(given, Tensor) and given.is_floating_point()
+        ):
+            given = fitting[key] = torch.zeros_like(value, device="cpu")
+        if isinstance(given, Tensor) and (fault := _fault(given, value)) is not None:
+            raise misfit(name, file, f"{key} {fault}")
+    # Modules read old key names by version. A file without versions (safetensors) may hold either, and modules take
+    # it so; only MNASNet as a whole insists on a version.
+    fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(fitting, assign=True)
+        # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
+        return model.float()
+    except RuntimeError as error:
+        raise misfit(name, file, str(error)) from error
+
+
+def _fault(value: Tensor, expected: Tensor) -> str | None:
+    """Why ``value`` cannot replace ``expected``, whatever their shapes; None if it can."""
+    if value.is_meta:
+        return "is a meta tensor, which has no values"
+    if value.layout != torch.strided:
+        return f"is not dense but {value.layout}"
+    kinds = [(tensor.is_floating_point(), tensor.is_quantized) for tensor in (value, expected)]
+    return f"is {value.dtype} instead of {expected.dtype}" if kinds[0] != kinds[1] else None
+
+
+def misfit(name: str, file: Path, reason: str) -> WeightsUnavailable:
+    """The error for a ``file`` whose tensors are not those of the model ``name``."""
+    reason = " ".join(reason.split())[:300]
+    return WeightsUnavailable(f"{file.name} does not fit {name}: {reason}", file=file.name, folder=str(file.parent))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
