@@ -1,7 +1,6 @@
 """Folded and packed convolutions, shared by all extractors over a model.
 
-Equal tensors are one tensor: fifty extractors have two copies of the weights between them, the model's own and the
-folded ones, not fifty.
+Equal tensors are one tensor: all extractors over a model share two copies of its weights, its own and the folded ones.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from fxcore.transforms.fuse_conv_bn import affine_of_module, fused_module, fused
 _Folds = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
 
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], nn.Parameter] = weakref.WeakValueDictionary()
-# First module → last module, which may be the same → what runs in their place, for as long as some extractor runs it.
+# First module → last module, which may be the same → the module that replaces them, while an extractor uses it.
 _folds: weakref.WeakKeyDictionary[nn.Module, _Folds] = weakref.WeakKeyDictionary()
-# Held while folding, so that extractors that are built at a time share what one of them makes.
+# Held while folding, so that extractors that are built at the same time share one result.
 _guard = threading.Lock()
 
 
 def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy in which convolutions with their batch norms are ones that other extractors over the model use too.
+    """A copy with convolutions and batch norms folded into modules that all extractors over the model share.
 
-    It knows pairs of modules, which are nearly all; :func:`fuse_conv_bn` finds the rest.
+    It folds pairs of modules, which are nearly all; :func:`fuse_conv_bn` finds the rest.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -69,10 +68,10 @@ def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
 
 
 def _folded(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
-    """What runs in the place of ``first``, and of ``norm`` after it: the same module to all who ask.
+    """The module that replaces ``first``, and ``norm`` after it; one for all callers.
 
     Returns:
-        None where nothing can be folded or packed.
+        None if nothing can be folded or packed.
     """
     last = first if norm is None else norm
     with _guard:
@@ -97,9 +96,9 @@ def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
 
 
 def share_new_tensors(module: nn.Module, own: set[int]) -> None:
-    """Replace parameters that are not among the storages ``own`` by equal ones that another module holds already.
+    """Replace parameters outside the storages ``own`` by equal ones that another module has already.
 
-    Convolution weights get channels_last memory on the way.
+    Convolution weights become channels_last.
     """
     for owner in module.modules():
         for name, parameter in owner._parameters.items():

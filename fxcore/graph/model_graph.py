@@ -217,7 +217,7 @@ class ModelGraph:
         """
         other = copy.copy(self)
         other._forget_computed()
-        other.fingerprint = self.fingerprint  # it tells models apart, not sizes
+        other.fingerprint = self.fingerprint  # it is of the model, whatever the size
         other.input_size = input_size
         other._derived = {}
         other._node_bytes, other._tensor_bytes = _COPIED_NODE_BYTES, 0

@@ -29,12 +29,12 @@ _WANTED = "int8 is calibrated on a tensor, a tuple of tensors, or an iterable of
 
 
 class CannotQuantize(FxError):
-    """Graph mode cannot make an int8 module of this one, or this torch has no graph mode."""
+    """Graph mode cannot quantize this module, or this torch has no graph mode."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """An int8 module, and what each of its layers costs.
+    """An int8 module, and the error that each of its layers brings.
 
     Attributes:
         module: takes and returns float32 as the original does; on the CPU.
@@ -46,7 +46,7 @@ class Quantized:
 
 
 def missing() -> str | None:
-    """Why torch's own int8 cannot be had here, in a clause; None if it can. It imports nothing that torch has not."""
+    """Why torch's own int8 is not available here; None if it is."""
     if not torch_ao.available():
         return torch_ao.MISSING
     return "torch has no int8 kernels for this machine" if torch.backends.quantized.engine == "none" else None
@@ -67,7 +67,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
 
     Raises:
         UnknownNode: ``keep`` names none.
-        CannotQuantize: it fails, or there is nothing to calibrate on, or something else than the module takes.
+        CannotQuantize: torch fails, or ``calibration`` is empty or not what the module takes.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> from fxcore.photos import calibration_rows
@@ -97,7 +97,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
 
 
 def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """The positional inputs of each call that ranges are taken from; single rows are put together.
+    """The positional inputs of each calibration call; calls of a single row are put together into batches.
 
     Raises:
         CannotQuantize: there are none, or they are not what ``module`` takes.

@@ -61,7 +61,7 @@ def _pure_module(module: nn.Module) -> nn.Module:
 
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Rewrite ``graph`` itself; give a copy.
+    """Rewrite in-place operations in ``graph``, which should be a copy.
 
     Args:
         graph: any traced graph. Where it has been annotated, writes hidden in functions that fx does not look into
@@ -73,8 +73,7 @@ def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         Number of operations that were in-place.
 
     Raises:
-        CannotTransform: a node is read after something was written to its memory, and nothing says how it comes out
-            of that memory.
+        CannotTransform: a node is read after a write to its memory, and how it is a view of that memory is not known.
     """
     count = _Functionalizer(graph, modules).run()
     graph.lint()
@@ -84,9 +83,9 @@ def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 class _Functionalizer:
     """Follows the memory that nodes share.
 
-    Whoever reads a view of it after a write has to see what was written. The first node in a memory is its root, and
-    each write gives the memory a new root: a node that holds all of it as it is from then on. Views made before the
-    write and read after it are made again, of the new root.
+    A node that reads a view after a write has to see what was written. The first node in a memory is its root. Each
+    write gives the memory a new root, a node that holds the whole memory after the write. Views that were made before
+    the write and are read after it are made again, of the new root.
     """
 
     def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
@@ -99,14 +98,14 @@ class _Functionalizer:
             for place in places:
                 self.sharing.setdefault(place, []).append(node)
         self.roots = {place: next(filter(_is_tensor, nodes), nodes[0]) for place, nodes in self.sharing.items()}
-        #: what each node that writes overwrites, and whether its call itself says so
+        #: node that writes → the nodes that it overwrites, and whether its target says so
         self.writes: dict[fx.Node, tuple[list[fx.Node], bool]] = {}
         for node in graph.nodes:
             base = mutated_argument(node, modules)
             seen = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
             if (base is not None or seen) and _ON_COPY not in node.meta:
                 self.writes[node] = ([base], True) if base is not None else (seen, False)
-        #: what stands for a node from here on
+        #: node → the node that has replaced it
         self.now: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> int:
@@ -118,7 +117,7 @@ class _Functionalizer:
             copies = [m for place in places for m in self._run_on_copy(node, place)]
             node.meta["mutates"] = [i for i, m in enumerate(node.all_input_nodes) if m in copies]
             node.meta[_ON_COPY] = True
-        for node in self.graph.nodes:  # nothing shares memory or writes any more, but for the writes to copies
+        for node in self.graph.nodes:  # nothing shares memory now, and only copies are written to
             node.meta.pop("memory", None)
             if _ON_COPY not in node.meta:
                 node.meta.pop("mutates", None)
@@ -142,7 +141,7 @@ class _Functionalizer:
         return True
 
     def _replace(self, base: fx.Node, node: fx.Node) -> None:
-        """Let ``node``, which has become the value that it wrote to ``base``, stand for it."""
+        """Replace ``base`` by ``node``, which is out-of-place now, in all later reads."""
         place = self._place(base)
         others = [m for m in self._read_after(node, place) if self._value(m) is not self._value(base)]
         whole = node
@@ -160,7 +159,8 @@ class _Functionalizer:
         self.roots[place] = whole
 
     def _run_on_copy(self, node: fx.Node, place: int) -> list[fx.Node]:
-        """Let a function that writes to its arguments write to a copy, which later readers get; what it is given."""
+        """Let a function that writes to its arguments write to a copy, which later nodes read. Returns its new
+        arguments."""
         given = [m for m in self.inputs[node] if place in self.memory[m]]
         readers = self._read_after(node, place)
         if len({self._value(m) for m in [*given, *readers]}) == 1:
@@ -186,20 +186,20 @@ class _Functionalizer:
         return copies
 
     def _read_after(self, node: fx.Node, place: int) -> list[fx.Node]:
-        """Nodes made before ``node`` in this memory that something reads after it; one of those with one value."""
+        """The nodes of this memory before ``node`` that are read after it, one for each value."""
         order = self._order()
         found: dict[fx.Node, fx.Node] = {}
         for m in self.sharing[place]:
             if self.rank[m] >= self.rank[node]:
                 break
             readers = [u for u in self._value(m).users if order[u] > order[node]]
-            # Sizes are what they were.
+            # A write does not change sizes.
             if any(u.meta.get("carries") is not False or u in self.writes for u in readers):
                 found.setdefault(self._value(m), m)
         return list(found.values())
 
     def _way_to(self, node: fx.Node, place: int, writer: fx.Node) -> list[fx.Node]:
-        """The views to take of the memory's root to come to ``node``."""
+        """The views that lead from the memory's root to ``node``."""
         way: list[fx.Node] = []
         at = node
         while self._value(at) is not self.roots[place]:
@@ -218,7 +218,7 @@ class _Functionalizer:
         return way[::-1]
 
     def _follow(self, way: Sequence[fx.Node], start: fx.Node, place: int) -> fx.Node:
-        """``start`` as it looks at the end of ``way``."""
+        """Apply the views of ``way`` to ``start``."""
         for step in way:
             made = self.graph.node_copy(step, lambda m: start if place in self.memory.get(m, ()) else m)  # noqa: B023
             made.meta.pop(PATH, None)
@@ -227,18 +227,18 @@ class _Functionalizer:
         return start
 
     def _copy(self, place: int) -> fx.Node:
-        """A copy of the whole memory, laid out so that what was a view of it still is one."""
+        """A copy of the whole memory, with a layout that the same views apply to."""
         first = self.sharing[place][0].meta.get("value")
         plain = not isinstance(first, Tensor) or first.is_contiguous()
         options: dict[str, Any] = {"memory_format": torch.contiguous_format} if plain else {}
         return self.graph.call_method("clone", (self.roots[place],), options)
 
     def _filled(self, copy: fx.Node, writer: fx.Node) -> fx.Node:
-        # Takes the writer's result along only so that no reader of the copy can lose the call itself.
+        # Depends on the writer, so that dead code elimination keeps it for the readers of the copy.
         return self.graph.call_function(operator.getitem, ((copy, writer), 0))
 
     def _replace_uses(self, instead: dict[fx.Node, fx.Node], place: int) -> None:
-        """Whoever read an overwritten node afterwards saw the new value; so it goes on."""
+        """Let the later readers of overwritten nodes read their successors."""
         order = self._order()
         for node, successor in instead.items():
             before, at = self._value(node), order[successor]

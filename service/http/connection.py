@@ -1,7 +1,7 @@
 """A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
 
-uvicorn itself waits without end for the rest of a request's head, and for a client to read its answer, and holds heads
-of any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
+uvicorn itself waits forever for the rest of a request's head, and for a client to read its answer, and holds heads of
+any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ LAST_SECONDS = 0.1
 """How long a connection without a request stays open when the server ends, for what its client has sent already."""
 
 HOLD_SECONDS = 5.0
-"""A connection whose request was refused for want of room is not read for as long as its client was told to wait, at
-most for this long. Who comes back at once would have the server write nothing but refusals: of 400 such clients it
-answered a fifth of what it answers 128."""
+"""Longest time that a connection is not read after admission refused its request, as its ``Retry-After`` asks. Clients
+that retry at once would keep the server busy with refusals."""
 
 
 class Phase(Enum):
@@ -46,7 +45,7 @@ class Phase(Enum):
     HEAD = auto()
     BODY = auto()
     NEXT = auto()  # a request that has not begun
-    NOTHING = auto()  # the connection ends; they are thrown away
+    NOTHING = auto()  # the connection ends; they are discarded
 
 
 class Connection(HttpToolsProtocol):
@@ -59,7 +58,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._bytes_without_body = 0
         self._bytes_thrown_away = 0
-        self._mixed = False  # whether the piece at hand begins with bytes of an earlier request
+        self._mixed = False  # whether the current data begins with bytes of an earlier request
         self._fault: Refusal | None = None
         self._answering: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
@@ -73,7 +72,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         self._send_timeout.stop()
-        self._unset_keepalive_if_required()  # which uvicorn does not where the connection was reset
+        self._unset_keepalive_if_required()  # uvicorn does not if the connection was reset
         if self._hold is not None:
             self._hold.cancel()
         if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
@@ -98,7 +97,7 @@ class Connection(HttpToolsProtocol):
             self._end(self._fault or heads.not_http())
             return
         if self._phase is Phase.HEAD and not self.transport.is_closing():
-            # It is not known how much of a piece with the end of an earlier request belongs to this head.
+            # How much of data with the end of an earlier request belongs to this head is not known.
             self._head_bytes += 1 if self._mixed else len(data)
             if self._head_bytes > heads.MAX_HEAD_BYTES:
                 self._end(heads.too_large())
@@ -110,8 +109,8 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
 
-        After such a head the parser stops and takes what follows for another protocol. So the head is read again
-        without the offer, by a parser that goes on to the body.
+        After such a head the parser stops and takes what follows for another protocol. So a new parser reads the head
+        again without the offer, and then the body.
 
         Raises:
             HttpParserError: it is not HTTP.
@@ -134,7 +133,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is Phase.HEAD:  # trailers come after what they would change has been decided
+        if self._phase is Phase.HEAD:  # trailers come too late to change anything
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -202,11 +201,10 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def shutdown(self) -> None:
-        """Take what has arrived as the last request, and close.
+        """Serve a request that has arrived already, then close.
 
-        uvicorn closes a connection whose last request is answered at once. Under load the next one waits in the
-        system's buffer then, and its client is reset: so were five or six of six clients that kept sending 300 KB at a
-        time to a server that ended; zero to two are with this."""
+        uvicorn closes an idle connection at once. Under load its next request may be in the system's buffer, and
+        closing would reset the client."""
         self._draining = True
         if self._busy():
             super().shutdown()
@@ -241,12 +239,12 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _end(self, why: Refusal | FxError) -> None:
-        """Close the connection, and say why where a request has begun that has no answer. Requests before that one
-        are answered first, and nothing is said then, which could be taken for their answer. One whose body cannot be
-        read to its end gets no other answer.
+        """Close the connection, and answer a request that has begun with ``why``. If earlier requests are still
+        unanswered, they are answered instead, and ``why`` is not sent: it could be taken for their answer. A request
+        whose body cannot be read to its end gets no other answer.
 
-        Once it is said, the connection is closed for our side only, until the client has seen that and closes its own,
-        because unread bytes would make it a reset, which can take the answer with it."""
+        After ``why`` only our side of the connection is closed, until the client closes its own: closing it with unread
+        bytes would be a reset, which can destroy the answer."""
         self._cancel_deadline()
         unread = self.cycle if self._phase is Phase.BODY else None
         before = [cycle for cycle in self._unanswered() if cycle is not unread]
