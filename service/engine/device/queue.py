@@ -19,26 +19,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from service.engine.device.job import Item, Job
+from service.engine.device.job import Item
 from service.engine.errors import NotReady, as_exception
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Undecoded:
-    """A part of a job that the device worker decodes itself.
-
-    Attributes:
-        job: whose part it is.
-        decode: called with what the decoded rows go to.
-    """
-
-    job: Job
-    decode: Callable[[Callable[[Sequence[Item]], object]], None]
 
 
 class BackgroundTask:
@@ -79,10 +65,8 @@ class Queue:
         self.max_bytes = max_bytes
         self._queues: dict[Hashable, deque[Item]] = {}
         self._tasks: deque[BackgroundTask] = deque()
-        self._offered: Undecoded | None = None
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
-        self._idle = False
 
     def put(self, items: Sequence[Item]) -> None:
         """Queue items. After :meth:`close` their jobs fail at once."""
@@ -106,17 +90,7 @@ class Queue:
                 task.answer.set_exception(self._closed)
         return task.answer
 
-    def offer(self, part: Undecoded) -> bool:
-        """Have the worker decode ``part`` at once if it has nothing to do; whether it will."""
-        with self._changed:
-            if self._closed is not None or not self._idle or self._tasks or self._queues:
-                return False
-            self._idle = False
-            self._offered = part
-            self._changed.notify()
-            return True
-
-    def take(self, before_waiting: Callable[[], object]) -> list[Item] | Undecoded | BackgroundTask | None:
+    def take(self, before_waiting: Callable[[], object]) -> list[Item] | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
 
         A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest.
@@ -130,23 +104,10 @@ class Queue:
             while self._closed is None:
                 work = self._next()
                 if work is not None:
-                    self._idle = False
                     return work
                 before_waiting()
-                self._idle = True
                 self._changed.wait()
             return None
-
-    def drained(self) -> bool:
-        """Whether no rows wait, asked by the worker when it is done with a batch.
-
-        If so it counts as idle from now on, though it has yet to call :meth:`take`: a client may send its next image
-        before that, as it did for one answer in eight over a single connection.
-        """
-        with self._changed:
-            # A part that was offered is there to be fetched; another one would take its place.
-            self._idle = not self._queues and self._offered is None
-            return not self._queues
 
     def close(self, reason: NotReady) -> None:
         """Fail what waits and what is put from now on with ``reason``."""
@@ -154,11 +115,8 @@ class Queue:
             self._closed = reason
             waiting = [item for queue in self._queues.values() for item in queue]
             self._queues.clear()
-            offered, self._offered = self._offered, None
             tasks, self._tasks = self._tasks, deque()
             self._changed.notify_all()
-        if offered is not None:
-            offered.job.fail(reason)
         for task in tasks:
             with suppress(InvalidStateError):
                 task.answer.set_exception(reason)
@@ -170,10 +128,7 @@ class Queue:
         with self._changed:
             return sum(map(len, self._queues.values()))
 
-    def _next(self) -> list[Item] | Undecoded | BackgroundTask | None:
-        if self._offered is not None:
-            offered, self._offered = self._offered, None
-            return offered
+    def _next(self) -> list[Item] | BackgroundTask | None:
         if self._tasks and self._tasks[0].latest < time.monotonic():
             return self._tasks.popleft()
         while self._queues:

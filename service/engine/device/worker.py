@@ -20,9 +20,9 @@ from fxcore.backends import Lowered
 from fxcore.errors import summarize
 from service.engine.device.job import Item, Job, announce
 from service.engine.device.outputs import OutputRows, by_options, deliveries, finish, split_rows
-from service.engine.device.queue import BackgroundTask, Queue, Undecoded
+from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
-from service.engine.device.threads import alone, compute_on
+from service.engine.device.threads import compute_on
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
 from service.engine.record import ExtractorRecord
 from service.engine.rows import by_image, row_layout
@@ -105,14 +105,12 @@ class DeviceWorker:
             self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
 
     def _work(self) -> None:
-        work: Sequence[Item] | Undecoded | BackgroundTask | None
+        work: Sequence[Item] | BackgroundTask | None
         while (work := self._queue.take(self._announce)) is not None:
             self._busy_since = time.monotonic()
             if isinstance(work, BackgroundTask):
                 self._announce()
                 work.run()
-            elif isinstance(work, Undecoded):
-                self._decode(work)
             else:
                 self._batch = work
                 self._serve(work)
@@ -150,16 +148,6 @@ class DeviceWorker:
                     why = f"{why}, and {none}"
         self._lost = why
         self._queue.close(NotReady(why))
-
-    def _decode(self, part: Undecoded) -> None:
-        """Decode, and compute what comes of it: one row at once, or what the queue makes of it and of what has come."""
-        items: list[Item] = []
-        alone(lambda: part.decode(items.extend))
-        if _rows(items) > 1 or len(self._queue):
-            self._queue.put(items)
-        else:
-            self._batch = items
-            self._serve(items)
 
     def _serve(self, items: Sequence[Item]) -> None:
         """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
@@ -233,8 +221,6 @@ class DeviceWorker:
         for group, outputs in finished:
             _deliver(group, outputs)
         self._done = jobs
-        if self._queue.drained():
-            self._announce()
         self._metrics.batch_size.observe(_rows(items))  # which nobody waits for
 
     def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:

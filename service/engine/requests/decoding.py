@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -14,15 +14,12 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from service.engine.device.job import Item, Job
-from service.engine.device.queue import Queue, Undecoded
+from service.engine.device.queue import Queue
 from service.engine.device.threads import decode_only
 from service.engine.requests.plan import Plan
 from service.engine.rows import RowShape
 
 log = logging.getLogger("fxserve.decoding")
-
-_MAX_INLINE_BYTES = 12 * 1024**2
-"""Most bytes that decoding a part may hold for the device worker to do it itself: about two megapixels."""
 
 
 class Decoders:
@@ -85,18 +82,15 @@ class Decoding:
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
     def start(self, decoders: Decoders) -> None:
-        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted.
+        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted."""
+        for _ in range(min(self._at_once, len(self._left))):
+            self._start_next(decoders)
 
-        The device worker decodes the first part if it is idle and the part is small: it would wait for it anyway, and
-        changing threads takes a good part of the time of decoding a photograph.
-        """
-        first = [self._left.popleft() for _ in range(min(self._at_once, len(self._left)))]
-        for index in first:
-            part = partial(self._decode, index, decoders)
-            if index or self._plan.costs[0] > _MAX_INLINE_BYTES or not self._queue.offer(Undecoded(self._job, part)):
-                decoders.put(partial(part, self._queue.put))
+    def _start_next(self, decoders: Decoders) -> None:
+        with suppress(IndexError):  # there are no more parts
+            decoders.put(partial(self._decode, self._left.popleft(), decoders))
 
-    def _decode(self, index: int, decoders: Decoders, put: Callable[[Sequence[Item]], object]) -> None:
+    def _decode(self, index: int, decoders: Decoders) -> None:
         if not self._job.wanted():
             return
         error: BaseException | None = None
@@ -106,14 +100,13 @@ class Decoding:
             if self._plan.pad is not None:
                 padded = self._padded(index, tensors[0])
                 if padded is not None:
-                    put([padded])
+                    self._queue.put([padded])
             else:
-                put([self._item(rows, tensors)])
+                self._queue.put([self._item(rows, tensors)])
         except BaseException as raised:  # it becomes the job's answer
             error = raised
         self._end(index, error)
-        with suppress(IndexError):  # there are no more parts
-            decoders.put(partial(self._decode, self._left.popleft(), decoders, self._queue.put))
+        self._start_next(decoders)
 
     def _end(self, index: int, error: BaseException | None) -> None:
         with self._guard:

@@ -79,8 +79,7 @@ class Pipeline:
         started = time.monotonic()
         plan = await self._plan(record, images, options)
         sizes = await self._sizes(record, plan, options, boxes)
-        # a part for each decoder and one for the device worker
-        at_once = plan.at_once(self._settings.decode_threads + 1, self._admission.max_bytes)
+        at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
         ticket.claim(plan.held(at_once), sizes.answer_bytes)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline, sizes.regions)

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.device.job import Item, Job
-from service.engine.device.queue import Queue, Undecoded
 from service.engine.errors import NotReady, OutOfMemory
 from service.engine.requests.sizes import row_size
 from tests.decoding import decoded
@@ -143,67 +141,6 @@ async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine,
         lost.fail(error)
         with pytest.raises(OutOfMemory):
             await asyncio.wait_for(lost.answer(), PATIENCE)
-
-
-def undecoded() -> Undecoded:
-    """A part that nobody comes to decode."""
-    return Undecoded(Job(None, FeatureOptions(), 1, time.monotonic() + PATIENCE), lambda hand_on: None)  # type: ignore[arg-type]
-
-
-async def idle(queue: Queue) -> Future[object]:
-    """A worker that waits; what it takes."""
-    taken: Future[object] = Future()
-    asyncio.get_running_loop().run_in_executor(None, lambda: taken.set_result(queue.take(lambda: None)))
-    while not queue._idle:
-        await asyncio.sleep(0.01)
-    return taken
-
-
-async def test_nothing_is_offered_to_a_worker_that_ends() -> None:
-    """It would be dropped, and its request would wait for nothing."""
-    queue = Queue(1, 1)
-    taken = await idle(queue)
-    with queue._changed:  # the worker has not noticed yet
-        queue.close(NotReady("over"))
-        assert queue._idle
-        assert not queue.offer(undecoded())
-    assert await asyncio.wrap_future(taken) is None
-
-
-async def test_what_was_offered_to_a_worker_that_ends_fails() -> None:
-    queue = Queue(1, 1)
-    taken = await idle(queue)
-    part = undecoded()
-    with queue._changed:  # it ends before the worker comes for it
-        assert queue.offer(part)
-        queue.close(NotReady("over"))
-    assert await asyncio.wrap_future(taken) is None
-    with pytest.raises(NotReady, match="over"):
-        await asyncio.wait_for(part.job.answer(), PATIENCE)
-
-
-async def test_a_worker_with_nothing_left_takes_one_part() -> None:
-    """From when it is done with its last batch on, though it has yet to come for more."""
-    queue = Queue(4, 1000)
-    assert not queue.offer(undecoded())  # it has not come for anything yet
-    waiting = Item(undecoded().job, range(1), (torch.zeros(1),), 1)
-    queue.put([waiting])
-    assert not queue.drained()
-    assert not queue.offer(undecoded())
-    assert queue.take(lambda: None) == [waiting]
-    assert not queue.offer(undecoded())  # it computes
-    assert queue.drained()
-    part = undecoded()
-    assert queue.offer(part)
-    assert queue.drained()  # of a second half, where a batch is computed in halves
-    assert not queue.offer(undecoded())
-    assert not queue.offer(undecoded())  # one is as much as it can decode
-    assert queue.take(lambda: None) is part
-    assert not queue.offer(undecoded())  # it decodes
-    assert queue.drained()
-    queue.put([waiting])
-    assert queue.take(lambda: None) == [waiting]
-    assert not queue.offer(undecoded())  # it computes what came while it was idle
 
 
 async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
