@@ -90,22 +90,18 @@ class Queue:
                 task.answer.set_exception(self._closed)
         return task.answer
 
-    def take(self, before_waiting: Callable[[], object]) -> list[Item] | BackgroundTask | None:
+    def take(self) -> list[Item] | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
 
         A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest.
         Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a
         deadline that passed.
-
-        Args:
-            before_waiting: called when there is nothing, before waiting for it.
         """
         with self._changed:
             while self._closed is None:
                 work = self._next()
                 if work is not None:
                     return work
-                before_waiting()
                 self._changed.wait()
             return None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxcore.backends import Lowered
 from fxcore.errors import summarize
-from service.engine.device.job import Item, Job, announce
+from service.engine.device.job import Item, announce
 from service.engine.device.outputs import OutputRows, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
@@ -58,7 +58,6 @@ class DeviceWorker:
         self._busy_since: float | None = None
         self._lost: str | None = None
         self._batch: Sequence[Item] = ()
-        self._done: Sequence[Job] = ()
         self._collected = -math.inf
         self._thread = self._fresh_thread()
         self._replacing = threading.Lock()
@@ -106,32 +105,19 @@ class DeviceWorker:
 
     def _work(self) -> None:
         work: Sequence[Item] | BackgroundTask | None
-        while (work := self._queue.take(self._announce)) is not None:
+        while (work := self._queue.take()) is not None:
             self._busy_since = time.monotonic()
             if isinstance(work, BackgroundTask):
-                self._announce()
                 work.run()
             else:
                 self._batch = work
                 self._serve(work)
             self._busy_since = None
             self._batch = work = ()  # an idle worker holds nobody's tensors
-        self._announce()
-
-    def _announce(self) -> None:
-        """Bring the last batch's answers to the event loop.
-
-        That is done when the next batch begins to compute, or when there is none: the event loop then writes the
-        answers while this thread does not need the GIL. Done earlier, both wanted it at once, and a batch of 16 waited
-        2 ms.
-        """
-        done, self._done = self._done, ()
-        announce(done)
 
     def _die(self, error: BaseException, lost: bool) -> None:
         """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is ``lost``:
         so it is when a thread could not even begin, as the next one could not either, and so on without end."""
-        self._announce()
         why = f"the device worker died of {summarize(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
         for item in batch:
@@ -167,7 +153,6 @@ class DeviceWorker:
             error = raised.with_traceback(None)
         if error is None:
             return
-        self._announce()
         out_of_memory = is_out_of_memory(error)
         self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
         if out_of_memory:
@@ -215,18 +200,15 @@ class DeviceWorker:
             finished = [(group, finish(values, options, group, rows)) for options, group, rows in by_options(items)]
             del values
         spent = time.monotonic() - started
-        jobs = list({item.job: None for item in items})
-        for job in jobs:
+        for job in {item.job for item in items}:
             job.computed += spent
         for group, outputs in finished:
             _deliver(group, outputs)
-        self._done = jobs
         self._metrics.batch_size.observe(_rows(items))  # which nobody waits for
 
     def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
-        """What ``run`` gives for a batch. The batch before is announced once this one is put together."""
+        """What ``run`` gives for a batch."""
         inputs = self._staging.inputs([item.inputs for item in items], record.decoder, record.dtype)
-        self._announce()
         outputs = run(*inputs)
         rows = _rows(items)
         return [
@@ -245,6 +227,7 @@ def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
             job.deliver(rows, {key: piece[place] for key, piece in pieces.items()})
         except Exception as error:
             job.fail(_verdict(error, is_out_of_memory(error)))
+    announce([job for job, _ in parts])
 
 
 def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
