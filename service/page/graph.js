@@ -6,6 +6,7 @@ import { h, select } from "./dom.js"
 import { holds } from "./model.js"
 import { flops, parameters, shapeText } from "./numbers.js"
 import { kind, matches } from "./tree.js"
+import { followed, next } from "./walk.js"
 
 /** @typedef {import("./drawing.js").Box} Box */
 /** @typedef {import("./drawing.js").Layout} Layout */
@@ -39,7 +40,7 @@ export class GraphView {
     })
     this.said = h("p", { class: "unseen", role: "status" })
     this.card = h("div", { class: "card", hidden: true })
-    this.note = h("p", { class: "note floating", role: "status", hidden: true })
+    this.note = h("div", { class: "note floating row", role: "status", hidden: true })
     this.colours = select("Colour by", [["", "Plain"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
       "", actions.colour)
     pane.replaceChildren(
@@ -104,9 +105,9 @@ export class GraphView {
     this.redraw()
   }
 
-  /** Something to read over the graph. @param {string} text empty for nothing */
-  say(text) {
-    this.note.textContent = text
+  /** Something to read over the graph. @param {string} text empty for nothing @param {[string, () => void]} [action] */
+  say(text, action) {
+    this.note.replaceChildren(text, action ? h("button", { type: "button", onclick: action[1] }, action[0]) : "")
     this.note.hidden = !text
   }
 
@@ -251,50 +252,13 @@ export class GraphView {
       0: () => this.fit(),
       Enter: () => here >= 0 && layout.boxes[here].kind === "module" && this.#toggle(layout.boxes[here]),
       Backspace: () => this.#leave(here),
-      ArrowDown: () => this.#follow(here, 1), ArrowUp: () => this.#follow(here, -1),
-      ArrowRight: () => this.#step(here, 1), ArrowLeft: () => this.#step(here, -1),
+      ArrowDown: () => this.#moveTo(followed(layout, here, 1)), ArrowUp: () => this.#moveTo(followed(layout, here, -1)),
+      ArrowRight: () => this.#moveTo(next(layout, here, 1)), ArrowLeft: () => this.#moveTo(next(layout, here, -1)),
     }
     const action = keys[event.key]
     if (!action) return
     event.preventDefault()
     action()
-  }
-
-  /** Along an edge, in and out of frames. @param {number} from @param {number} direction */
-  #follow(from, direction) {
-    const { layout } = this
-    if (!layout) return
-    const { boxes, edges } = layout
-    const seen = new Set([`${from}`])
-    let ends = [from]
-    /** @type {Map<number, boolean>} whether one came to a frame from what it holds */
-    let outwards = new Map()
-    while (ends.length) {
-      /** @type {typeof outwards} */
-      const after = new Map()
-      for (const { source, target } of edges) {
-        const [start, end] = direction > 0 ? [source, target] : [target, source]
-        if (!ends.includes(start)) continue
-        // An edge between a frame and what it holds is inside of it.
-        const inside = boxes[start].kind === "frame" && within(boxes[start], boxes[end])
-        if (boxes[start].kind === "frame" && inside === outwards.get(start)) continue
-        const outward = boxes[end].kind === "frame" && within(boxes[end], boxes[start])
-        if (boxes[end].kind !== "frame") return this.#moveTo(end)
-        if (!seen.has(`${end} ${outward}`)) after.set(end, outward)
-        seen.add(`${end} ${outward}`)
-      }
-      ends = [...after.keys()]
-      outwards = after
-    }
-    this.#step(from, direction)
-  }
-
-  /** To the next box in order of execution. @param {number} from @param {number} direction */
-  #step(from, direction) {
-    const boxes = this.layout?.boxes ?? []
-    let next = from + direction
-    while (boxes[next]?.kind === "frame") next += direction
-    if (boxes[next]) this.#moveTo(next)
   }
 
   /** Close the module that holds a box. @param {number} from */
@@ -304,16 +268,11 @@ export class GraphView {
     if (frame) this.#toggle(frame)
   }
 
-  /** @param {number} number */
+  /** @param {number} number -1 for no box */
   #moveTo(number) {
     const box = this.layout?.boxes[number]
     if (!box) return
     this.said.textContent = this.#described(box).join(", ")
     this.actions.choose(box.kind === "module" ? box.name : box.node)
   }
-}
-
-/** Whether a frame lies around a box. @param {Box} frame @param {Box} box */
-function within(frame, box) {
-  return box.x >= frame.x && box.y >= frame.y && box.x + box.width <= frame.x + frame.width && box.y + box.height <= frame.y + frame.height
 }
