@@ -1,6 +1,6 @@
 // What a node makes of a photo: asked of the service, held by the worker.
 
-import { ask, askJson, modelPath } from "./api.js"
+import { ask, modelPath } from "./api.js"
 import { reduce } from "./reductions.js"
 
 /** @typedef {import("./model.js").Model} Model */
@@ -56,72 +56,16 @@ export async function features(model, name, photo, slot, signal) {
   return opened(answer, { slot, key: name, layout, tokens: node?.tokens ?? null }, photo, name)
 }
 
-/** @param {Response} answer @param {{slot: string, key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message @param {Photo} photo @param {string} node */
-async function opened(answer, message, photo, node) {
+/**
+ * An answer of safetensors, given to the worker.
+ * @param {Response} answer @param {{slot: string, key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
+ * @param {Photo} photo @param {string} node
+ * @returns {Promise<Answer>}
+ */
+export async function opened(answer, message, photo, node) {
   const buffer = await answer.arrayBuffer()
   const file = new Blob([buffer])
   const timing = answer.headers.get("Server-Timing") ?? ""
   const found = await reduce("open", { ...message, buffer }, [buffer])
   return { slot: message.slot, photo, node, file, timing, ...found }
-}
-
-/** Make an extractor of one node. @param {Model} model @param {string} node @param {string[]} [transforms] @param {AbortSignal} [signal] */
-export function makeExtractor(model, node, transforms = [], signal = undefined) {
-  const spec = { model: model.name, weights: model.weights, return_nodes: [node], transforms }
-  return askJson("v1/extractors", {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(spec), signal,
-  })
-}
-
-/** What has been asked of a model's attention. @type {WeakMap<Model, {nodes?: Promise<{names: string[], order: string[]}>, asked?: string, photo?: Photo, answer?: Attention}>} */
-const attentions = new WeakMap()
-
-/** @param {Model} model */
-function attentionOf(model) {
-  const known = attentions.get(model) ?? {}
-  attentions.set(model, known)
-  return known
-}
-
-/**
- * The nodes of attention weights that a pass brings, and all nodes with them, in order of execution. Asked once a
- * model, for whoever asks next as well: it cannot be stopped.
- * @param {Model} model
- */
-export function attentionNodes(model) {
-  const known = attentionOf(model)
-  const path = modelPath(model.name, "/nodes", { weights: model.weights, transforms: "attention_maps" })
-  known.nodes ??= askJson(path).then(
-    ({ eval_nodes: order }) => ({ names: order.filter((/** @type {string} */ name) => !model.byName.has(name)), order }),
-    (error) => { known.nodes = undefined; throw error })
-  return known.nodes
-}
-
-/** @typedef {{shape: number[], grid: import("./attended.js").Grid | null}} Attention */
-
-/**
- * The attention weights of a photo, held by the worker as `attention`; kept until another node's are asked for.
- * @param {Model} model @param {string} name @param {Photo} photo @param {AbortSignal} signal
- * @returns {Promise<Attention>}
- */
-export async function attention(model, name, photo, signal) {
-  const known = attentionOf(model)
-  if (known.answer && known.asked === name && known.photo === photo) return known.answer
-  const { id } = await makeExtractor(model, name, ["attention_maps"], signal)
-  const headers = { Accept: "application/x-safetensors", "Content-Type": photo.type }
-  const answer = await ask(`v1/extractors/${id}/features`, { method: "POST", headers, body: photo.data, signal })
-  const { shape } = await opened(answer, { slot: "attention", key: name, layout: null, tokens: null }, photo, name)
-  // Asked now: an extractor that is still being built knows nothing of its outputs yet.
-  const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
-  const found = { shape, grid: outputs[0].attention }
-  Object.assign(known, { asked: name, photo, answer: found })
-  return found
-}
-
-/** Milliseconds of each node on a photograph. @param {Model} model @param {AbortSignal} signal */
-export async function measured(model, signal) {
-  const last = model.nodes.findLast((node) => node.extractable)
-  const { id } = await makeExtractor(model, last?.name ?? "", [], signal)
-  const { profile } = await askJson(`v1/extractors/${id}/graph?profile=true`, { signal })
-  return new Map(profile.nodes.map((/** @type {any} */ node) => [node.name, node.milliseconds]))
 }

@@ -1,22 +1,47 @@
 // The attention of each head: where one place of the image looks.
 
-import { attention, attentionNodes } from "./answers.js"
+import { opened } from "./answers.js"
+import { ask, askJson, modelPath } from "./api.js"
 import { h, select } from "./dom.js"
+import { makeExtractor } from "./extractors.js"
 import { modulesAbove } from "./model.js"
-import { panel } from "./panel.js"
-import { patchOf } from "./patch.js"
 import { reduce } from "./reductions.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
+/** @typedef {import("./attended.js").Grid} Grid */
 /** @typedef {import("./model.js").Model} Model */
+/** @typedef {import("./stages.js").Side} Side */
+
+/** @typedef {{names: string[], order: string[]}} Nodes those of attention weights, and all with them in order of execution */
+/** @typedef {{shape: number[], grid: Grid | null}} Weights held by the worker */
+
+/** @type {WeakMap<Model, Promise<Nodes>>} */
+const nodes = new WeakMap()
+/** What the worker holds, by its slot there. @type {Map<string, {model: Model, node: string, photo: import("./photo.js").Photo, weights: Weights}>} */
+const held = new Map()
+
+/**
+ * Asked once a model, for whoever asks next as well: it cannot be stopped.
+ * @param {Model} model
+ */
+export function attentionNodes(model) {
+  let found = nodes.get(model)
+  if (!found) {
+    found = askJson(modelPath(model.name, "/nodes", { weights: model.weights, transforms: "attention_maps" })).then(
+      ({ eval_nodes: order }) => ({ names: order.filter((/** @type {string} */ name) => !model.byName.has(name)), order }))
+    found.catch(() => nodes.delete(model))
+    nodes.set(model, found)
+  }
+  return found
+}
 
 /**
  * The attention that is nearest to a node: of the same block, else the last one before it, else the first.
  * @param {Model} model @param {string} name
  * @returns {Promise<string | null>}
  */
-export async function attentionNear(model, name) {
+async function attentionNear(model, name) {
   const { names, order } = await attentionNodes(model)
   const here = modulesAbove(name)
   /** @param {string} other */
@@ -30,27 +55,50 @@ export async function attentionNear(model, name) {
 }
 
 /**
- * @param {Model} model
- * @param {string} name of a node of attention weights
- * @param {Answer} first whose photo it is
- * @param {import("./place.js").Place} place
- * @param {{go: (changes: Record<string, string | null>, replace?: boolean) => void, opacity: number, signal: AbortSignal}} options
+ * The attention weights of an answer's photo.
+ * @param {Model} model @param {string} node @param {Answer} answer @param {string} slot @param {AbortSignal} signal
+ * @returns {Promise<Weights>}
  */
-export async function attentionView(model, name, first, place, { go, opacity, signal }) {
-  const { grid, shape } = await attention(model, name, first.photo, signal)
-  if (!grid) return { block: h("p", { class: "note" }, `Which places the weights of ${name}, ${shape.join(" × ")}, are of cannot be told.`), fade() {} }
-  const heads = shape[shape.length - 3]
-  const head = Number(place.head) < heads ? Number(place.head) : null
-  const label = head === null ? "Mean of all heads" : `Head ${head}`
-  const { figure, fade } = await panel({
-    photo: first.photo, preprocessing: model.preprocessing, opacity, size: grid, patch: patchOf(place.at, grid),
-    label: `${label} of ${name} over ${first.photo.name}`, caption: `${label} of ${name}`,
-    look: async (patch) => coloured(await reduce("attention", { slot: "attention", head, grid, ...patch }), grid.width),
-    choose: ({ row, column }) => go({ at: `${row},${column}` }, true),
-  })
-  const choices = /** @type {Array<[string, string]>} */ ([["", "Mean of all heads"], ...[...Array(heads).keys()].map((i) => [String(i), `Head ${i}`])])
-  const block = h("div", {}, h("div", { class: "stages" }, figure),
-    select("Head", choices, head === null ? "" : String(head), (value) => go({ head: value || null }, true)),
-    h("p", { class: "dim" }, "Point at a place: where does it look? A click or the arrow keys keep it."))
-  return { block, fade }
+async function weightsOf(model, node, { photo }, slot, signal) {
+  const last = held.get(slot)
+  if (last?.model === model && last.node === node && last.photo === photo) return last.weights
+  const { id } = await makeExtractor(model, node, ["attention_maps"], signal)
+  const headers = { Accept: "application/x-safetensors", "Content-Type": photo.type }
+  const answer = await ask(`v1/extractors/${id}/features`, { method: "POST", headers, body: photo.data, signal })
+  const { shape } = await opened(answer, { slot, key: node, layout: null, tokens: null }, photo, node)
+  // Asked now: an extractor that is still being built knows nothing of its outputs yet.
+  const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
+  const weights = { shape, grid: outputs[0].attention }
+  held.set(slot, { model, node, photo, weights })
+  return weights
+}
+
+/**
+ * Where each photo looks, and the choice of a head.
+ * @param {Model} model @param {Answer[]} answers @param {number | null} head the mean of all where that is null
+ * @param {(head: string) => void} choose
+ * @param {AbortSignal} signal
+ * @returns {Promise<{sides: Side[], choice: HTMLElement | string}>}
+ */
+export async function attentionView(model, answers, head, choose, signal) {
+  let most = 0
+  const sides = await Promise.all(answers.map(async (answer) => {
+    const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
+    if (!node) return { note: "This model has no attention." }
+    const slot = `attention ${answer.slot}`
+    const { shape, grid } = await weightsOf(model, node, answer, slot, signal)
+    if (!grid) return { note: `Which places the weights of ${node}, ${shape.join(" × ")}, are of cannot be told.` }
+    const heads = shape[shape.length - 3]
+    most = Math.max(most, heads)
+    const own = head !== null && head < heads ? head : null
+    const label = own === null ? "Mean of all heads" : `Head ${own}`
+    return {
+      photo: answer.photo, node, label, caption: `${label} of ${node}`, size: grid, ofPlace: true,
+      look: async (/** @type {import("./patch.js").Patch | null} */ patch) =>
+        coloured(await reduce("attention", { slot, head: own, grid, ...patch }), grid.width),
+    }
+  }))
+  const heads = /** @type {Array<[string, string]>} */ ([["", "Mean of all heads"], ...[...Array(most).keys()].map((i) => [String(i), `Head ${i}`])])
+  const choice = most ? h("label", { class: "row dim" }, "Head", select("Head", heads, head !== null && head < most ? String(head) : "", choose)) : ""
+  return { sides, choice }
 }

@@ -2,7 +2,7 @@
 
 import { askJson } from "./api.js"
 import { h, select } from "./dom.js"
-import { link } from "./place.js"
+import { kept, link, place } from "./place.js"
 
 /** @type {Record<string, string>} */
 const TASKS = {
@@ -21,26 +21,29 @@ function listed(source) {
   return /** @type {Promise<any>} */ (lists.get(source))
 }
 
+/** What is looked for, also when one comes back. */
+let text = "", task = "", source = ""
+
 /** @param {HTMLElement} pane */
 export async function showCatalogue(pane) {
-  const search = h("input", { type: "search", placeholder: "Search models", "aria-label": "Search models", oninput: () => show() })
+  const search = h("input", { type: "search", value: text, placeholder: "Search models", "aria-label": "Search models",
+    oninput: () => { text = search.value; show() } })
   const results = h("div", { class: "results" })
   const count = h("p", { class: "dim count", role: "status" })
-  let task = "", source = ""
   const tasks = h("div", { class: "row" })
   pane.replaceChildren(h("div", { class: "pane-head" }, search, tasks, count), results)
   const whole = await listed("")
   const options = /** @type {Array<[string, string]>} */ ([["", "All sources"], ["torchvision", "torchvision"], ["own", "Own"]])
   if (whole.timm) options.push(["timm", `timm (${whole.timm.models})`])
   tasks.append(
-    select("Task", [["", "All tasks"], ...Object.entries(TASKS)], "", (value) => { task = value; show() }),
-    select("Source", options, "", (value) => { source = value; show() }),
+    select("Task", [["", "All tasks"], ...Object.entries(TASKS)], task, (value) => { task = value; show() }),
+    select("Source", options, source, (value) => { source = value; show() }),
   )
   await show()
 
   async function show() {
     const { models } = /** @type {{models: Entry[]}} */ (await listed(source))
-    const wanted = search.value.trim().toLowerCase()
+    const wanted = text.trim().toLowerCase()
     const found = models.filter((one) => (!task || one.task === task) && one.name.toLowerCase().includes(wanted))
     count.textContent = `${found.length} ${found.length === 1 ? "model" : "models"}`
     results.replaceChildren(
@@ -55,5 +58,5 @@ export async function showCatalogue(pane) {
 /** @param {Entry} one */
 function entry({ name, loaded }) {
   const mark = loaded ? h("span", { class: "dim" }, " in memory") : null
-  return h("li", {}, h("a", { href: link({ m: name }) }, name, mark))
+  return h("li", {}, h("a", { href: link({ m: name, ...kept(place()) }) }, name, mark))
 }

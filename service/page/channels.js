@@ -1,33 +1,49 @@
 // The grid of channels, a picture each.
 
 import { image, range } from "./colours.js"
-import { h } from "./dom.js"
+import { h, select } from "./dom.js"
 import { short } from "./numbers.js"
 import { reduce } from "./reductions.js"
 import { picture } from "./stage.js"
+import { statisticsView } from "./statistics.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 
 /** How many are drawn at a time. */
 const PAGE = 48
+/** How many of an answer's have been asked to be seen. @type {WeakMap<Answer, number>} */
+const wanted = new WeakMap()
 
 /**
+ * The grid, with the choice of its order above it and what can be said of the chosen channel below.
  * @param {Answer} answer with maps
  * @param {boolean} byStrength otherwise by number
  * @param {number} chosen
- * @param {(channel: number) => void} choose
+ * @param {(changes: Record<string, string | number>) => void} go
  */
-export async function channelGrid(answer, byStrength, chosen, choose) {
+export async function channelsView(answer, byStrength, chosen, go) {
+  const order = select("Order", [["strength", "Strongest first"], ["number", "By number"]], byStrength ? "strength" : "number", (s) => go({ s }))
+  return [
+    h("div", { class: "row between" }, h("h3", {}, `${answer.maps?.channels} channels`), order),
+    await channelGrid(answer, byStrength, chosen, (ch) => go({ ch })),
+    statisticsView(await reduce("channelStatistics", { slot: answer.slot, channel: chosen }), `Channel ${chosen}`),
+  ]
+}
+
+/** @param {Answer} answer @param {boolean} byStrength @param {number} chosen @param {(channel: number) => void} choose */
+async function channelGrid(answer, byStrength, chosen, choose) {
   const { order = [], strength = new Float32Array(), maps } = answer
   const sorted = byStrength ? order : [...order].sort((a, b) => a - b)
   const grid = h("div", { class: "grid", role: "group", "aria-label": "Channels" })
-  const more = h("button", { type: "button", class: "quiet", onclick: () => add() })
+  const more = h("button", { type: "button", class: "quiet", onclick: () => add(shown + PAGE) })
   let shown = 0
-  await add()
+  await add(wanted.get(answer) ?? PAGE)
   return h("div", {}, grid, more)
 
-  async function add() {
-    const channels = sorted.slice(shown, shown + PAGE)
+  /** @param {number} most */
+  async function add(most) {
+    wanted.set(answer, most)
+    const channels = sorted.slice(shown, most)
     shown += channels.length
     /** @type {Float32Array[]} */
     const values = await reduce("channels", { slot: answer.slot, channels })

@@ -2,6 +2,7 @@
 
 import { byId, h, select } from "./dom.js"
 import { flops, parameters } from "./numbers.js"
+import { kept, link, place } from "./place.js"
 import { moduleTree } from "./tree.js"
 
 /** @typedef {import("./model.js").Model} Model */
@@ -22,9 +23,10 @@ export function showChooser(pane, model, actions) {
     oninput: () => { wanted = search.value.trim().toLowerCase(); actions.search(wanted); show() },
   })
   const levels = Object.entries(model.levels)
+  const models = h("a", { href: "#", class: "quiet" }, "All models")
   pane.replaceChildren(
     h("div", { class: "pane-head" },
-      h("div", { class: "title-row" }, h("h2", {}, model.name), h("a", { href: "#", class: "quiet" }, "All models")),
+      h("div", { class: "title-row" }, h("h2", {}, model.name), models),
       h("p", { class: "dim" }, `${parameters(model.totals.params)}, ${flops(model.totals.flops)}, ${model.totals.nodes} nodes`),
       h("label", { class: "stacked" }, "Weights", select("Weights", weightOptions(model), model.weights, actions.weights)),
       levels.length
@@ -52,6 +54,7 @@ export function showChooser(pane, model, actions) {
     /** @param {Set<string>} nowOpen @param {string | null} nowChosen */
     update(nowOpen, nowChosen) {
       const moved = nowChosen !== chosen
+      models.href = link(kept(place()))
       open = nowOpen
       chosen = nowChosen
       show()

@@ -1,16 +1,16 @@
 // The page: what is shown follows from the place, and every choice is a move to another place.
 
-import { measured } from "./answers.js"
 import { askJson, modelPath } from "./api.js"
 import { showCatalogue } from "./catalogue.js"
 import { showChooser, showWhere } from "./chooser.js"
 import { byId, h } from "./dom.js"
+import { measured } from "./extractors.js"
 import { GraphView } from "./graph.js"
 import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
 import { loadModel, modulesAbove } from "./model.js"
 import { take, watchDrops } from "./photo.js"
-import { go, onMove, place } from "./place.js"
+import { go, kept, link, onMove, place } from "./place.js"
 import { failure, progress } from "./states.js"
 import { showTabs } from "./tabs.js"
 import { welcome } from "./welcome.js"
@@ -21,17 +21,18 @@ import { welcome } from "./welcome.js"
 const ALL = "*"
 
 const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
-const inspector = new Inspector(panes.features, go, takePhoto)
+const inspector = new Inspector(panes.features, { go, choose, take: takePhoto })
 
 /** @type {Model | null} */ let model = null
 /** @type {GraphView | null} */ let graph = null
 /** @type {ReturnType<typeof showChooser> | null} */ let chooser = null
 let asked = "", laidOut = ""
 let stop = new AbortController()
+/** What measures the nodes' times. @type {AbortController | null} */ let measuring = null
 
 /** @param {File} file */
 function takePhoto(file) {
-  if (model) go({ p: take(file) })
+  go({ p: take(file) })
 }
 
 /** @param {import("./place.js").Place} now */
@@ -55,12 +56,13 @@ async function show(now) {
 
 function showNone() {
   stop.abort()
+  stopMeasuring()
   inspector.stop()
   model = graph = chooser = null
   asked = laidOut = ""
   document.body.classList.remove("inside")
   showWhere("")
-  panes.graph.replaceChildren(welcome())
+  panes.graph.replaceChildren(welcome(place()))
   panes.features.replaceChildren()
   showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, () => show(place()))))
 }
@@ -68,10 +70,11 @@ function showNone() {
 /** Load the model of a place; whether that was done and is still wanted. @param {import("./place.js").Place} now */
 async function load(now) {
   stop.abort()
+  stopMeasuring()
   inspector.stop()
   const mine = (stop = new AbortController())
   const fresh = model?.name !== now.m
-  const waiting = progress(`Reading ${now.m}`, () => history.back(), "its graph is being traced")
+  const waiting = progress(`Reading ${now.m}`, () => { location.hash = link(kept(now)) }, "its graph is being traced")
   if (fresh) {
     model = graph = chooser = null
     showWhere(now.m)
@@ -85,7 +88,7 @@ async function load(now) {
   } catch (error) {
     if (mine.signal.aborted) return false
     asked = ""
-    const back = h("p", {}, h("a", { href: "#" }, "All models"))
+    const back = h("p", {}, h("a", { href: link(kept(now)) }, "All models"))
     panes.models.replaceChildren(failure(error, () => show(place()), () => go({ w: "random" })), back)
     return false
   } finally {
@@ -154,17 +157,28 @@ async function showGraph(shown, chosen) {
 
 /** @param {GraphView} view @param {Model} shown @param {string} by */
 async function colour(view, shown, by) {
-  if (by === "time" && view.measured === null) {
-    view.say("Measuring each node on a photograph…")
-    try {
-      view.measured = await measured(shown, stop.signal)
-      view.say("")
-    } catch (error) {
-      if (!stop.signal.aborted) view.say(error instanceof Error ? error.message : String(error))
-      return
-    }
+  if (by !== "time" || view.measured) {
+    stopMeasuring()
+    view.say("")
+    return view.colour(by)
   }
-  view.colour(by)
+  if (measuring) return
+  const mine = (measuring = new AbortController())
+  view.say("Measuring each node on a photograph…", ["Cancel", () => go({ c: null }, true)])
+  try {
+    view.measured = await measured(shown, mine.signal)
+    view.say("")
+    view.colour(by)
+  } catch (error) {
+    if (!mine.signal.aborted) view.say(error instanceof Error ? error.message : String(error))
+  } finally {
+    if (measuring === mine) measuring = null
+  }
+}
+
+function stopMeasuring() {
+  measuring?.abort()
+  measuring = null
 }
 
 onMove(show)

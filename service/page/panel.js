@@ -20,11 +20,12 @@ import { stage } from "./stage.js"
  * @property {{height: number, width: number}} size of the map
  * @property {(patch: Patch | null) => Promise<Look>} look the map, of that patch where one is asked about
  * @property {Patch | null} patch the one asked about
+ * @property {(patch: Patch | null) => void} point what is under the pointer, nothing once it has left
  * @property {(patch: Patch) => void} choose
  */
 
 /** @param {Shown} shown */
-export async function panel({ photo, preprocessing, label, caption, opacity, size, look, patch, choose }) {
+export async function panel({ photo, preprocessing, label, caption, opacity, size, look, patch, point, choose }) {
   const { canvas, paint } = stage(photo, preprocessing, label)
   const readout = h("span", { class: "readout" })
   let now = await look(patch), at = patch, asked = 0
@@ -51,18 +52,18 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
     readout.textContent = `${row}, ${column}${said}`
   }
 
-  canvas.addEventListener("pointermove", (event) => {
-    const under = patchUnder(event, size)
-    if (patch) ask(under)
-    else read(under)
-  })
-  canvas.addEventListener("pointerleave", () => {
-    if (patch) ask(patch)
-    else readout.textContent = ""
-  })
+  canvas.addEventListener("pointermove", (event) => point(patchUnder(event, size)))
+  canvas.addEventListener("pointerleave", () => point(null))
   if (patch) choosePatch(canvas, size, patch, choose)
-  const figure = h("figure", {}, canvas, h("figcaption", {}, h("span", {}, caption), readout))
-  /** @param {number} share */
-  const fade = (share) => { opacity = share; repaint() }
-  return { figure, fade }
+  return {
+    figure: h("figure", {}, canvas, h("figcaption", {}, h("span", {}, caption), readout)),
+    /** @param {number} share */
+    fade(share) { opacity = share; repaint() },
+    /** Read a place out, or ask about it. @param {Patch | null} under */
+    point(under) {
+      if (patch) ask(under ?? patch)
+      else if (under) read(under)
+      else readout.textContent = ""
+    },
+  }
 }

@@ -13,6 +13,11 @@ export function patchOf(at, { height, width }) {
   return known ? { row, column } : { row: Math.floor(height / 2), column: Math.floor(width / 2) }
 }
 
+/** The patch of another map that lies where this one lies. @param {Patch} patch @param {Size} from @param {Size} to @returns {Patch} */
+export function patchAlike({ row, column }, from, to) {
+  return { row: Math.floor(((row + 0.5) * to.height) / from.height), column: Math.floor(((column + 0.5) * to.width) / from.width) }
+}
+
 /** @param {PointerEvent | MouseEvent} event @param {Size} size @returns {Patch} */
 export function patchUnder(event, { height, width }) {
   const { clientWidth, clientHeight } = /** @type {HTMLElement} */ (event.currentTarget)
@@ -34,11 +39,12 @@ export function choosePatch(canvas, size, chosen, choose) {
   canvas.tabIndex = 0
   canvas.setAttribute("role", "application")
   canvas.setAttribute("aria-description", `Place ${chosen.row}, ${chosen.column}: arrow keys choose another`)
-  canvas.addEventListener("click", (event) => choose(patchUnder(event, size)))
+  let at = chosen // until this canvas is replaced by one of the place that was chosen
+  canvas.addEventListener("click", (event) => choose(at = patchUnder(event, size)))
   canvas.addEventListener("keydown", (event) => {
     const step = STEPS[event.key]
     if (!step || event.ctrlKey || event.metaKey || event.altKey) return
     event.preventDefault()
-    choose({ row: within(chosen.row + step[0], size.height), column: within(chosen.column + step[1], size.width) })
+    choose(at = { row: within(at.row + step[0], size.height), column: within(at.column + step[1], size.width) })
   })
 }

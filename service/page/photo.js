@@ -1,5 +1,7 @@
 // The photo that is looked at: one of the samples, or one's own by choosing, dropping or pasting.
 
+import { ask } from "./api.js"
+
 /**
  * @typedef {object} Photo
  * @property {string} name
@@ -26,8 +28,10 @@ export const sampleUrl = (name) => `page/${name}.jpg`
  */
 export function photoOf(name) {
   const known = name !== undefined && (photos.has(name) || SAMPLES.includes(name)) ? name : SAMPLES[0]
-  if (!photos.has(known)) photos.set(known, sample(known))
-  return /** @type {Promise<Photo>} */ (photos.get(known))
+  const found = photos.get(known) ?? sample(known)
+  photos.set(known, found)
+  found.catch(() => photos.delete(known)) // so that the next time it is asked for again
+  return found
 }
 
 /** Whether a link's photo is somebody else's. @param {string | undefined} name */
@@ -35,7 +39,7 @@ export const isMissing = (name) => name !== undefined && !photos.has(name) && !S
 
 /** @param {string} name */
 async function sample(name) {
-  const answer = await fetch(sampleUrl(name))
+  const answer = await ask(sampleUrl(name))
   return opened(`${name}.jpg`, await answer.blob())
 }
 
@@ -46,6 +50,9 @@ async function opened(name, data) {
 }
 
 let given = 0
+
+/** What the photos of this tab are called in the place, the oldest first. */
+export const ownPhotos = () => [...photos.keys()].filter((name) => !SAMPLES.includes(name))
 
 /** Take a file as a photo of this tab; what to call it in the place. @param {File} file */
 export function take(file) {

@@ -1,46 +1,56 @@
-// Which photo is looked at, and which one beside it.
+// Which photo is looked at, and what is looked at beside it.
 
-import { h } from "./dom.js"
-import { SAMPLES, photoOf, sampleUrl } from "./photo.js"
+import { h, select } from "./dom.js"
+import { SAMPLES, ownPhotos, photoOf, sampleUrl } from "./photo.js"
+
+/** @typedef {import("./place.js").Place} Place */
+/** @typedef {(changes: Record<string, string | number | null>, replace?: boolean) => void} Go */
+
+/** Half the pixels of a screen with two to a point. */
+const SIDE = 44
 
 /**
- * @param {import("./place.js").Place} place
- * @param {(changes: Record<string, string | number | null>, replace?: boolean) => void} go
+ * @param {Place} place
+ * @param {Go} go
  * @param {(file: File) => void} take
  */
 export function photoPicker(place, go, take) {
   const chosen = place.p ?? SAMPLES[0]
   const file = h("input", { type: "file", accept: "image/*", class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
     onchange: () => file.files?.[0] && take(file.files[0]) })
-  const own = SAMPLES.includes(chosen) ? [] : [ownPhoto(chosen)]
   return h("div", { class: "picker" },
     h("div", { class: "photos", role: "group", "aria-label": "Photo" },
-      ...own,
-      ...SAMPLES.map((name) => h("button", { type: "button", class: "photo", "aria-pressed": String(name === chosen), "aria-label": `Photo ${name}`,
-        onclick: () => go({ p: name }) }, h("img", { src: sampleUrl(name), alt: "", width: 44, height: 44 }))),
+      ...ownPhotos().map((name, i) => choice(name, `Own photo ${i + 1}`, small(name))),
+      ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
       h("button", { type: "button", class: "photo add", onclick: () => file.click() }, "Choose…"), file),
     h("div", { class: "row dim" }, h("span", {}, "or drop one, or paste it"), h("span", { class: "spring" }), beside(place, go)))
+
+  /** @param {string} name @param {string} label @param {HTMLElement} picture */
+  function choice(name, label, picture) {
+    return h("button", { type: "button", class: "photo", "aria-pressed": String(name === chosen), "aria-label": label, title: label,
+      onclick: () => go({ p: name }) }, picture)
+  }
 }
 
 /** @param {string} name */
-function ownPhoto(name) {
-  const canvas = h("canvas", { width: 88, height: 88 })
+function small(name) {
+  const canvas = h("canvas", { width: 2 * SIDE, height: 2 * SIDE })
   photoOf(name).then(({ bitmap }) => {
     if (!bitmap) return
     const side = Math.min(bitmap.width, bitmap.height)
-    canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 88, 88)
+    canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 2 * SIDE, 2 * SIDE)
   })
-  return h("button", { type: "button", class: "photo", "aria-pressed": "true", "aria-label": "Own photo" }, canvas)
+  return canvas
 }
 
-/** The choice of what is shown beside. @param {import("./place.js").Place} place @param {(changes: Record<string, string | null>) => void} go */
+/** The choice of another photo beside this one, or of a node that stays while others are chosen. @param {Place} place @param {Go} go */
 function beside(place, go) {
-  const value = place.n2 ? "node" : place.p2 ?? ""
-  const box = h("select", { "aria-label": "Beside it", onchange: () => {
-    if (box.value === "node") go({ n2: place.n ?? null, p2: null })
-    else go({ p2: box.value || null, n2: null })
-  } })
-  const options = [["", "Nothing beside"], ...SAMPLES.map((name) => [name, `Beside: ${name}`]), ["node", `Beside: ${place.n2 ?? "this node"}`]]
-  box.append(...options.map(([option, text]) => h("option", { value: option, selected: option === value }, text)))
-  return box
+  const photos = /** @type {Array<[string, string]>} */ ([
+    ...ownPhotos().map((name, i) => [name, `Beside: own photo ${i + 1}`]), ...SAMPLES.map((name) => [name, `Beside: ${name}`]),
+  ])
+  return select("Beside it", [["", "Nothing beside"], ...photos, ["node", place.n2 ? `Beside: ${place.n2}` : "Keep this node beside the next"]],
+    place.n2 ? "node" : place.p2 ?? "", (value) => {
+      if (value === "node") go({ n2: place.n ?? null, p2: null })
+      else go({ p2: value || null, n2: null })
+    })
 }

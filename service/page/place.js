@@ -19,6 +19,11 @@ export function link(place) {
   return `#${text.replaceAll("%2C", ",").replaceAll("%3A", ":").replaceAll("%2F", "/")}`
 }
 
+/** What stays where another model is looked at: the photos, and the view. @param {Place} place @returns {Place} */
+export function kept(place) {
+  return Object.fromEntries(["p", "p2", "v"].filter((name) => name in place).map((name) => [name, place[name]]))
+}
+
 /**
  * Go elsewhere: null takes a part of the place away.
  * @param {Record<string, string | number | null>} changes

@@ -1,8 +1,9 @@
 // The request that gives what is seen: to copy, to download, to make an extractor of.
 
-import { askFeatures, featureRequest, makeExtractor } from "./answers.js"
+import { askFeatures, featureRequest } from "./answers.js"
 import { copyText } from "./clipboard.js"
 import { h } from "./dom.js"
+import { makeExtractor } from "./extractors.js"
 import { storedKey } from "./key.js"
 import { curl, pythonCode } from "./snippets.js"
 

@@ -20,7 +20,7 @@ export function progress(what, stop, why) {
     h("div", { class: "row between" }, seconds, h("button", { type: "button", onclick: stop }, "Cancel")))
   const timer = setInterval(() => {
     const passed = performance.now() - started
-    if (passed > 60000 || (!line.isConnected && passed > 1000)) return clearInterval(timer)
+    if (!line.isConnected && passed > 1000) return clearInterval(timer)
     const reason = passed > LONG ? `: ${why}` : ""
     seconds.textContent = `${(passed / 1000).toFixed(0)} s${reason}`
   }, 500)

@@ -2,11 +2,13 @@
 
 import { h } from "./dom.js"
 import { short } from "./numbers.js"
+import { reduce } from "./reductions.js"
 
 /** @typedef {import("./answers.js").Statistics} Statistics */
 
 const SVG = "http://www.w3.org/2000/svg"
 const HEIGHT = 56
+const MOST_VALUES = 65536
 
 /** @param {Statistics} found @param {string} title */
 export function statisticsView(found, title) {
@@ -41,8 +43,14 @@ function histogram({ counts, min, max, count }) {
     h("figcaption", {}, h("span", {}, short(min)), h("span", {}, short(max))))
 }
 
-/** The strongest of a vector's values. @param {Float32Array} values @param {number} most */
-export function bars(values, most = 12) {
+/** A value that is no map: a vector's strongest ones. @param {import("./answers.js").Answer} answer */
+export async function valuesView({ slot, shape }) {
+  if (shape.length !== 2) return h("p", { class: "note" }, `A value of shape ${shape.join(" × ")} is no map over the image.`)
+  return h("div", {}, h("h3", {}, "Strongest values"), bars(await reduce("values", { slot, most: MOST_VALUES })))
+}
+
+/** @param {Float32Array} values @param {number} most */
+function bars(values, most = 12) {
   const order = [...values.keys()].sort((a, b) => Math.abs(values[b]) - Math.abs(values[a])).slice(0, most)
   const largest = Math.abs(values[order[0]]) || 1
   return h("ol", { class: "bars plain-list" }, ...order.map((i) => {

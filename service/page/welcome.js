@@ -1,7 +1,8 @@
 // The middle while no model is chosen.
 
 import { h } from "./dom.js"
-import { link } from "./place.js"
+import { ownPhotos } from "./photo.js"
+import { kept, link } from "./place.js"
 
 /** Where to begin: one model of each kind. @type {Array<[string, string]>} */
 const FIRST = [
@@ -13,10 +14,12 @@ const FIRST = [
   ["mobilenet_v3_small", "small enough for a phone"],
 ]
 
-export function welcome() {
+/** @param {import("./place.js").Place} place */
+export function welcome(place) {
   return h("div", { class: "welcome" },
     h("h1", {}, "Look inside a vision model"),
     h("p", {}, "Choose a model. See its graph, open its modules, and see what each node makes of a photo. Every picture here is a request that you can copy."),
+    ownPhotos().includes(place.p) ? h("p", { class: "badge", role: "status" }, "Your photo is here: choose a model to look at it.") : "",
     h("ul", { class: "plain-list starts" }, ...FIRST.map(([name, what]) =>
-      h("li", {}, h("a", { href: link({ m: name }) }, h("strong", {}, name), h("span", { class: "dim" }, what))))))
+      h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what))))))
 }

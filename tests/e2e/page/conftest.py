@@ -13,7 +13,10 @@ from service.http.keys import make
 from tests.e2e.conftest import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-MODELS = "squeezenet1_1,resnet18,vit_b_32,swin_t,r3d_18,fasterrcnn_mobilenet_v3_large_320_fpn"
+MODELS = (
+    *("squeezenet1_1", "resnet18", "swin_t", "r3d_18", "fasterrcnn_mobilenet_v3_large_320_fpn"),
+    "timm.vit_tiny_patch16_224",
+)
 
 
 @pytest.fixture(scope="package")
@@ -35,7 +38,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="package")
 def open_server(start: Callable[..., Server]) -> Server:
     """A server without keys; squeezenet1_1 has weights in its cache."""
-    return start(models=MODELS)
+    return start(models=",".join(MODELS))
 
 
 @pytest.fixture(scope="package")
@@ -44,7 +47,7 @@ def locked_server(start: Callable[..., Server], tmp_path_factory: pytest.TempPat
     key, secret = make("page", "admin")
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(key.line + "\n")
-    return start(models=MODELS, api_keys_file=file), secret
+    return start(models=",".join(MODELS), api_keys_file=file), secret
 
 
 class Visit:

@@ -1,27 +1,29 @@
 """What the page makes of maps: heat-maps, PCA, similarity and attention, against NumPy and PyTorch."""
 
 import numpy as np
+import PIL.Image
 import pytest
 import safetensors.numpy
 import torch
+import torchvision
 
 from fxcore import photos
 from tests.e2e.page.seen import CHELSEA, asked, check_tiles, coloured, pixels, shown_channels, until
 
-VIT = "encoder.layers.encoder_layer_2.mlp"
+VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 
 def looks(page, label, values):
-    """The stage of that label, without the photo under it, is the map ``values``: at the middle of each of its places,
-    but for what smoothing does there."""
+    """The stage of that label, without the photo under it, is the map ``values``, or the colours ``[H, W, 3]``: at the
+    middle of each of its places, but for what smoothing does there."""
     stage = page.locator(f'.stage[aria-label="{label}"]')
     stage.wait_for()
     page.get_by_label("Opacity of the map").fill("1")
     found = pixels(stage)[..., :3]
     rows, columns = (
-        ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int) for axis, size in enumerate(values.shape)
+        ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int) for axis, size in enumerate(values.shape[:2])
     )
-    found, wanted = found[rows][:, columns].astype(float), coloured(values)
+    found, wanted = found[rows][:, columns].astype(float), values if values.ndim == 3 else coloured(values)
     assert np.abs(found - wanted).mean() < 12
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.97
     return stage
@@ -43,13 +45,13 @@ def cosines(maps, row, column):
     return np.einsum("chw,c->hw", unit, unit[:, row, column])
 
 
-def attention(server, model, node):
-    """The weights of one photo, as the service gives them."""
+def attention(server, model, node, photo=CHELSEA):
+    """The weights of one photo, as the service gives them: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
     spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
     made = server.http.post("/v1/extractors", json=spec).json()
     answer = server.http.post(
         f"/v1/extractors/{made['id']}/features",
-        content=CHELSEA.read_bytes(),
+        content=photo.read_bytes(),
         headers={"accept": "application/x-safetensors", "content-type": "image/jpeg"},
     )
     return safetensors.numpy.load(answer.content)[node][0]
@@ -66,6 +68,13 @@ def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_serv
         until(page, f"document.querySelectorAll('.readout')[{number // 2}].textContent.startsWith('4, 9: ')")
         read = page.locator(".readout").nth(number // 2).inner_text()
         assert float(read.split(": ")[1]) == pytest.approx(values[4, 9], rel=1e-3)
+    page.get_by_label("Opacity of the map").fill("0")
+    seen = torchvision.models.SqueezeNet1_1_Weights.DEFAULT.transforms(mean=(0, 0, 0), std=(1, 1, 1))
+    for number, photo in ((1, "chelsea"), (3, "rocket")):
+        wanted = seen(PIL.Image.open(photos.files()[number])).permute(1, 2, 0).numpy() * 255
+        stage = page.locator(f'.stage[aria-label="Heat-map of features.12 over {photo}.jpg"]')
+        found = PIL.Image.fromarray(pixels(stage)[..., :3].astype("uint8")).resize((224, 224), PIL.Image.Resampling.BOX)
+        assert np.abs(np.asarray(found) - wanted).mean() < 4  # what the model sees of it
     page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.12&v=mean&n2=features.9")
     for node in ("features.12", "features.9"):
         maps = asked(open_server, "squeezenet1_1", node, "DEFAULT")[0]
@@ -73,9 +82,15 @@ def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_serv
 
 
 def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
-    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}")
-    tokens = asked(open_server, "vit_b_32", VIT, "random")[0, 1:]  # without the class token
-    check_tiles(page, tokens.T.reshape(-1, 7, 7))
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}")
+    tokens = asked(open_server, VIT, BLOCK, "random")[0, 1:]  # without the class token
+    check_tiles(page, tokens.T.reshape(-1, 14, 14))
+    u, s, v = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
+    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in v[:3]]
+    scores = (u * s)[:, :3] * signs
+    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    page.get_by_role("button", name="PCA").click()
+    looks(page, f"PCA of {BLOCK} over chelsea.jpg", 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(14, 14, 3))
     tokens = tokens[:, :96]
     found = page.evaluate(
         """async ([shape, data, grid]) => {
@@ -88,7 +103,7 @@ def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
           const maps = asMaps({ shape, data: Float32Array.from(data) }, "tokens", grid)
           return [principalComponents(maps).map((c) => [...c]), { ...wide, data: [...wide.data] }, other]
         }""",
-        [[1, *tokens.shape], tokens.ravel().tolist(), {"height": 7, "width": 7, "prefix": 0}],
+        [[1, *tokens.shape], tokens.ravel().tolist(), {"height": 14, "width": 14, "prefix": 0}],
     )
     u, s, _ = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
     for k, component in enumerate(found[0]):
@@ -99,9 +114,9 @@ def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
 
 
 def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_server, visit):
-    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}&v=similarity&at=2,3")
-    maps = asked(open_server, "vit_b_32", VIT, "random")[0, 1:].T.reshape(-1, 7, 7)
-    label = f"Similarity of {VIT} over chelsea.jpg"
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=similarity&at=2,3")
+    maps = asked(open_server, VIT, BLOCK, "random")[0, 1:].T.reshape(-1, 14, 14)
+    label = f"Similarity of {BLOCK} over chelsea.jpg"
 
     def check(row, column):
         until(page, f"document.querySelector('.readout')?.textContent.startsWith('{row}, {column}: ')")
@@ -111,7 +126,7 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
         return looks(page, label, wanted)
 
     stage = check(2, 3)
-    stage.hover(position=point(stage, 5, 1, (7, 7)))
+    stage.hover(position=point(stage, 5, 1, (14, 14)))
     check(5, 1)
     assert "at=2,3" in page.evaluate("location.hash")
     page.mouse.move(10, 10)
@@ -122,20 +137,53 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
         until(page, f"document.querySelector('.readout')?.textContent.startsWith('{row}, {column}: ')")
         assert f"at={row},{column}" in page.evaluate("location.hash")
         assert said(page)[1] == pytest.approx(cosines(maps, row, column).min(), abs=1e-3)
-    stage.click(position=point(stage, 0, 6, (7, 7)))
+    stage.click(position=point(stage, 0, 6, (14, 14)))
     until(page, "location.hash.includes('at=0,6')")
+    page.locator('.stage[aria-description^="Place 0, 6"]').evaluate(
+        """canvas => {
+          for (const key of ["ArrowDown", "ArrowDown", "ArrowLeft"])  // faster than anything is drawn anew
+            canvas.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }))
+        }"""
+    )
+    until(page, "document.querySelector('.readout')?.textContent.startsWith('2, 5: ')")
 
 
 def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
-    node = "encoder.layers.encoder_layer_2.self_attention.attention"
-    page = visit(open_server.url).go(f"m=vit_b_32&n={VIT}&v=attention&head=3&at=2,5")
-    weights = attention(open_server, "vit_b_32", node)
-    rows = weights[:, 1 + 2 * 7 + 5, 1:].reshape(-1, 7, 7)
-    looks(page, f"Head 3 of {node} over chelsea.jpg", rows[3])
-    assert said(page) == ("2, 5", pytest.approx(rows[3].min(), rel=1e-3), pytest.approx(rows[3].max(), rel=1e-3))
+    node = f"{BLOCK}.attn.attention"
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention&head=1&at=2,5&p2=rocket")
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    rows = [
+        attention(open_server, VIT, node, photo)[:, 1 + 2 * 14 + 5, 1:].reshape(-1, 14, 14)
+        for photo in (CHELSEA, photos.files()[3])
+    ]
+    for number, name in enumerate(("chelsea", "rocket")):
+        found = rows[number][1]
+        looks(page, f"Head 1 of {node} over {name}.jpg", found)
+        least, most = (pytest.approx(value, rel=1e-3) for value in (found.min(), found.max()))
+        assert said(page, number) == ("2, 5", least, most)
     page.get_by_label("Head", exact=True).select_option("")
-    looks(page, f"Mean of all heads of {node} over chelsea.jpg", rows.mean(axis=0))
+    for found, name in zip(rows, ("chelsea", "rocket"), strict=True):
+        looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0))
     assert "head" not in page.evaluate("location.hash")
+
+
+def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3&v=similarity&at=3,9&n2=layer2")
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    maps = [asked(open_server, "resnet18", node, "random")[0] for node in ("layer3", "layer2")]
+
+    def check(*places):
+        for number, (row, column) in enumerate(places):
+            until(page, f"document.querySelectorAll('.readout')[{number}].textContent.startsWith('{row}, {column}: ')")
+            least = cosines(maps[number], row, column).min()
+            assert said(page, number)[1] == pytest.approx(least, abs=1e-3)
+
+    check((3, 9), (7, 19))  # of maps of 14 and of 28 places
+    second = page.locator(".stage").nth(1)
+    second.hover(position=point(second, 20, 4, (28, 28)))
+    check((10, 2), (20, 4))
+    second.click(position=point(second, 20, 4, (28, 28)))
+    until(page, "location.hash.includes('at=10,2')")
 
 
 def test_where_a_place_looks_in_a_shifted_window(open_server, visit):

@@ -1,0 +1,55 @@
+// Photos side by side, each with a map over it: what is pointed at in one is pointed at in all.
+
+import { h } from "./dom.js"
+import { panel } from "./panel.js"
+import { patchAlike, patchOf } from "./patch.js"
+
+/** @typedef {import("./patch.js").Patch} Patch */
+
+/**
+ * A photo and a map of it, or why there is none.
+ * @typedef {object} Mapped
+ * @property {import("./photo.js").Photo} photo
+ * @property {string} node whose values the map has
+ * @property {string} label what the map is
+ * @property {string} caption the same where it stands alone
+ * @property {{height: number, width: number}} size of the map
+ * @property {boolean} ofPlace whether a map is of one place, which is chosen
+ * @property {(patch: Patch | null) => Promise<import("./panel.js").Look>} look
+ *
+ * @typedef {Mapped | {note: string}} Side
+ */
+
+/** How much of the photo the map covers, wherever one looks next. */
+let opacity = 0.7
+
+/**
+ * @param {Side[]} sides
+ * @param {any} preprocessing
+ * @param {string | undefined} at the chosen place, on the first map
+ * @param {(at: string) => void} choose
+ */
+export async function stages(sides, preprocessing, at, choose) {
+  const mapped = sides.filter((side) => "photo" in side)
+  const alone = sides.length === 1
+  const chosen = mapped.length ? patchOf(at, mapped[0].size) : { row: 0, column: 0 }
+  /** @param {number} from @param {Patch | null} patch */
+  const point = (from, patch) => panels.forEach((one, i) => one.point(patch && patchAlike(patch, mapped[from].size, mapped[i].size)))
+  const panels = await Promise.all(mapped.map((side, i) => panel({
+    ...side, preprocessing, opacity, label: `${side.label} of ${side.node} over ${side.photo.name}`,
+    caption: alone ? side.caption : `${side.photo.name}, ${side.node}`,
+    patch: side.ofPlace ? patchAlike(chosen, mapped[0].size, side.size) : null,
+    point: (patch) => point(i, patch),
+    choose: (patch) => {
+      const { row, column } = patchAlike(patch, side.size, mapped[0].size)
+      choose(`${row},${column}`)
+    },
+  })))
+  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: opacity, "aria-label": "Opacity of the map",
+    oninput: () => {
+      opacity = Number(slider.value)
+      for (const { fade } of panels) fade(opacity)
+    } })
+  const shown = sides.map((side) => ("note" in side ? h("p", { class: "note" }, side.note) : panels[mapped.indexOf(side)].figure))
+  return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length ? h("label", { class: "row dim" }, "Map over photo", slider) : null)
+}
