@@ -32,7 +32,7 @@ export function heading(model, node, name, choose) {
 
   /** The nodes outside that give values to it, or read its own. @param {string} title @param {string[]} ends */
   function edges(title, ends) {
-    const outside = [...new Set(ends)].map((end) => model.byName.get(end)).filter((end) => end !== undefined && !inside.includes(end))
+    const outside = [...new Set(ends)].map((end) => model.byName.get(end)).filter((end) => end?.extractable && !inside.includes(end))
     if (!outside.length) return ""
     const more = outside.length > MOST_ENDS ? ` and ${outside.length - MOST_ENDS} more` : ""
     return h("p", { class: "dim edges" }, title, ...outside.slice(0, MOST_ENDS).map((end) =>

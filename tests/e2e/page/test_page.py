@@ -72,10 +72,10 @@ def test_choose_a_model_open_a_module_and_look(open_server, visit):
     assert page.evaluate("location.hash") == "#m=resnet18&n=C4"
     page.get_by_role("button", name="Parts of layer2", exact=True).click()
     page.get_by_role("button", name="Parts of layer2.0", exact=True).click()
-    page.locator('.tree [title="layer2.0.conv1"]').click()
-    assert page.evaluate("location.hash") == "#m=resnet18&n=layer2.0.conv1&o=layer2,layer2.0"
-    shown(page, "layer2.0.conv1")
-    maps = asked(open_server, "resnet18", "layer2.0.conv1", "random")[0]
+    page.locator('.tree [title="layer2.0.relu"]').click()
+    assert page.evaluate("location.hash") == "#m=resnet18&n=layer2.0.relu&o=layer2,layer2.0"
+    shown(page, "layer2.0.relu")
+    maps = asked(open_server, "resnet18", "layer2.0.relu", "random")[0]
     check_tiles(page, maps)
     said = dict(
         zip(

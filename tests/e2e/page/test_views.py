@@ -161,6 +161,8 @@ def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
         looks(page, f"Head 1 of {node} over {name}.jpg", found)
         least, most = (pytest.approx(value, rel=1e-3) for value in (found.min(), found.max()))
         assert said(page, number) == ("2, 5", least, most)
+    for caption in page.locator("figcaption").all()[:2]:
+        assert caption.bounding_box()["height"] < 90  # the place that is read out leaves room for what it is of
     page.get_by_label("Head", exact=True).select_option("")
     for found, name in zip(rows, ("chelsea", "rocket"), strict=True):
         looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0))
