@@ -276,7 +276,7 @@ def test_everybody_can_use_it(open_server, visit):
                 page.emulate_media(color_scheme=scheme)
                 check()
     page.get_by_role("button", name="Graph", exact=True).click()
-    assert page.locator(GRAPH).bounding_box()["width"] == 375
+    assert page.get_by_role("application", name="Graph of the model").bounding_box()["width"] == 375
     check()
     page.get_by_role("button", name="Model", exact=True).click()
     page.locator('.tree [title="blocks.3"]').wait_for()

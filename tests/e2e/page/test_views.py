@@ -150,7 +150,7 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
 
 def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
     node = f"{BLOCK}.attn.attention"
-    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention&head=1&at=2,5&p2=rocket")
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p2=rocket")
     until(page, "document.querySelectorAll('.stage').length === 2")
     rows = [
         attention(open_server, VIT, node, photo)[:, 1 + 2 * 14 + 5, 1:].reshape(-1, 14, 14)
