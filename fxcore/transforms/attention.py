@@ -107,6 +107,8 @@ def attention_maps(module: fx.GraphModule) -> int:
     MaxViT                        ``[N, windows, heads, L, L]``
     MViT                          ``[N, heads, L queries, L keys]``
     fused attention (timm's)      as query and key have it: ``[N, heads, L, L]``
+    talking heads (CaiT)          ``[N, heads, L, L]``, before the heads are mixed
+    XCiT, DaViT                   of channels, not of places: ``[N, heads, C, C]``
     timm's Swin                   ``[N * windows, heads, L, L]``, an image's windows one after another
     ============================  ============================================================
 
@@ -177,12 +179,18 @@ def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bo
     return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), kinds)
 
 
-def _mixes(module: fx.GraphModule, softmax: fx.Node) -> bool:
-    """Whether what ``softmax`` makes is multiplied with values, perhaps after a dropout."""
-    for user in softmax.users:
-        if _calls(module, user, nn.Dropout, nn.Identity):
+def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
+    """Whether ``weights``, which a softmax made, are multiplied with values: perhaps after a dropout, or after a linear
+    layer has mixed the heads, which are moved to the end for it."""
+    permuted = _permutes(weights)
+    for user in weights.users:
+        if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):
             if _mixes(module, user):
                 return True
         elif (user.target if user.op == "call_method" else getattr(user.target, "__name__", "")) in _MIXES:
             return True
     return False
+
+
+def _permutes(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "permute"

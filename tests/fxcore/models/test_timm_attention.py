@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from timm.models._features_fx import get_notrace_functions, get_notrace_modules
+from timm.models.cait import TalkingHeadAttn
 from torch import Tensor, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
@@ -84,6 +85,22 @@ def test_weights_by_hand(fused: bool) -> None:
         q, k, _ = attention.qkv(seen[0]).view(2, 20, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
         by_hand = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
         assert torch.allclose(module(x), by_hand, atol=1e-6)
+
+
+def test_talking_heads_are_told_before_they_are_mixed() -> None:
+    torch.manual_seed(0)
+    attention = TalkingHeadAttn(dim=24, num_heads=4).eval()
+    module = attention_maps(trace(attention))
+    [node] = [n for n in module.graph.nodes if n.meta.get("attention")]
+    module.graph.output_node().args = (node,)
+    module.recompile()
+    seen: list[Tensor] = []
+    x = torch.rand(2, 7, 24)
+    with torch.no_grad(), attention.proj_w.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
+        attention(x)
+        found = module(x)
+    assert torch.equal(found, seen[0].permute(0, 3, 1, 2))
+    assert torch.allclose(found.sum(-1), torch.ones(2, 4, 7))
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
