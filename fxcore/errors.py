@@ -43,7 +43,7 @@ class Unsupported(FxError):
 
 
 class UnknownWeights(FxError):
-    """The model has no weights of that name; ``available`` lists those it has."""
+    """The model has no weights of that name; ``available`` lists those it has, ``suggestions`` the nearest."""
 
 
 class WeightsUnavailable(FxError):

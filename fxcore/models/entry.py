@@ -7,6 +7,7 @@ takes memory and nothing is downloaded. Each source of models has its own kind o
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import threading
 import warnings
@@ -28,6 +29,9 @@ from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 
 RANDOM = "random"
+
+_LISTED = 6
+"""Weights of a model that are all named to who asks for others; of more, the nearest."""
 
 BUILD_LOCK = threading.RLock()
 """One lock for everything that patches torch.nn.Module or seeds the global random generator."""
@@ -202,11 +206,16 @@ class ModelEntry(ABC):
             return self.default_weights
         if asked in self.published:
             return asked
-        available = ["DEFAULT", *self.published] if self.published else []
-        choices = ", ".join([*available, RANDOM, FILE_PREFIX + "NAME"])
+        available = [*(["DEFAULT", *self.published] if self.published else []), RANDOM]
+        lower = {known.lower(): known for known in available}
+        near = [lower[name] for name in difflib.get_close_matches(asked[:64].lower(), lower, n=3, cutoff=0.6)]
+        some = near if len(available) > _LISTED else []
+        choices = ", ".join(some or [*available, FILE_PREFIX + "NAME"])
+        hint = f"did you mean {choices}?" if some else f"ask for one of {choices}"
         raise UnknownWeights(
-            f"{self.name} has no weights {asked!r}; ask for one of {choices}",
-            available=[*available, RANDOM],
+            f"{self.name} has no weights {asked!r:.100}; {hint}",
+            suggestions=near,
+            available=available,
         )
 
     def build(self, weights: str = RANDOM) -> nn.Module:

@@ -5,6 +5,7 @@ Files are read without unpickling code.
 
 from __future__ import annotations
 
+import difflib
 import pickle
 import re
 from collections import OrderedDict
@@ -68,7 +69,8 @@ def read_file(name: str, folder: Path | None) -> StateDict:
     if folder is None or name not in names:
         holds = f"the weights folder holds {', '.join(names) or 'nothing'}"
         where = "no weights folder is set" if folder is None else holds
-        raise UnknownWeights(f"there is no weights file {name!r}: {where}", available=[FILE_PREFIX + n for n in names])
+        near, known = ([FILE_PREFIX + one for one in some] for some in (difflib.get_close_matches(name, names), names))
+        raise UnknownWeights(f"there is no weights file {name!r}: {where}", suggestions=near, available=known)
     path = folder / name
     try:
         if path.suffix == ".safetensors":

@@ -88,7 +88,7 @@ class UnknownExtractor(NotFound):
 
 
 class UnknownWeights(Invalid):
-    """``available`` in ``extra``."""
+    """``available`` and ``suggestions`` in ``extra``."""
 
 
 class UnknownNode(Invalid):

@@ -61,8 +61,12 @@ KINDS: dict[str, Kind] = {
     "unknown-weights": Kind(
         422,
         "Unknown weights",
-        "resnet50 has no weights 'V3'; ask for one of DEFAULT, IMAGENET1K_V1, IMAGENET1K_V2, random, file:NAME",
-        {"available": ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"]},
+        "resnet50 has no weights 'IMAGENET_V2'; ask for one of DEFAULT, IMAGENET1K_V1, IMAGENET1K_V2, random, "
+        "file:NAME",
+        {
+            "suggestions": ["IMAGENET1K_V2", "IMAGENET1K_V1"],
+            "available": ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"],
+        },
     ),
     "unknown-node": Kind(
         422,

@@ -151,6 +151,8 @@ def test_unknown_weights_are_answered_with_what_there_is(asked: str) -> None:
         get_model("resnet50").canonical_weights(asked)
     assert caught.value.extra["available"] == ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"]
     assert all(name in caught.value.detail for name in ("IMAGENET1K_V1", "IMAGENET1K_V2", "random", "file:NAME"))
+    near = {"IMAGENET1K_V3": {"IMAGENET1K_V1", "IMAGENET1K_V2"}, "default": {"DEFAULT"}, "RANDOM": {"random"}}
+    assert set(caught.value.extra["suggestions"]) == near.get(asked, set())
 
 
 @pytest.mark.parametrize(

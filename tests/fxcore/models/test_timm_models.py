@@ -262,6 +262,15 @@ def test_what_there_is_not_is_suggested() -> None:
         get_model("timm.vit_small_patch14_dinov2.lvd142m")
     with pytest.raises(UnknownWeights, match="lvd142m"):
         get_model("timm.vit_small_patch14_dinov2").canonical_weights("lvd142n")
+    many = get_model("timm.resnet50")
+    with pytest.raises(UnknownWeights) as error:  # of 20 tags the nearest
+        many.canonical_weights("a1_in1")
+    assert error.value.extra["suggestions"][0] == "a1_in1k"
+    assert set(many.weights) < set(error.value.extra["available"])
+    assert "did you mean a1_in1k" in error.value.detail
+    assert "fb_swsl_ig1b_ft_in1k" not in error.value.detail
+    with pytest.raises(UnknownWeights, match=r"ask for one of .*fb_swsl_ig1b_ft_in1k"):
+        many.canonical_weights("nothing like it")
     graph = model_graph("timm.test_vit")
     with pytest.raises(BadTensor, match="usual size"):
         graph.at(100, 100)

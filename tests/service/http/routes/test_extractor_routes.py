@@ -127,8 +127,8 @@ def test_what_failed_can_be_asked_for_anew_under_its_name(client, name, tmp_path
     ("changed", "status", "kind", "fields"),
     [
         ({"model": "resnet81"}, 404, "unknown-model", {"suggestions"}),
-        ({"weights": "V9"}, 422, "unknown-weights", {"available"}),
-        ({"weights": "file:../../etc/passwd"}, 422, "unknown-weights", {"available"}),
+        ({"weights": "V9"}, 422, "unknown-weights", {"available", "suggestions"}),
+        ({"weights": "file:../../etc/passwd"}, 422, "unknown-weights", {"available", "suggestions"}),
         ({"return_nodes": ["layer9"]}, 422, "unknown-node", {"name", "suggestions"}),
         ({"return_nodes": ["layer."]}, 422, "unknown-node", {"suggestions"}),
         ({"return_nodes": ["layer4("]}, 422, "unknown-node", {"suggestions"}),
