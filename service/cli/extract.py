@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from service.offline import Job, Summary
     from service.settings import Settings
 
-Pool = Literal["none", "avg", "max", "gem", "cls"]
+Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
 Preprocess = Literal["default", "pil", "fast", "none"]
@@ -39,7 +39,24 @@ def extract(
     weights: Annotated[
         str, typer.Option(help="DEFAULT, a name, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")
     ] = "DEFAULT",
-    pool: Annotated[Pool, typer.Option(help="Pool each map to one vector an image.")] = "none",
+    pool: Annotated[
+        Pool, typer.Option(help="Pool each map to one vector an image; roi: the boxes of --boxes, by roi_align.")
+    ] = "none",
+    boxes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="With --pool roi: a Parquet or CSV file with the columns path and boxes, a list of \\[x1, y1, x2, y2] "
+            "in pixels of the image, in CSV as JSON. Paths are absolute, URLs, or relative to the file's folder.",
+        ),
+    ] = None,
+    roi_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, show_default=False, help="With --pool roi: positions a side of each box, 7; 1 is a vector."
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of floating outputs; without it, the model's.", show_default=False)
     ] = None,
@@ -54,7 +71,7 @@ def extract(
     backend: Annotated[Backend, typer.Option(help="What runs the model; auto tries for many images.")] = "auto",
     image_size: Annotated[int | None, typer.Option(help="Crop images to a square of this side in pixels.")] = None,
     shard_rows: Annotated[
-        int | None, typer.Option(min=1, help="Images of a shard; without it, as many as make 64 MiB.")
+        int | None, typer.Option(min=1, help="Images, or boxes, of a shard; without it, as many as make 64 MiB.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     server: Annotated[
@@ -80,11 +97,15 @@ def extract(
     index.sqlite says where the features of an image are (table images: path, shard, row), errors.jsonl which images
     could not be read, spec.json what was computed.
 
+    With --pool roi a row is a box and no image: path says whose it is, and box which. Images without boxes are left
+    out.
+
     With --ray, rows are in Parquet files, images that could not be read have an error there, and stay so.
 
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
+    fxserve extract photos/ --model resnet50 --nodes C4 --pool roi --boxes photos/boxes.csv --out regions/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features --ray auto
     """
@@ -105,8 +126,12 @@ def extract(
     )
     settings = settings_of({"device": device})
     device_of(settings)
-    options = FeatureOptions(pool, dtype, normalize, preprocess)
-    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows)
+    if (pool == "roi") != (boxes is not None):
+        raise typer.BadParameter("--pool roi and --boxes go together")
+    if roi_size is not None and boxes is None:
+        raise typer.BadParameter("--roi-size goes with --pool roi")
+    options = FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size or FeatureOptions.roi_size)
+    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, boxes)
     if ray is not None:
         made = _on_ray(ray, job, settings)
     else:

@@ -14,12 +14,13 @@ import logging
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow
 import ray
 import ray.data
@@ -29,12 +30,12 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from fxcore.errors import FxError, summarize
 from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
-from service.offline import Job, Summary, shards, sources, spec_file
-from service.offline.batches import Batches, Result, probe_image
+from service.offline import Job, Summary, boxes, shards, sources, spec_file
+from service.offline.batches import Batches, Result, probe
 from service.offline.computing import Described, Local, Rows
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.run import WORTH_LOWERING
+from service.offline.run import WORTH_LOWERING, enter
 from service.offline.sources import Reader, Source
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -71,12 +72,15 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
 
 def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     before = spec_file.read(out)
+    if job.boxes is not None:
+        next(boxes.read(job.boxes), None)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
     with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
-        lost: dict[str, str] = {}
-        index.enter(_readable(sources.find(job.inputs), lost))
+        enter(job, sources.find(job.inputs), index)
+        lost = dict(index.errors())  # they get rows, too
+        index.forget_errors()
         backend = before.get("backend") if before else None
         fast = before is None and index.counts()[0] >= WORTH_LOWERING
         engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, fast)
@@ -85,7 +89,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         made = spec_file.Record(described, job.options, FORMAT, probe)
         with shards.writing(out):
             made.settle(out)
-        output = Output(out, index)
+        output = Output(out, index, job.boxes is not None)
         output.look()
         images, done, unreadable = index.counts()
         left = images - done - unreadable
@@ -130,6 +134,7 @@ def _connected(address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise FxError(f"--ray {address}: {summarize(error)}; local begins a cluster on this machine") from error
     context = ray.data.DataContext.get_current()
+    context.target_max_block_size = None  # blocks are cut here, and all boxes of an image are in one
     context.print_on_execution_start, context.enable_progress_bars = False, sys.stderr.isatty()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
@@ -170,27 +175,33 @@ def _check(described: Described, options: FeatureOptions, probe: Rows) -> None:
         raise FxError("with --ray, outputs of all images have one shape: use --pool, or --image-size")
 
 
-def _readable(found: Iterable[Source], lost: dict[str, str]) -> Iterator[Source]:
-    """``found``, as if all could be read; ``lost`` gets the path and the reason of those that cannot."""
-    for source in found:
-        if source.error is not None:
-            lost[source.path] = source.error
-        yield replace(source, error=None)
-
-
 def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarrow.Table]:
-    """Places of images that are still to be done, ``rows`` a table; those in ``lost`` with the reason."""
-    left = itertools.chain.from_iterable(index.left())
-    while some := list(itertools.islice(left, rows)):
-        yield pyarrow.table(
-            {
-                "path": pyarrow.array([source.path for source in some], pyarrow.large_string()),
-                "file": pyarrow.array([source.file.encode("utf-8", "surrogateescape") for source in some]),
-                "offset": pyarrow.array([source.offset for source in some], pyarrow.int64()),
-                "size": pyarrow.array([source.size for source in some], pyarrow.int64()),
-                "error": pyarrow.array([lost.get(source.path) for source in some], pyarrow.string()),
-            }
-        )
+    """Places of images that are still to be done, those of ``rows`` rows a table, or of one image that has more; those
+    in ``lost`` with the reason."""
+    some: list[Source] = []
+    count = 0
+    for source in itertools.chain.from_iterable(index.left()):
+        if some and count + source.rows > rows:
+            yield _block(some, lost)
+            some, count = [], 0
+        some.append(source)
+        count += source.rows
+    if some:
+        yield _block(some, lost)
+
+
+def _block(some: Sequence[Source], lost: Mapping[str, str]) -> pyarrow.Table:
+    regions = [None if source.boxes is None else orjson.dumps(source.boxes) for source in some]
+    return pyarrow.table(
+        {
+            "path": pyarrow.array([source.path for source in some], pyarrow.large_string()),
+            "file": pyarrow.array([source.file.encode("utf-8", "surrogateescape") for source in some]),
+            "offset": pyarrow.array([source.offset for source in some], pyarrow.int64()),
+            "size": pyarrow.array([source.size for source in some], pyarrow.int64()),
+            "boxes": pyarrow.array(regions, pyarrow.large_binary()),
+            "error": pyarrow.array([lost.get(source.path) for source in some], pyarrow.string()),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,7 @@ class _Engine:
         """The engine, and the features of an image that is always the same."""
         computer = Local(self.settings, self.options, self.fast)
         await computer.start(self.spec, self.backend)
-        return computer, await computer.features([probe_image()])
+        return computer, await probe(computer, self.options.pool)
 
 
 def _described(engine: _Engine) -> tuple[Described, Rows]:
@@ -251,16 +262,16 @@ class _Actor:
                 lost.append((row["path"], row["error"]))
             else:
                 file = row["file"].decode("utf-8", "surrogateescape")
-                found.append(Source(row["path"], file, row["offset"], row["size"]))
+                regions = None if row["boxes"] is None else orjson.loads(row["boxes"])
+                found.append(Source(row["path"], file, row["offset"], row["size"], boxes=regions))
         results = asyncio.run_coroutine_threadsafe(self._results(found), self._loop).result()
         return table_of([*results, Result([], [], lost)], self._schema)
 
     async def _results(self, found: list[Source]) -> list[Result]:
         room = asyncio.Semaphore(self._batches.at_a_time)
 
-        async def result(batch: list[Source]) -> Result:
+        async def result(batch: Sequence[Source]) -> Result:
             async with room:
                 return await self._batches.result(batch)
 
-        size = self._batches.size
-        return await asyncio.gather(*(result(found[start : start + size]) for start in range(0, len(found), size)))
+        return await asyncio.gather(*map(result, self._batches.cut(found)))

@@ -1,4 +1,5 @@
-"""The Parquet files of ``fxserve extract --ray``: columns ``path``, one of each output, and ``error``.
+"""The Parquet files of ``fxserve extract --ray``: columns ``path``, one of each output, and ``error``; of regions a row
+is a box, which the column ``box`` has.
 
 What is in them is not done again. A file that a killed writer left half is removed, and of an image that two runs
 wrote, where the last writer of the earlier one outlived it, one row is kept.
@@ -15,8 +16,8 @@ import pyarrow.parquet
 from service.offline.batches import Result
 from service.offline.computing import Rows
 from service.offline.folder import Folder, reaching
-from service.offline.index import Index
-from service.offline.shards import PATH, arrow_column
+from service.offline.index import Index, other_boxes
+from service.offline.shards import BOX, PATH, arrow_column
 
 ERROR = "error"
 """The column that says why an image has no features; null where it has."""
@@ -55,21 +56,23 @@ class Output:
     Args:
         folder: where the files are.
         index: has the images that there are, and is told of those that are done.
+        regions: whether rows are boxes.
 
     Attributes:
         files: that rows were found in.
     """
 
-    def __init__(self, folder: Folder, index: Index) -> None:
+    def __init__(self, folder: Folder, index: Index, regions: bool) -> None:
         self.files: list[str] = []
         self._folder = folder
         self._index = index
+        self._boxes = [BOX] if regions else []
 
     def look(self) -> None:
         """Enter the rows of all files that came since the last time.
 
         Raises:
-            FxError: the folder cannot be read or written.
+            FxError: the folder cannot be read or written, or has other boxes of an image.
         """
         for name in self._folder.names():
             if name.endswith(SUFFIX) and name not in self.files:
@@ -80,11 +83,13 @@ class Output:
         place, fs = self._folder.path(name), self._folder.fs
         try:
             with fs.open(place, "rb") as file:
-                table = pyarrow.parquet.read_table(file, columns=[PATH, ERROR])
+                table = pyarrow.parquet.read_table(file, columns=[PATH, *self._boxes, ERROR])
         except pyarrow.ArrowInvalid:  # it has no end
             self._folder.remove(name)
             return
         paths, errors = table.column(PATH).to_pylist(), table.column(ERROR).to_pylist()
+        if self._boxes:
+            self._check_boxes(paths, table.column(BOX).to_pylist())
         known = self._index.known(paths)
         kept = [path not in known for path in paths]
         if not any(kept):
@@ -102,6 +107,15 @@ class Output:
             [(path, error) for path, error in rows if error is not None],
         )
         self.files.append(name)
+
+    def _check_boxes(self, paths: Sequence[str], boxes: Sequence[Sequence[float] | None]) -> None:
+        done: dict[str, list[Sequence[float]]] = {}
+        for path, box in zip(paths, boxes, strict=True):
+            if box is not None:  # else there is an error in its place
+                done.setdefault(path, []).append(list(box))
+        for path, of_image in done.items():
+            if (wanted := self._index.boxes(path)) is not None and wanted != of_image:
+                raise other_boxes(path)
 
 
 def _nulls(count: int, type: pyarrow.DataType) -> pyarrow.Array:

@@ -64,6 +64,11 @@ class FeatureOptions:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
 
+    def named(self) -> dict[str, str | int | None]:
+        """The options that clients give, by name."""
+        chosen: dict[str, str | int | None] = {name: getattr(self, name) for name in CHOICES}
+        return {**chosen, "roi_size": self.roi_size} if self.pool == "roi" else chosen
+
     def wants(self, key: str) -> bool:
         """Whether the output ``key`` is answered."""
         return self.keys is None or key in self.keys

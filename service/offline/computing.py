@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadImage, FxError, ImageTooLarge
+from fxcore.errors import BadBox, BadImage, FxError, ImageTooLarge
 from fxcore.images.decoding import WAYS
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.errors import ComputeFailed, OutOfMemory
-from service.engine.options import CHOICES
+from service.offline.shards import BOX
+from service.offline.sources import Boxes
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -36,7 +37,7 @@ _LATE = 3
 
 
 # What one image can be to blame for: of the engine, and of a server.
-_OF_IMAGES = (BadImage, ImageTooLarge, OutOfMemory, ComputeFailed)
+_OF_IMAGES = (BadImage, BadBox, ImageTooLarge, OutOfMemory, ComputeFailed)
 _OF_IMAGES_SENT = (
     exceptions.OfImage,
     exceptions.TooLarge,
@@ -85,8 +86,9 @@ class Computer(Protocol):
     described: Described
     at_a_time: int
 
-    async def features(self, images: Sequence[bytes]) -> Rows:
-        """Key → ``[len(images), ...]``.
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+        """Key → ``[len(images), ...]``; of ``boxes``, which are of each image, ``[boxes, ...]``, with the boxes
+        themselves, float64 ``[boxes, 4]``, under :data:`~service.offline.shards.BOX`.
 
         Raises:
             Unreadable: of a single image: none can be computed of it.
@@ -142,10 +144,11 @@ class Local:
             images=_images(self._options, self._engine.settings.preprocess),
         )
 
-    async def features(self, images: Sequence[bytes]) -> Rows:
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
         assert self._record is not None
         try:
-            return (await self._engine.features(self._record, images, self._options)).outputs
+            result = await self._engine.features(self._record, images, self._options, boxes=boxes)
+            return _beside_boxes(result.outputs, boxes)
         except _OF_IMAGES as error:
             if len(images) > 1:
                 raise
@@ -175,7 +178,9 @@ class _Server:
         self._most: int | None = None
         self._alone = asyncio.Lock()
 
-    async def features(self, images: Sequence[bytes], options: Mapping[str, Any]) -> Rows:
+    async def features(
+        self, images: Sequence[bytes], boxes: Sequence[Boxes] | None, options: Mapping[str, Any]
+    ) -> Rows:
         """Key → ``[len(images), ...]``.
 
         Raises:
@@ -184,7 +189,7 @@ class _Server:
         assert self.extractor is not None
         if self._most is None:
             try:
-                return await self.extractor(list(images), as_torch=True, **options)
+                return await self.extractor(list(images), boxes=boxes, as_torch=True, **options)
             except exceptions.DeadlineExceeded:
                 self._most = self._most or max(1, len(images) // 2)
         parts: list[Rows] = []
@@ -192,8 +197,9 @@ class _Server:
         async with self._alone:
             while start < len(images):
                 some = list(images[start : start + self._most])
+                theirs = None if boxes is None else boxes[start : start + self._most]
                 try:
-                    parts.append(await self.extractor(some, as_torch=True, **options))
+                    parts.append(await self.extractor(some, boxes=theirs, as_torch=True, **options))
                 except exceptions.DeadlineExceeded:
                     late += len(some) == 1
                     if late == _LATE or (late and len(images) > 1):
@@ -241,9 +247,8 @@ class Remote:
             server.extractor = extractor
         self.described = told[0]
 
-    async def features(self, images: Sequence[bytes]) -> Rows:
-        given = {name: getattr(self._options, name) for name in CHOICES}
-        options = {name: value for name, value in given.items() if value is not None}
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+        options = {name: value for name, value in self._options.named().items() if value is not None}
         deadline = time.monotonic() + _PATIENCE
         delay = 0.5
         while True:
@@ -252,7 +257,9 @@ class Remote:
             await asyncio.sleep(max(0.0, server.away_until - now))
             server.busy += 1
             try:
-                return await server.features(images, options)
+                rows = await server.features(images, boxes, options)
+                rows.pop("box_image", None)
+                return _beside_boxes(rows, boxes)
             except _OF_IMAGES_SENT as error:
                 if len(images) > 1:
                     raise
@@ -293,6 +300,14 @@ class Remote:
             one_size=fixed and self._options.preprocess != "none",
             images=_images(self._options, default),
         )
+
+
+def _beside_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
+    if boxes is None:
+        return rows
+    if BOX in rows:
+        raise FxError(f"an output cannot be called {BOX!r}, which is where the boxes of its rows are")
+    return {**rows, BOX: torch.tensor([box for of_image in boxes for box in of_image], dtype=torch.float64)}
 
 
 def concerns_an_image(error: Exception) -> bool:

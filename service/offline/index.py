@@ -1,7 +1,8 @@
 """Which images there are, and where the features of each are: one SQLite file in the output folder.
 
-A row of the table ``images`` is an image. ``shard`` and ``row`` say where its features are; ``error`` why there are
-none; where all are NULL it is still to be done. A shard's rows are entered in one transaction once its file is whole
+A row of the table ``images`` is an image. ``shard`` and ``row`` say where its features are, or those of its first box;
+``error`` why there are none; where all are NULL it is still to be done. The table ``boxes`` has the boxes of each image
+as JSON, where features are of boxes. A shard's rows are entered in one transaction once its file is whole
 and in place, so the index never names what is not there, and no image is done twice.
 """
 
@@ -13,8 +14,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import orjson
+
 from fxcore.errors import FxError
-from service.offline.sources import Source
+from service.offline.sources import WHOLE, Boxes, Source
 
 FILE = "index.sqlite"
 
@@ -22,6 +25,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS images (
     path TEXT PRIMARY KEY, file, "offset" INTEGER NOT NULL, size INTEGER, shard TEXT, "row" INTEGER, error TEXT
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS boxes (path TEXT PRIMARY KEY, boxes TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
 """
@@ -32,6 +36,14 @@ INSERT INTO images (path, file, "offset", size, error) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (path) DO UPDATE SET file = excluded.file, "offset" = excluded."offset", size = excluded.size,
     error = excluded.error WHERE shard IS NULL
 """
+
+# Boxes of an image are in one row or several: lists of JSON, of which none is empty, joined.
+_GIVE = """
+INSERT INTO given VALUES (?, ?) ON CONFLICT (path) DO UPDATE
+SET boxes = substr(boxes, 1, length(boxes) - 1) || ',' || substr(excluded.boxes, 2)
+"""
+
+_NOT_THERE = "it has boxes, and is not among the images"
 
 _BLOCK = 1024
 
@@ -59,12 +71,42 @@ class Index:
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
 
-    def enter(self, sources: Iterable[Source]) -> None:
-        """Take ``sources`` as what there is to do, beside what was done. What could not be read is tried again."""
+    def enter(self, sources: Iterable[Source], boxes: Iterable[tuple[str, Boxes]] | None = None) -> None:
+        """Take ``sources`` as what there is to do, beside what was done. What could not be read is tried again.
+
+        Args:
+            sources: the images.
+            boxes: (path, boxes) of those that are wanted; a path may come again, with more. One that is not among the
+                images cannot be read.
+
+        Raises:
+            FxError: boxes of an image are others than those that were done.
+        """
         with self._lock, self._database:
             self._database.execute("BEGIN")
             self._database.execute("DELETE FROM images WHERE shard IS NULL")
             self._database.executemany(_ENTER, map(_values, sources))
+            if boxes is not None:
+                self._enter_boxes(boxes)
+
+    def _enter_boxes(self, boxes: Iterable[tuple[str, Boxes]]) -> None:
+        run = self._database.execute
+        run("CREATE TEMPORARY TABLE given (path TEXT PRIMARY KEY, boxes TEXT NOT NULL) WITHOUT ROWID")
+        self._database.executemany(_GIVE, ((path, orjson.dumps(of_image).decode()) for path, of_image in boxes))
+        other = run(
+            "SELECT path FROM given JOIN boxes USING (path) JOIN images USING (path) "
+            "WHERE shard IS NOT NULL AND given.boxes != boxes.boxes LIMIT 1"
+        ).fetchone()
+        if other is not None:
+            raise other_boxes(other[0])
+        run("REPLACE INTO boxes SELECT path, boxes FROM given")
+        run("DELETE FROM images WHERE shard IS NULL AND path NOT IN (SELECT path FROM given)")
+        run(
+            'INSERT INTO images (path, file, "offset", error) SELECT path, path, ?, ? FROM given '
+            "WHERE path NOT IN (SELECT path FROM images)",
+            (WHOLE, _NOT_THERE),
+        )
+        run("DROP TABLE given")
 
     def keep(self, shards: Iterable[str]) -> None:
         """Keep only these shards; images in any other are to be done again."""
@@ -94,22 +136,30 @@ class Index:
         while True:
             with self._lock:
                 block = self._database.execute(
-                    'SELECT path, file, "offset", size FROM images WHERE (file, "offset") > (?, ?) '
+                    'SELECT path, file, "offset", size, boxes FROM images LEFT JOIN boxes USING (path) '
+                    'WHERE (file, "offset") > (?, ?) '
                     'AND shard IS NULL AND error IS NULL ORDER BY file, "offset" LIMIT ?',
                     (*after, _BLOCK),
                 ).fetchall()
             if not block:
                 return
             after = block[-1][1], block[-1][2]
-            yield [Source(path, os.fsdecode(file), offset, size) for path, file, offset, size in block]
+            yield [
+                Source(path, os.fsdecode(file), offset, size, boxes=None if boxes is None else orjson.loads(boxes))
+                for path, file, offset, size, boxes in block
+            ]
 
     def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
-        """Enter a shard's rows, and (path, reason) of images that cannot be read."""
+        """Enter a shard's rows, and (path, reason) of images that cannot be read. An image with several rows, its boxes
+        one after another, is entered at the first."""
+        first: dict[str, int] = {}
+        for row, path in enumerate(paths):
+            first.setdefault(path, row)
         with self._lock, self._database:
             self._database.execute("BEGIN")
             self._database.executemany(
                 'UPDATE images SET shard = ?, "row" = ? WHERE path = ?',
-                ((shard, row, path) for row, path in enumerate(paths)),
+                ((shard, row, path) for path, row in first.items()),
             )
             self._database.executemany(
                 "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
@@ -139,10 +189,26 @@ class Index:
             yield from block
             after = block[-1][0]
 
+    def forget_errors(self) -> None:
+        """Take images that cannot be read as still to be done."""
+        with self._lock, self._database:
+            self._database.execute("UPDATE images SET error = NULL")
+
+    def boxes(self, path: str) -> Boxes | None:
+        """The boxes of an image, if there are any."""
+        with self._lock:
+            found = self._database.execute("SELECT boxes FROM boxes WHERE path = ?", (path,)).fetchone()
+        return None if found is None else orjson.loads(found[0])
+
     def close(self) -> None:
         """Close the file, so that another process may open it."""
         with self._lock:
             self._database.close()
+
+
+def other_boxes(path: str) -> FxError:
+    """What is wrong where the rows of an image are of other boxes than are wanted now."""
+    return FxError(f"{path} was done with other boxes: extract into a new folder")
 
 
 def _values(source: Source) -> tuple[object, ...]:

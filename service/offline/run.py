@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fxcore.errors import FxError
 from service.engine import FeatureOptions
-from service.offline import shards, sources, spec_file
-from service.offline.batches import Batches, Result, probe_image
+from service.offline import boxes, shards, sources, spec_file
+from service.offline.batches import Batches, Result, probe
 from service.offline.computing import Local, Remote
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.sources import Reader
+from service.offline.sources import Reader, Source
 from service.offline.workplace import Workplace
 from service.offline.writer import ERRORS, Writer, error_line
 from service.schemas.v1 import ExtractorSpec
@@ -39,7 +40,8 @@ class Job:
         format: a key of :data:`service.offline.shards.FORMATS`.
         servers: the servers to use instead of this process.
         api_key: what they want to see.
-        shard_rows: images of a shard; None: as many as make some 64 MiB.
+        shard_rows: rows of a shard; None: as many as make some 64 MiB.
+        boxes: the file of boxes that ``pool=roi`` pools, see :mod:`service.offline.boxes`; images without are left out.
     """
 
     inputs: tuple[str, ...]
@@ -50,6 +52,7 @@ class Job:
     servers: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     shard_rows: int | None = None
+    boxes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     out = Folder(job.out)
     before = spec_file.read(out)
+    if job.boxes is not None:
+        next(boxes.read(job.boxes), None)  # what is wrong with the file as a whole is told before anything is built
     few = len(list(itertools.islice(sources.find(job.inputs), WORTH_LOWERING))) < WORTH_LOWERING
     computer: Local | Remote
     if job.servers:
@@ -94,9 +99,9 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             await computer.start(job.spec)
         else:
             await computer.start(job.spec, before.get("backend") if before else None)
-        probe = await computer.features([probe_image()])
-        chosen = shards.shard_format(job.format, list(probe), [values.dtype for values in probe.values()])
-        made = spec_file.Record(computer.described, job.options, job.format, probe)
+        probed = await probe(computer, job.options.pool)
+        chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
+        made = spec_file.Record(computer.described, job.options, job.format, probed)
         with shards.writing(out):
             made.settle(out)
             place = await asyncio.to_thread(Workplace, out)
@@ -105,7 +110,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             with shards.writing(out):
                 await asyncio.to_thread(_prepare, job, chosen, place, index)
             writer = Writer(place, chosen, index, made.about(), job.shard_rows)
-            await _Run(Batches(computer, Reader(settings.max_body_bytes), probe), index, writer, report).run()
+            await _Run(Batches(computer, Reader(settings.max_body_bytes), probed), index, writer, report).run()
             images, done, unreadable = index.counts()
             return Summary(made.outputs, images, done, unreadable, len(index.shards()))
         finally:
@@ -120,9 +125,27 @@ def _prepare(job: Job, chosen: shards.ShardFormat, place: Workplace, index: Inde
     """Bring the index and the folder in line, and enter what there is to do."""
     index.keep(place.shards(chosen.suffix))
     place.remove_all_but(chosen.suffix, index.shards())
-    index.enter(sources.find(job.inputs))
+    enter(job, sources.find(job.inputs), index)
     with (place.folder / ERRORS).open("wb") as file:
         file.writelines(error_line(path, reason) for path, reason in index.errors())
+
+
+def enter(job: Job, found: Iterable[Source], index: Index) -> None:
+    """Enter the images that there are to do in the index, with their boxes.
+
+    Raises:
+        FxError: the file of boxes is wrong, names none of the images, or other boxes than those that were done.
+    """
+    if job.boxes is None:
+        index.enter(found)
+        return
+    index.enter(found, boxes.read(job.boxes))
+    images, done, lost = index.counts()
+    if not images:
+        raise FxError(f"{job.boxes} has no boxes")
+    if lost == images and not done:
+        path, reason = next(index.errors())
+        raise FxError(f"{job.boxes} names no image that can be read; {path}: {reason}")
 
 
 class _Run:
@@ -145,16 +168,15 @@ class _Run:
             result = await under_way[0]
             under_way.popleft()
             await self._writer.add(result.paths, result.rows, result.errors)
-            done, unreadable = done + len(result.paths), unreadable + len(result.errors)
+            done, unreadable = done + result.images, unreadable + len(result.errors)
             self._report(images, done, unreadable)
 
         left = self._index.left()
         try:
             while block := await asyncio.to_thread(next, left, None):
-                for start in range(0, len(block), self._batches.size):
+                for some in self._batches.cut(block):
                     while len(under_way) >= self._batches.at_a_time:
                         await take()
-                    some = block[start : start + self._batches.size]
                     under_way.append(asyncio.create_task(self._batches.result(some)))
             while under_way:
                 await take()

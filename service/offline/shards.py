@@ -24,6 +24,9 @@ from service.codecs import npy, safetensors
 PATH = "path"
 """The name that the paths of a shard's images have beside the outputs."""
 
+BOX = "box"
+"""The name that the boxes of its rows have there, where rows are boxes and not images."""
+
 UNFINISHED = ".part"
 """The end of the name of a file that is being written."""
 

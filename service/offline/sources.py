@@ -7,7 +7,7 @@ import os
 import posixpath
 import tarfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO
@@ -21,6 +21,9 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz
 WHOLE = -1
 """The offset of an image that is a file of its own."""
 
+Boxes = Sequence[Sequence[float]]
+"""``x1, y1, x2, y2`` each, in pixels of the image."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -33,6 +36,7 @@ class Source:
         offset: where in the (unpacked) file the image begins, or :data:`WHOLE`.
         size: its bytes; None where that has not been looked at.
         error: why it cannot be read, where that is known before.
+        boxes: the regions of it that are wanted, one at least; None where it is the whole image.
     """
 
     path: str
@@ -40,6 +44,12 @@ class Source:
     offset: int = WHOLE
     size: int | None = None
     error: str | None = None
+    boxes: Boxes | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of features that it gives."""
+        return 1 if self.boxes is None else len(self.boxes)
 
     @property
     def packed(self) -> bool:
@@ -113,13 +123,13 @@ def _in_bucket(url: str) -> Iterator[Source]:
             yield Source(name, name, size=info.get("size"))
 
 
-def _opened(file: str) -> IO[bytes]:
+def opened(file: str) -> IO[bytes]:
     """A file of this machine or at a URL; it can be read from anywhere."""
     if not is_url(file):
         return open(file, "rb")
     fs, path = filesystem(file)
-    opened: IO[bytes] = fs.open(path, "rb")
-    return opened
+    stream: IO[bytes] = fs.open(path, "rb")
+    return stream
 
 
 def _in_folder(root: str) -> Iterator[Source]:
@@ -177,7 +187,7 @@ def _in_archive(path: str) -> Iterator[Source]:
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    with _opened(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
+    with opened(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # it would remember them all
             yield member
@@ -187,7 +197,7 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
 def _compressed(path: str) -> bool:
     """Whether the archive is, whatever it is called."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.ReadError:
         return True
@@ -268,9 +278,9 @@ class Reader:
         with self._lock:
             if self._archive is None or self._archive[0] != source.file:
                 self._end_archive()
-                opened = _opened(source.file)
-                self._archive = source.file, tarfile.open(fileobj=opened, mode="r:*"), opened  # noqa: SIM115
-            stream = self._archive[1].fileobj
-            assert stream is not None
-            stream.seek(source.offset)
-            return bytes(stream.read(source.size or 0))
+                stream = opened(source.file)
+                self._archive = source.file, tarfile.open(fileobj=stream, mode="r:*"), stream  # noqa: SIM115
+            unpacked = self._archive[1].fileobj
+            assert unpacked is not None
+            unpacked.seek(source.offset)
+            return bytes(unpacked.read(source.size or 0))

@@ -12,7 +12,6 @@ from torch import Tensor
 from fxcore.errors import FxError
 from fxcore.tensors import dtype_name
 from service.engine import FeatureOptions
-from service.engine.options import CHOICES
 from service.offline.computing import Described, Rows
 from service.offline.folder import Folder
 from service.offline.shards import UNFINISHED
@@ -35,10 +34,11 @@ class Record:
     """
 
     def __init__(self, described: Described, options: FeatureOptions, format: str, probe: Rows) -> None:
+        one_shape = described.one_size or options.pool != "none"
         outputs = [
             {
                 **output,
-                "shape": list(probe[output["key"]].shape[1:]) if described.one_size else None,
+                "shape": list(probe[output["key"]].shape[1:]) if one_shape else None,
                 "dtype": dtype_name(probe[output["key"]].dtype),
             }
             for output in described.outputs
@@ -46,7 +46,7 @@ class Record:
         self.outputs: list[dict[str, Any]] = outputs
         self._document: dict[str, Any] = {
             "spec": described.spec,
-            "options": {name: getattr(options, name) for name in CHOICES},
+            "options": options.named(),
             "images": described.images,
             "format": format,
             "fingerprint": described.fingerprint,

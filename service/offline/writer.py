@@ -83,21 +83,23 @@ class Writer:
         start = 0
         while start < len(paths):
             if not self._paths:
-                self._take_memory(part)
+                self._take_memory(part, _end(paths, start) - start)
             there = len(self._paths)
-            stop = min(len(paths), start + self._room - there)
+            stop = start  # all rows of an image, which are of its boxes, stay together
+            while stop < len(paths) and there + (end := _end(paths, stop)) - start <= self._room:
+                stop = end
             for key, values in part.items():
                 self._rows[key][there : there + stop - start] = values[start:stop]
             self._paths += paths[start:stop]
-            if len(self._paths) == self._room:
+            if stop < len(paths) or len(self._paths) == self._room:
                 await self._flush()
             start = stop
 
-    def _take_memory(self, part: Mapping[str, Tensor]) -> None:
-        """Memory for a shard of such rows. Many small tensors, kept until the shard is full, would leave the memory
-        between them in pieces that no batch fits into: three times as much was seen to be held."""
+    def _take_memory(self, part: Mapping[str, Tensor], least: int) -> None:
+        """Memory for a shard of such rows, ``least`` at least. Many small tensors, kept until the shard is full, would
+        leave the memory between them in pieces that no batch fits into: three times as much was seen to be held."""
         row = sum(values[:1].nbytes for values in part.values())
-        self._room = self._asked_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // max(1, row)))
+        self._room = max(least, self._asked_rows or min(_MOST_ROWS, _MOST_BYTES // max(1, row)))
         self._rows = {key: torch.empty(self._room, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
 
     async def _flush(self) -> None:
@@ -128,6 +130,11 @@ class Writer:
             with (self._place.folder / ERRORS).open("ab") as file:
                 file.writelines(error_line(path, reason) for path, reason in errors)
         give_back()  # else what the allocator keeps of a shard's memory adds up: 1 KB an image was seen
+
+
+def _end(paths: Sequence[str], start: int) -> int:
+    """Where the rows of the image at ``start`` end."""
+    return next((row for row in range(start, len(paths)) if paths[row] != paths[start]), len(paths))
 
 
 def error_line(path: str, reason: str) -> bytes:

@@ -27,8 +27,7 @@ from service.schemas import features, graphs, v1
     [
         [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
         [v1.Backend, client.Backend, extract.Backend],
-        [features.Pool, client.Pool, CHOICES["pool"], ("none", *METHODS, "roi")],
-        [tuple(set(CHOICES["pool"]) - {"roi"}), extract.Pool],  # the command has no boxes
+        [features.Pool, client.Pool, extract.Pool, CHOICES["pool"], ("none", *METHODS, "roi")],
         [features.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
         [features.Preprocess, client.Preprocess, extract.Preprocess],
         [features.Normalize, extract.Normalize],

@@ -19,6 +19,8 @@ import pytest
 
 from service.offline import extract
 from tests.service.offline.conftest import SETTINGS, job, png, rows
+from tests.service.offline.test_boxes import BOXES, csv, regions
+from tests.service.offline.test_boxes import found_in as found_in_shards
 
 pytest.importorskip("ray.data")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -87,6 +89,43 @@ def test_every_row_is_the_one_of_a_run_without_ray(folder: Callable[..., Path], 
     after = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
     assert before.items() < after.items()
     assert len(found_in(tmp_path / "ray")[0]) == 32
+
+
+@pytest.mark.exhaustive
+def test_boxes_are_those_of_a_run_without_ray(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root = folder(12)
+    wanted: dict[str, Any] = {f"{number:03d}.png": BOXES * (1 + number % 4) for number in (1, 2, 4, 5, 7, 8)}
+    file = csv(root / "boxes.csv", {**wanted, "gone.png": BOXES, "010.png": [[0, 0, 90, 64]]})
+    local = extract(regions(tmp_path / "local", file, root), SETTINGS)
+    assert (local.done, local.unreadable) == (6, 2)
+    options = ["--model", "resnet18", "--nodes", "C4,C5", "--pool", "roi", "--boxes", str(file), "--shard-rows", "4"]
+    said = ended(begin(root, tmp_path / "ray", *options))
+    assert "6 of 8 images" in said
+    right = found_in_shards(tmp_path / "local")
+    features: dict[str, list[Any]] = {}
+    errors = {}
+    for written in (tmp_path / "ray").glob("*.parquet"):
+        for row in parquet.read_table(written).to_pylist():
+            path, error = row.pop("path"), row.pop("error")
+            if error is None:
+                features.setdefault(path, []).append((row.pop("box"), row))
+            else:
+                errors[Path(path).name] = error
+    assert sorted(features) == sorted(right)
+    for path, rows_of_image in features.items():
+        assert [box for box, _ in rows_of_image] == [box for box, _ in right[path]]
+        for (_, row), (_, expected) in zip(rows_of_image, right[path], strict=True):
+            for key in ("C4", "C5"):
+                values = np.reshape(row[key], expected[key].shape)
+                np.testing.assert_allclose(values, expected[key], rtol=1e-4, atol=1e-5, err_msg=path)
+    assert errors["gone.png"] == "it has boxes, and is not among the images"
+    assert "reaches out of its image" in errors["010.png"]
+
+    csv(file, {**wanted, "001.png": BOXES[:1]})
+    run = begin(root, tmp_path / "ray", *options)
+    _, complaint = run.communicate(timeout=600)
+    assert run.returncode == 1
+    assert "001.png was done with other boxes: extract into a new folder" in complaint
 
 
 @pytest.mark.exhaustive

@@ -52,7 +52,11 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
     """Pooled features of squeezenet with random weights, four to a shard."""
-    options = FeatureOptions(pool=changed.pop("pool", "avg"), preprocess=changed.pop("preprocess", "default"))
+    options = FeatureOptions(
+        pool=changed.pop("pool", "avg"),
+        preprocess=changed.pop("preprocess", "default"),
+        roi_size=changed.pop("roi_size", 7),
+    )
     spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.5": "mid", "features.12": "top"}}
     spec |= changed.pop("spec", {})
     fields: dict[str, Any] = {"format": "safetensors", "shard_rows": 4, **changed}

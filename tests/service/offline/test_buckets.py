@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import s3fs
+from safetensors import safe_open
 from safetensors.numpy import load
 
 from fxcore.errors import FxError
@@ -81,6 +82,18 @@ def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
     found = in_bucket(out)
     assert first.keys() < found.keys()
     assert len(found) == 8
+
+
+def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -> None:
+    lines = b'path,boxes\na.tar/in/6.png,"[[20,10,60,50]]"\n./deep/1.png,"[[20,10,60,50],[0,0,40,64]]"\n'
+    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{photos}/boxes.csv", lines)
+    spec = {"return_nodes": {"features.5": "mid"}}
+    asked = job(tmp_path / "out", photos, pool="roi", boxes=f"{photos}/boxes.csv", spec=spec, roi_size=1)
+    assert extract(asked, SETTINGS).done == 2
+    [shard] = (tmp_path / "out").glob("shard-*.safetensors")
+    with safe_open(shard, "np") as opened:
+        assert json.loads(opened.metadata()["path"]) == [f"{photos}/a.tar/in/6.png", *[f"{photos}/deep/1.png"] * 2]
+        assert opened.get_tensor("box").tolist() == [[20, 10, 60, 50], [20, 10, 60, 50], [0, 0, 40, 64]]
 
 
 def test_what_cannot_be_reached_is_told_in_a_line(bucket: str, tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""Files of boxes, and runs that pool them: against torchvision's roi_align on the whole maps."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torchvision.ops import roi_align
+
+from fxcore.errors import FxError
+from service.offline import Job, boxes, extract
+from tests.service.offline.conftest import SETTINGS, job, png
+
+# In pixels of images of 80 x 64: one inside, one that the crop cuts, one of fractions.
+BOXES = [[20, 10, 60, 50], [0, 0, 40, 64], [30.5, 12.25, 41, 30]]
+
+Found = dict[str, list[tuple[list[float], dict[str, NDArray[Any]]]]]
+"""Path → box and features of each of its rows."""
+
+
+def csv(file: Path, lines: dict[str, object]) -> Path:
+    quoted = (f'{path},"{json.dumps(value)}"\n' for path, value in lines.items())
+    file.write_text("path,boxes,label\n" + "".join(line.replace("\n", ",cat\n") for line in quoted))
+    return file
+
+
+def regions(out: Path | str, file: Path | str, *inputs: Path | str, **changed: Any) -> Job:
+    """resnet18's C4 of boxes, four to a shard."""
+    spec = {"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}
+    return job(out, *inputs, pool="roi", boxes=str(file), spec=spec, **changed)
+
+
+def found_in(out: Path) -> Found:
+    found: Found = {}
+    for file in sorted(out.glob("shard-*.safetensors")):
+        with safe_open(file, "np") as shard:
+            arrays = {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118
+            paths = json.loads(shard.metadata()["path"])
+        given = arrays.pop("box")
+        assert (given.dtype, given.shape) == (np.float64, (len(paths), 4))
+        for row, path in enumerate(paths):
+            found.setdefault(path, []).append((given[row].tolist(), {k: v[row] for k, v in arrays.items()}))
+    return found
+
+
+def expected(reference: Callable[..., Any], node: str, stride: int, number: int, wanted: Any, size: int = 7) -> Any:
+    """80 x 64 becomes 320 x 256, of which 224 x 224 are seen."""
+    moved = torch.tensor(wanted, dtype=torch.float64) * 4 - torch.tensor([48, 16] * 2)
+    pooled = roi_align(reference("resnet18", node, [png(number)]), [moved.float()], size, 1 / stride, aligned=True)
+    return pooled.flatten(1).numpy() if size == 1 else pooled.numpy()
+
+
+def assert_right(found: Found, wanted: dict[str, Any], reference: Callable[..., Any], size: int = 7) -> None:
+    assert {path: [box for box, _ in rows] for path, rows in found.items()} == wanted
+    for path, rows in found.items():
+        for key, node, stride in (("C4", "layer3.1.relu_1", 16), ("C5", "layer4.1.relu_1", 32)):
+            right = expected(reference, node, stride, int(Path(path).stem), wanted[path], size)
+            actual = np.stack([features[key] for _, features in rows])
+            assert actual.shape == right.shape
+            np.testing.assert_allclose(actual, right, rtol=1e-3, atol=1e-4 * np.abs(right).max(), err_msg=path)
+
+
+def test_rows_are_the_regions_of_the_whole_maps(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(5), tmp_path / "out"
+    # 6 boxes do not fit into a shard of four, and no image is in two shards.
+    lines = {"001.png": BOXES, "deep/er/003.png": BOXES * 2, str(root / "002.png"): BOXES[:1], "004.png": []}
+    made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
+    assert (made.images, made.done, made.unreadable, made.shards) == (3, 3, 0, 2)
+    assert [output["shape"] for output in made.outputs] == [[256, 7, 7], [512, 7, 7]]
+    wanted = {str(root / path): value for path, value in lines.items() if value}
+    assert_right(found_in(out), wanted, reference)
+    with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as index:
+        places = dict(index.execute('SELECT path, shard || " " || "row" FROM images').fetchall())
+    assert places == {
+        str(root / "001.png"): "shard-000000.safetensors 0",
+        str(root / "002.png"): "shard-000000.safetensors 3",
+        str(root / "deep/er/003.png"): "shard-000001.safetensors 0",
+    }
+
+
+def test_a_run_goes_on_and_other_boxes_are_refused(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(6), tmp_path / "out"
+    lines = {f"{n:03d}.png": BOXES[: 1 + n % 3] for n in (1, 2, 4, 5)}
+    extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
+    (out / "shard-000001.safetensors").unlink()
+    lines |= {"deep/er/000.png": BOXES[1:]}
+    made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
+    assert (made.images, made.done) == (5, 5)
+    assert_right(found_in(out), {str(root / path): value for path, value in lines.items()}, reference)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    lines["001.png"] = [[1, 2, 30, 40]]
+    with pytest.raises(FxError, match=r"001\.png was done with other boxes: extract into a new folder"):
+        extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
+    with pytest.raises(FxError, match="made with pool roi, not avg"):
+        extract(job(out, root, spec={"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}), SETTINGS)
+    assert {f"{path}/{row}" for path, row in _indexed(out)} >= {f"{root}/001.png/0"}
+    assert {name: (out / name).read_bytes() for name in before if name.startswith("shard")} == {
+        name: data for name, data in before.items() if name.startswith("shard")
+    }
+
+
+def _indexed(out: Path) -> list[tuple[str, int]]:
+    with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as index:
+        return index.execute('SELECT path, "row" FROM images WHERE shard IS NOT NULL').fetchall()
+
+
+def test_vectors_from_a_parquet_file_with_a_row_for_each_box(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(3), tmp_path / "out"
+    paths = ["../photos/001.png", "../photos/002.png", "../photos/001.png"]
+    table = pyarrow.table(
+        {
+            "boxes": pyarrow.array([[box] for box in BOXES], pyarrow.list_(pyarrow.list_(pyarrow.float64(), 4))),
+            "path": paths,
+        }
+    )
+    (tmp_path / "tables").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "tables" / "boxes.parquet")
+    extract(regions(out, tmp_path / "tables" / "boxes.parquet", root, roi_size=1), SETTINGS)
+    wanted = {str(root / "001.png"): [BOXES[0], BOXES[2]], str(root / "002.png"): [BOXES[1]]}
+    assert_right(found_in(out), wanted, reference, size=1)
+
+
+def test_boxes_that_are_wrong_cost_no_other_image_its_place(
+    folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    root, out = folder(6), tmp_path / "out"
+    (root / "005.png").write_bytes(b"junk")
+    lines: dict[str, Any] = {
+        "001.png": [[0, 0, 81.5, 64]],
+        "002.png": BOXES,
+        "deep/er/003.png": [BOXES[0], [50, 10, 20, 40]],
+        "004.png": [[0, 10, 10, 30]],  # the crop leaves 12 columns out
+        "005.png": BOXES,
+        "gone.png": BOXES,
+    }
+    made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (6, 1, 5)
+    assert_right(found_in(out), {str(root / "002.png"): BOXES}, reference)
+    listed = map(json.loads, (out / "errors.jsonl").read_text().splitlines())
+    said = {Path(line["path"]).name: line["error"] for line in listed}
+    assert said == {
+        "001.png": "box 0, [0, 0, 81.5, 64], reaches out of its image, which is 80 x 64 pixels",
+        "003.png": "box 1, [50, 10, 20, 40], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
+        "004.png": "box 0, [0, 10, 10, 30], lies outside of the part of its image that the model sees: leave it out",
+        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF",
+        "gone.png": "it has boxes, and is not among the images",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("boxes.txt", "", r"read from a \.parquet or a \.csv file"),
+        ("gone.csv", None, "No such file"),
+        ("gone.parquet", None, "No such file"),
+        ("boxes.parquet", "path,boxes\n", "is no Parquet file"),
+        ("boxes.csv", "", "has the columns none; it needs the columns path and boxes"),
+        ("boxes.csv", "image,x1,y1,x2,y2\na.png,1,2,3,4\n", "has the columns image, x1, y1, x2, y2; it needs"),
+        ("boxes.csv", "path,boxes\na.png,1 2 3 4\n", r"row 1: boxes is a list of .* and here it is 1 2 3 4"),
+        ("boxes.csv", 'path,boxes\na.png,\nb.png,"[1,2,3,4]"\n', r"row 2: boxes is a list of .*here it is \[1,2,3,4\]"),
+        ("boxes.csv", 'path,boxes\na.png,"[[1,2,3]]"\n', r"row 1: .*here it is \[\[1,2,3\]\]"),
+        ("boxes.csv", 'path,boxes\na.png,"[[1,2,3,1e999]]"\n', "row 1: "),
+        ("boxes.csv", 'path,boxes\na.png,"[[1,2,3,true]]"\n', "row 1: "),
+        ("boxes.csv", 'path,boxes\n,"[[1,2,3,4]]"\n', "row 1: path is the path of an image, not ''"),
+        ("boxes.csv", b"path,boxes\n\xff.png,\n", "utf-8"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_before_anything_is_done(
+    name: str, text: str | bytes | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.png").write_bytes(png(0))
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FxError, match=said):
+        list(boxes.read(str(tmp_path / name)))
+    with pytest.raises(FxError, match=said):
+        extract(regions(tmp_path / "out", tmp_path / name, tmp_path / "a.png"), SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_boxes_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    table = pyarrow.table({"path": ["a.png", "b.png"], "boxes": [None, [[1.0, 2.0, float("nan"), 4.0]]]})
+    pyarrow.parquet.write_table(table, tmp_path / "boxes.parquet")
+    with pytest.raises(FxError, match="row 2: boxes is a list of"):
+        list(boxes.read(str(tmp_path / "boxes.parquet")))
+
+
+def test_a_file_that_names_none_of_the_images_is_told(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(2), tmp_path / "out"
+    elsewhere = csv(tmp_path / "boxes.csv", {"001.png": BOXES})  # beside the folder, not in it
+    with pytest.raises(FxError, match=rf"names no image .*{tmp_path}/001\.png: it has boxes, and is not among"):
+        extract(regions(out, elsewhere, root), SETTINGS)
+    with pytest.raises(FxError, match=r"boxes\.csv has no boxes"):
+        extract(regions(out, csv(tmp_path / "boxes.csv", {"001.png": []}), root), SETTINGS)
+    assert extract(regions(out, csv(tmp_path / "boxes.csv", {"photos/001.png": BOXES}), root), SETTINGS).done == 1
+
+
+def test_an_output_cannot_have_the_name_of_the_boxes(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root = folder(1)
+    file = csv(root / "boxes.csv", {"deep/er/000.png": BOXES})
+    asked = job(tmp_path / "out", root, pool="roi", boxes=str(file), spec={"return_nodes": {"features.5": "box"}})
+    with pytest.raises(FxError, match="an output cannot be called 'box'"):
+        extract(asked, SETTINGS)
