@@ -77,6 +77,9 @@ class UserModel:
         concrete_args: arguments of its forward that have this one value. Those that are not here have their defaults;
             its input is what has none, else the first.
 
+    Raises:
+        BadUserModel: an attribute is of another type.
+
     >>> from torchvision.models import squeezenet1_1
     >>> model = UserModel(squeezenet1_1, {"num_classes": 7}, preprocessing={"crop_size": 64})
     >>> entry = user_entry("seven", model)
@@ -93,6 +96,26 @@ class UserModel:
     leaf_modules: Sequence[type[nn.Module] | str] | str = ()
     leaf_functions: Sequence[Callable[..., Any]] = ()
     concrete_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.builder):
+            raise BadUserModel(f"builder is a function that returns an nn.Module, not {self.builder!r:.100}")
+        for name in ("arguments", "preprocessing", "concrete_args"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise BadUserModel(f"{name} is a dictionary by name, not {value!r:.100}")
+        if not isinstance(self.weights, Path | None):
+            raise BadUserModel(f"weights is a pathlib.Path or None, not {self.weights!r:.100}")
+        if isinstance(self.leaf_functions, str) or not all(map(callable, self._listed("leaf_functions"))):
+            raise BadUserModel(f"leaf_functions is a list of functions, not {self.leaf_functions!r:.100}")
+        if not all(isinstance(leaf, (str, type)) for leaf in self._listed("leaf_modules")):
+            raise BadUserModel(
+                f"leaf_modules is a list of classes, paths and patterns, or 'auto', not {self.leaf_modules!r:.100}"
+            )
+
+    def _listed(self, name: str) -> Sequence[Any]:
+        value = getattr(self, name)
+        return value if isinstance(value, Sequence) else [None]
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,13 @@ def number():
     return 7
 
 packaged = fxcore.UserModel(builder=Tiny, arguments={"width": 4})
-careless = fxcore.UserModel(builder=Tiny, weights="tiny.safetensors")
 '''
+CARELESS = """
+import fxcore
+from torch import nn
+
+model = fxcore.UserModel(nn.ReLU, weights="tiny.safetensors")
+"""
 
 
 @pytest.fixture
@@ -183,18 +188,41 @@ def test_what_is_kept_whole(
         assert torch.equal(extractor.module(x)["out"], model(x, double="double" in lines))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"builder": 3}, "a function that returns an nn.Module, not 3"),
+        ({"builder": "resnet18"}, "a function that returns an nn.Module, not 'resnet18'"),
+        ({"arguments": [3]}, "arguments is a dictionary by name, not [3]"),
+        ({"arguments": {3: 3}}, "arguments is a dictionary by name, not {3: 3}"),
+        ({"weights": "tiny.pth"}, "weights is a pathlib.Path or None, not 'tiny.pth'"),
+        ({"preprocessing": 224}, "preprocessing is a dictionary by name, not 224"),
+        ({"leaf_modules": 3}, "classes, paths and patterns, or 'auto', not 3"),
+        ({"leaf_modules": [nn.ReLU()]}, "classes, paths and patterns, or 'auto', not [ReLU()]"),
+        ({"leaf_functions": torch.relu}, "leaf_functions is a list of functions, not <built-in"),
+        ({"leaf_functions": ["relu"]}, "leaf_functions is a list of functions, not ['relu']"),
+        ({"concrete_args": ["x"]}, "concrete_args is a dictionary by name, not ['x']"),
+    ],
+)
+def test_descriptions_of_another_type(attributes: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadUserModel) as raised:
+        UserModel(**{"builder": nn.ReLU, **attributes})
+    assert said in raised.value.detail
+
+
 def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
     info = tmp_path / "packages/mine-1.0.dist-info"
     info.mkdir()
+    (tmp_path / "packages/careless_for_tests.py").write_text(CARELESS)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[fxcore.models]\npackaged-tiny = {module}:packaged\nodd = {module}:number\n"
-        f"careless = {module}:careless\ngone = {module}:nothing\n"
+        f"careless = careless_for_tests:model\ngone = {module}:nothing\n"
     )
     found = dict(read_models(None))
     assert found["packaged-tiny"].weights_info("builder").num_params == 461
     assert "is no fxcore.UserModel but function" in found["odd"].detail
-    assert found["careless"].detail.startswith("model 'careless': AttributeError: 'str' object has no")
+    assert "cannot be loaded: BadUserModel: weights is a pathlib.Path or None, not 'tiny" in found["careless"].detail
     assert "cannot be loaded: AttributeError" in found["gone"].detail
 
 
