@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxcore.tracing.frozen import frozen
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
+from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
 # Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
@@ -107,7 +108,7 @@ def check_health(
     require_graph(module)
     arguments = positional(module, inputs)
     watcher = _Watcher(module, limit)
-    with torch.no_grad():
+    with explained(module, arguments), torch.no_grad():
         watcher.run(*arguments)
     nodes = list(watcher.found.values())
     bad = next((n for n, h in watcher.found.items() if h.nan or h.inf), None)

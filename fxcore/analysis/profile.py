@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxcore.bad_argument import BadArgument
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
+from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
 
@@ -72,7 +73,8 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
         warmup: runs before those.
 
     Raises:
-        NotAGraph, BadTensor: see there.
+        NotAGraph: see there.
+        BadTensor: ``module`` does not take ``inputs``.
         BadArgument: no runs to take a median of.
 
     >>> from torch import nn
@@ -84,8 +86,9 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
     if not (isinstance(runs, int) and runs >= 1 and isinstance(warmup, int) and warmup >= 0):
         raise BadArgument(f"runs is at least 1 and warmup at least 0, not {runs!r:.100} and {warmup!r:.100}")
     profiler = Profiler(module, inputs)
-    for run in range(warmup + runs):
-        profiler.run(counts=run >= warmup)
+    with explained(module, positional(module, inputs)):
+        for run in range(warmup + runs):
+            profiler.run(counts=run >= warmup)
     return profiler.result()
 
 

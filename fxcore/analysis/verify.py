@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
+from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
 
@@ -110,6 +111,7 @@ def verify(
 
     Raises:
         Incomparable: they do not return the same keys and shapes, or a tensor on one side only.
+        BadTensor: one of the modules does not take the inputs.
 
     >>> from torch import nn
     >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
@@ -128,8 +130,10 @@ def verify(
     positional(transformed, arguments)
     with torch.no_grad():
         # Each gets inputs of its own: one that works in place would change what the other sees.
-        expected = flat(original(*_copies(arguments)))
-        values = flat(transformed(*_copies(arguments)))
+        with explained(original, arguments):
+            expected = flat(original(*_copies(arguments)))
+        with explained(transformed, arguments):
+            values = flat(transformed(*_copies(arguments)))
         speedup = _speedup(original, transformed, arguments, runs) if runs else None
     if list(expected) != list(values):
         missing = next((k for k in [*expected, *values] if (k in expected) != (k in values)), None)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, Simulation
+from fxcore.tracing.misfit import explained
 from fxcore.transforms.base import require_eval
 from fxcore.transforms.keep_float import KEPT
 
@@ -68,6 +69,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     Raises:
         UnknownNode: ``keep`` names none.
         CannotQuantize: torch fails, or ``calibration`` is empty or not what the module takes.
+        BadTensor: the module does not take tensors of that shape or dtype.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> from fxcore.photos import calibration_rows
@@ -86,7 +88,8 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     from fxcore.int8.graph_mode import converted  # imports torch.ao
 
     try:
-        made, roundings = converted(module, batches, [*module.meta.get(KEPT, ()), *keep])
+        with explained(module, tuple(batches[0])):
+            made, roundings = converted(module, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"
         layers = Simulation(module, few, roundings, per_channel).layers()
     except FxError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 import fxcore
 from fxcore import FxError
@@ -15,6 +17,9 @@ from fxcore import FxError
 MODEL = fxcore.trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval())
 GRAPH = fxcore.model_graph("squeezenet1_1")
 ROWS = torch.ones(1, 2)
+WIDE = torch.ones(1, 3)
+IMAGES = fxcore.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).eval())
+SUMS = fxcore.trace(lambda x, y: x.relu() + y)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +50,46 @@ ROWS = torch.ones(1, 2)
         (lambda: fxcore.profile(MODEL, ROWS, runs=0), "runs is at least 1"),
         (lambda: fxcore.profile(MODEL, ROWS, runs="many"), "runs is at least 1"),
         (lambda: fxcore.profile(MODEL, ROWS, warmup=-1), "warmup at least 0"),
+        (lambda: fxcore.profile(MODEL, WIDE), "0 takes float32 […, 2], and was given float32 [1, 3]"),
+        (lambda: fxcore.check_health(MODEL, WIDE), "0 takes float32 […, 2], and was given float32 [1, 3]"),
+        (lambda: fxcore.quantize(MODEL, WIDE), "0 takes float32 […, 2], and was given float32 [1, 3]"),
+        (lambda: fxcore.verify(MODEL, MODEL, WIDE), "0 takes float32 […, 2], and was given float32 [1, 3]"),
+        (lambda: fxcore.verify(nn.Linear(2, 2), MODEL, WIDE), "Linear does not take float32 [1, 3]: RuntimeError"),
+        (lambda: fxcore.verify(lambda x: x, MODEL, WIDE), "0 takes float32 […, 2], and was given float32 [1, 3]"),
+        (
+            lambda: fxcore.profile(IMAGES, torch.ones(1, 4, 4, 3)),
+            "0 takes float32 [N, 3, height, width], and was given float32 [1, 4, 4, 3]",
+        ),
+        (
+            lambda: fxcore.profile(IMAGES, torch.ones(1, 3, 4, 4, dtype=torch.uint8)),
+            "0 takes float32 [N, 3, height, width], and was given uint8 [1, 3, 4, 4]",
+        ),
+        (
+            lambda: fxcore.profile(IMAGES, torch.ones(1, 3, 8, 8)),
+            "does not take float32 [1, 3, 8, 8]: 3 takes float32 […, 16], and was given float32 [1, 144]",
+        ),
+        (
+            lambda: fxcore.profile(SUMS, (ROWS, WIDE)),
+            "at add, given float32 [1, 2], float32 [1, 3]: RuntimeError: The size of tensor a (2) must match",
+        ),
     ],
 )
-def test_says_what_would_be_right(call: Callable[[], Any], said: str) -> None:
+def test_says_what_would_be_right(call: Callable[[], Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(FxError) as raised:
         call()
     assert said in raised.value.detail
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_shapes_do_not_explain_passes_as_it_is() -> None:
+    """A want of threads or memory, a value that is not taken: not the fault of the inputs' shape."""
+
+    def short(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, FakeTensor):
+            raise RuntimeError("can't start new thread")
+        return x
+
+    module = fxcore.trace(lambda x: short(x) + 1, leaf_functions=[short])
+    for call in (fxcore.profile, fxcore.check_health, lambda m, x: fxcore.verify(m, m, x)):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            call(module, ROWS)

@@ -1,0 +1,121 @@
+"""Why a module does not take the inputs that it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxcore.errors import BadTensor, FxError, summarize
+from fxcore.tensors import dtype_name
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+
+_RAISED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+"""Where shapes or dtypes do not fit, and elsewhere."""
+
+_SPATIAL = {1: "length", 2: "height, width", 3: "depth, height, width"}
+
+
+@contextlib.contextmanager
+def explained(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[None]:
+    """Explain what is raised in the block, which calls ``function``, where shapes and dtypes alone are the reason.
+
+    Of a graph module, the first node that does not take what reaches it is named, with what it takes. All other errors
+    pass as they are, such as a want of memory.
+
+    Raises:
+        BadTensor: ``function`` is a module and does not take ``inputs``.
+
+    >>> import torch
+    >>> module = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
+    >>> image = torch.ones(1, 224, 224, 3)
+    >>> try:
+    ...     with explained(module, (image,)):
+    ...         module(image)
+    ... except BadTensor as error:
+    ...     error.extra["node"], error.extra["expected"]
+    ('_0', 'float32 [N, 3, height, width]')
+    """
+    try:
+        yield
+    except FxError:
+        raise
+    except _RAISED as error:
+        misfit = _misfit(function, inputs, error) if isinstance(function, nn.Module) else None
+        if misfit is None:
+            raise
+        raise misfit from error
+
+
+def _misfit(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
+    """``error`` as one of the inputs; None where shapes and dtypes do not make ``module`` fail."""
+    from torch._subclasses import fake_tensor  # slow to import
+
+    place = _Place(module) if isinstance(module, fx.GraphModule) else None
+    logger = logging.getLogger(fake_tensor.__name__)
+    quiet, logger.disabled = logger.disabled, True  # it logs what it raises
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
+            (module if place is None else place.run)(*fakes)
+        return None
+    except _RAISED as failure:
+        # An operator that needs values, or does not tell shapes.
+        if isinstance(failure, NotImplementedError) or type(failure).__module__ == fake_tensor.__name__:
+            return None
+    finally:
+        logger.disabled = quiet
+    given = [_shown(value) for value in inputs]
+    node = public_name(place.node) if place is not None else None
+    expected = None if place is None else _takes(place.called)
+    reached = "" if place is None else ", ".join(map(_shown, place.reached))
+    if expected is not None:
+        why = f"{node} takes {expected}, and was given {reached}"
+    elif node is not None:
+        why = f"at {node}, given {reached or 'nothing'}: {summarize(error)}"
+    else:
+        why = summarize(error)
+    name = type(module).__name__
+    return BadTensor(f"{name} does not take {', '.join(given)}: {why}", given=given, node=node, expected=expected)
+
+
+class _Place(Interpreter):
+    """Knows the node that it is at, and what reached that."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        self.called = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        args, kwargs = self.fetch_args_kwargs_from_env(n) if n.op != "placeholder" else ((), {})
+        self.reached = (*args, *kwargs.values())
+        return super().run_node(n)
+
+
+def _takes(layer: nn.Module | None) -> str | None:
+    """What one of torch's layers takes; None where its parameters do not say."""
+    if isinstance(layer, nn.Embedding):
+        return f"integers from 0 to {layer.num_embeddings - 1}"
+    if isinstance(layer, nn.Linear):
+        sizes = f"…, {layer.in_features}"
+    elif isinstance(layer, nn.modules.conv._ConvNd):
+        sizes = f"N, {layer.in_channels}, {_SPATIAL[len(layer.kernel_size)]}"
+    elif isinstance(layer, nn.modules.batchnorm._NormBase):
+        sizes = f"N, {layer.num_features}, …"
+    elif isinstance(layer, nn.GroupNorm):
+        sizes = f"N, {layer.num_channels}, …"
+    elif isinstance(layer, nn.LayerNorm):
+        sizes = f"…, {', '.join(map(str, layer.normalized_shape))}"
+    else:
+        return None
+    weight = next(layer.parameters(), None)
+    return f"[{sizes}]" if weight is None else f"{dtype_name(weight.dtype)} [{sizes}]"
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{value!r:.100}"
+    device = "" if value.device.type == "cpu" else f" on {value.device}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)}{device}"
