@@ -255,7 +255,7 @@ class Connection(HttpToolsProtocol):
             before[-1].keep_alive = False
             self._phase = Phase.NOTHING
         elif head_begun or (unread is not None and not unread.response_started):
-            self.transport.write(_written(why))
+            self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
             self.transport.write_eof()
             self._phase = Phase.NOTHING
             self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
@@ -274,10 +274,15 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def _written(why: Refusal | FxError) -> bytes:
+def _written(why: Refusal | FxError, *, with_body: bool) -> bytes:
     """The last answer of a connection, to a request whose path and id are not known."""
     response = error_response("", why)
     status = HTTPStatus(response.status_code)
     fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]
     head = b"".join(b"%b: %b\r\n" % field for field in fields)
-    return f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() + head + b"\r\n" + bytes(response.body)
+    return (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+        + head
+        + b"\r\n"
+        + (bytes(response.body) if with_body else b"")
+    )

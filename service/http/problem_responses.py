@@ -44,7 +44,7 @@ def error_response(path: str, error: FxError | Refusal) -> Response:
     if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     document = problem(error)
-    if document["status"] >= 500 and document["status"] not in (503, 504):
+    if document["status"] >= 500 and document["status"] not in (503, 504, 505):  # no defects of ours
         log.error("%s: %s", document["type"], error.detail, exc_info=error)
     return problem_response(path, document, headers)
 

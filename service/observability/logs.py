@@ -31,7 +31,8 @@ def config(format: LogFormat, level: str) -> dict[str, Any]:
             "lines": {"()": f"service.observability.logs.{'JsonLines' if format == 'json' else 'TextLines'}"}
         },
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-        "loggers": {"fxserve": shown, "uvicorn": shown},
+        # python-multipart warns of each malformed body, whose client is told.
+        "loggers": {"fxserve": shown, "uvicorn": shown, "python_multipart": {"level": "ERROR"}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
     }
 

@@ -194,13 +194,32 @@ def test_the_largest_head_is_exact(echo: Echoing, pieces: str) -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     ],
 )
-def test_heads_as_the_standard_has_them(echo: Echoing, head: bytes, status: int) -> None:
+def test_heads_as_the_standard_has_them(
+    echo: Echoing, head: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     closing = b"" if head.startswith((b"PRI", b"\x16", b"GET /\r")) else b"Connection: close\r\n"
     received = echo.ask(head + closing + b"\r\n")
     assert received.startswith(b"HTTP/1.1 %d " % status), received
     assert len(echo.lines()) == (status == 200)
     if status != 200:
         connection_problem(received, status, {400: "not-http", 505: "http-version"}[status])
+    assert not caplog.records  # what a client sends is no error of the server
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HEAD x HTTP/1.1\r\nHost: x",
+        b"HEAD /\xff HTTP/1.1\r\nHost: x",
+        b"HEAD / HTTP/1.1",
+        b"HEAD / HTTP/2.0\r\nHost: x",
+    ],
+)
+def test_a_head_request_that_is_refused_has_no_body(echo: Echoing, head: bytes) -> None:
+    received = echo.ask(head + b"\r\n\r\n")
+    assert received[9:12] in (b"400", b"505")
+    assert received.endswith(b"\r\n\r\n")
+    assert b"content-length: " in received
 
 
 @pytest.mark.parametrize(

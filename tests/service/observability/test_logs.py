@@ -1,5 +1,6 @@
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,18 @@ def test_text_lines_name_their_request():
         assert " warning fxserve.engine [abc-1] idle" in TextLines().format(record("idle"))
     finally:
         request_id.reset(token)
+
+
+def test_malformed_bodies_fill_no_log():
+    """Their clients are told; python-multipart would write a line for each."""
+    code = (
+        "import logging.config\n"
+        "from service.observability.logs import config\n"
+        "logging.config.dictConfig(config('text', 'warning'))\n"
+        "from python_multipart.multipart import MultipartParser\n"
+        "from python_multipart.exceptions import MultipartParseError\n"
+        "try: MultipartParser(b'b').write(b'--c')\n"
+        "except MultipartParseError: print('refused')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("refused\n", "")
