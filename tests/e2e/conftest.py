@@ -18,13 +18,21 @@ import pytest
 import torch
 import torchvision
 
+from tests.e2e.forked import Forked
+
 START_SECONDS = 300
 
 T = TypeVar("T", bound="Server")
 
 
 class Server:
-    """A server process of its own, with ``FXSERVE_*`` settings and an empty weights cache."""
+    """A server process of its own, with ``FXSERVE_*`` settings and an empty weights cache.
+
+    Attributes:
+        process: as :class:`subprocess.Popen` has it.
+    """
+
+    process: Forked | subprocess.Popen[bytes]
 
     def __init__(self, home: Path, **settings: Any) -> None:
         with socket.socket() as probe:
@@ -43,12 +51,11 @@ class Server:
 
     def begin(self) -> None:
         """Start its process, the first or another one on the same port."""
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(self.command(), env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+        self.process = Forked(self.command(), self._environment, self.log)
 
     def command(self) -> list[str]:
-        """What starts it."""
-        return [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(self.port)]
+        """What it runs."""
+        return ["fxserve", "serve", "--port", str(self.port)]
 
     def wait(self) -> None:
         """Until it answers."""
@@ -83,6 +90,17 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(60)
+
+
+class InterpretedServer(Server):
+    """One whose interpreter starts with it."""
+
+    def begin(self) -> None:
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command(), env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", "from service.cli import main; main()", *super().command()[1:]]
 
 
 def until(found: Callable[[], Any], seconds: float = 120) -> Any:

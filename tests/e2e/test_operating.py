@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,8 +26,7 @@ class Serve(Server):
     """``fxserve serve`` with two processes."""
 
     def command(self) -> list[str]:
-        call = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(self.port)]
-        return [*call, "--workers", "2", "--log-format", "json", "--log-level", "info"]
+        return [*super().command(), "--workers", "2", "--log-format", "json", "--log-level", "info"]
 
     def lines(self) -> list[dict[str, Any]]:
         """Its log lines so far."""

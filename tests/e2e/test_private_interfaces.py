@@ -16,7 +16,7 @@ import torchvision
 
 from fxcore import get_model, load_model
 from tests.decoding import decoded
-from tests.e2e.conftest import Server, servers
+from tests.e2e.conftest import InterpretedServer, Server, servers
 
 NODE = "layer1"
 
@@ -72,7 +72,7 @@ def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     folder = tmp_path / "taken"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", os.getcwd())]))
-    with servers(Server, tmp_path) as start:
+    with servers(InterpretedServer, tmp_path) as start:
 
         def take(name: str, **settings: Any) -> Server:
             (folder / "sitecustomize.py").write_text(TAKEN[name])

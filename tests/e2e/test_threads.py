@@ -16,7 +16,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import Server, servers, until
+from tests.e2e.conftest import InterpretedServer, servers, until
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(
@@ -36,7 +36,7 @@ def as_nobody() -> list[str]:
     return ["setpriv", *user, "--inh-caps", rights, "--ambient-caps", rights]
 
 
-class LimitedServer(Server):
+class LimitedServer(InterpretedServer):
     """A server that is not root's, for whom alone ``ulimit -u`` is without effect; it may read root's files."""
 
     def command(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,15 +77,7 @@ class FaultyServer(Server):
     """``tests.e2e.faults.app``."""
 
     def command(self) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            "tests.e2e.faults.app:create_app",
-            "--factory",
-            "--port",
-            f"{self.port}",
-        ]
+        return ["uvicorn", "tests.e2e.faults.app:create_app", "--factory", "--port", f"{self.port}"]
 
     def features(self, *marks: float, model: str = "faulty", **headers: str) -> httpx.Response:
         """Features of a request whose rows are :func:`rows`."""

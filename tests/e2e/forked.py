@@ -1,0 +1,76 @@
+"""Server processes forked from one that has imported the service: to import it for each takes seconds of every core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_PRELOADED = ["service.cli", "service.app", "service.http.server", "uvicorn.protocols.http.httptools_impl", "uvloop"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([*_PRELOADED, __name__])
+
+
+class Forked:
+    """A command in a process of its own, which is handled as a :class:`subprocess.Popen` is.
+
+    Args:
+        command: ``fxserve`` or ``uvicorn``, and its arguments.
+        environment: all of its variables.
+        log: the file that it writes stdout and stderr to.
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self._process = _context.Process(target=_run, args=(command, dict(environment), log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: there is none after ``timeout`` seconds.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
+    with open(os.devnull) as nothing, log.open("wb") as file:
+        for number, opened in enumerate((nothing, file, file)):
+            os.dup2(opened.fileno(), number)
+    sys.stdin = os.fdopen(0, closefd=False)  # what uvicorn hands on to its processes
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # as the environment has it
+    sys.argv = command
+    if command[0] == "uvicorn":
+        from uvicorn.main import main
+    else:
+        from service.cli import main
+    main()
