@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Dinov2Config, Dinov2Model, SiglipVisionConfig, SiglipVisionModel, ViTConfig, ViTModel
 
 from fxcore import build_extractor, load_model, model_graph
 from fxcore.errors import UnknownNode
@@ -15,11 +16,18 @@ from fxcore.models.user_models import UserEntry, read_models
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-MODELS = {
-    "dinov2": (Dinov2Model, Dinov2Config(**SMALL, image_size=224, patch_size=14)),
-    "siglip": (SiglipVisionModel, SiglipVisionConfig(**SMALL, image_size=224, patch_size=16)),
-    "vit": (ViTModel, ViTConfig(**SMALL, image_size=224, patch_size=16)),
-}
+
+
+@functools.cache
+def models() -> dict[str, tuple[Any, Any]]:
+    """Class and configuration by the name that the example gives them."""
+    import transformers as hf  # takes seconds, which processes that run other tests save
+
+    return {
+        "dinov2": (hf.Dinov2Model, hf.Dinov2Config(**SMALL, image_size=224, patch_size=14)),
+        "siglip": (hf.SiglipVisionModel, hf.SiglipVisionConfig(**SMALL, image_size=224, patch_size=16)),
+        "vit": (hf.ViTModel, hf.ViTConfig(**SMALL, image_size=224, patch_size=16)),
+    }
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, UserEn
     """What the example describes, with small models in folders in place of the hub's."""
     monkeypatch.syspath_prepend(EXAMPLE)
     text = (EXAMPLE / "models.toml").read_text()
-    for name, (kind, config) in MODELS.items():
+    for name, (kind, config) in models().items():
         torch.manual_seed(1)
         kind(config).save_pretrained(tmp_path / name)
         text = re.sub(rf"(\[models.{name}\].*?)\"[a-z]+/[\w-]+\"", rf'\1"{tmp_path / name}"', text, flags=re.DOTALL)
@@ -56,7 +64,7 @@ def test_nodes_are_what_hooks_see(
     graph = model_graph(entry, entry.structure())
     assert [spec.name for spec in graph.inputs] == ["pixel_values"]
     assert closed in {part.path for part in graph.closed}
-    kind, _ = MODELS[name]
+    kind, _ = models()[name]
     reference = kind.from_pretrained(tmp_path / name).eval()
     seen: list[torch.Tensor] = []
     hook = reference.get_submodule(module).register_forward_hook(lambda m, i, output: seen.append(output))
