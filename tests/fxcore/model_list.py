@@ -15,7 +15,8 @@ ALL = [entry.name for entry in list_models()]
 CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
-# One model of each family, small where there is a choice. Tests of these run always, of the others only where all do.
+# One model of each family, small where there is a choice. The values of these are compared always, of the others
+# only where all are.
 FAMILIES = frozenset(
     (
         "alexnet",
@@ -47,6 +48,7 @@ FAMILIES = frozenset(
         "s3d",
         "shufflenet_v2_x0_5",
         "squeezenet1_1",
+        "ssd300_vgg16",
         "ssdlite320_mobilenet_v3_large",
         "swin3d_t",
         "swin_t",
@@ -58,7 +60,25 @@ FAMILIES = frozenset(
 )
 
 # Those of them whose values are compared always in any case, and which take seconds for each further test.
-SLOW = frozenset(("fcn_resnet50", "maxvit_t", "mc3_18", "mvit_v2_s", "s3d", "swin3d_t", "swin_t", "swin_v2_t", "vgg11"))
+SLOW = frozenset(
+    (
+        "fcn_resnet50",
+        "maxvit_t",
+        "mc3_18",
+        "mvit_v2_s",
+        "s3d",
+        "ssd300_vgg16",
+        "swin3d_t",
+        "swin_t",
+        "swin_v2_t",
+        "vgg11",
+    )
+)
+
+# Of these, every test runs always.
+FEW = frozenset(
+    ("inception_v3", "lraspp_mobilenet_v3_large", "raft_small", "resnet18", "ssdlite320_mobilenet_v3_large", "vit_b_32")
+)
 
 
 def each(names: Iterable[str], always: frozenset[str] = FAMILIES) -> list[ParameterSet]:

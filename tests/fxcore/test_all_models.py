@@ -14,7 +14,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
 from fxcore.tracing.parts import DetectorParts, FlowParts
-from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FIXED_SIZE, LARGE, SLOW, SMALL, each, filled
+from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FEW, FIXED_SIZE, LARGE, SLOW, SMALL, each, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
@@ -27,6 +27,15 @@ def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
 def test_there_are_at_least_the_models_of_torchvision_0_26() -> None:
     assert len(ALL) >= 121
     assert set(ALL) == set(torchvision.models.list_models())
+
+
+def test_one_of_each_family_is_always_tested() -> None:
+    """A module of torchvision's is a family; int8 models are one."""
+    modules = {name: torchvision.models.get_model_builder(name).__module__ for name in ALL}
+    families = {
+        name: ".".join(module.split(".")[: 3 if "quantization" in module else 4]) for name, module in modules.items()
+    }
+    assert {families[name] for name in FAMILIES} == set(families.values())
 
 
 @pytest.mark.parametrize("name", each(n for n in CLOSED if get_model(n).task == "detection"))
@@ -55,7 +64,7 @@ def test_raft_opens_both_encoders(name: str) -> None:
     assert {part.path for part in graph.closed} >= {"corr_block", "update_block"}
 
 
-@pytest.mark.parametrize("name", each(ALL, FAMILIES - SLOW))
+@pytest.mark.parametrize("name", each(ALL, FEW))
 def test_totals_agree_with_torch(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)
     model = entry.build_weightless()
