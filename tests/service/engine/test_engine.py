@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,24 +256,25 @@ async def test_bad_images_say_which(engine: MakeEngine, jpegs: list[bytes]) -> N
         assert (await running.features(record, jpegs[:1])).images == 1
 
 
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ({"y": torch.zeros(1, 3, 224, 224)}, "tensors named x"),
-        ({"x": torch.zeros(3, 224, 224)}, "takes float32 NCHW with 3 channels"),
-        ({"x": torch.zeros(1, 4, 224, 224)}, "takes float32 NCHW with 3 channels"),
-        ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.uint8)}, "takes uint8 NHWC with 3 channels"),
-        ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.int32)}, "is int32"),
-        ({"x": torch.zeros(0, 3, 224, 224)}, "at least 1"),
-        ({"x": torch.tensor(1.0)}, "at least 1"),
-        ({}, "the request has none"),
-        ([], "no image"),
-    ],
-)
-async def test_bad_tensors_are_refused(engine: MakeEngine, tensors: dict[str, torch.Tensor], said: str) -> None:
+BAD_TENSORS: list[tuple[Any, str]] = [
+    ({"y": torch.zeros(1, 3, 224, 224)}, "tensors named x"),
+    ({"x": torch.zeros(3, 224, 224)}, "takes float32 NCHW with 3 channels"),
+    ({"x": torch.zeros(1, 4, 224, 224)}, "takes float32 NCHW with 3 channels"),
+    ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.uint8)}, "takes uint8 NHWC with 3 channels"),
+    ({"x": torch.zeros(1, 3, 224, 224, dtype=torch.int32)}, "is int32"),
+    ({"x": torch.zeros(0, 3, 224, 224)}, "at least 1"),
+    ({"x": torch.tensor(1.0)}, "at least 1"),
+    ({}, "the request has none"),
+    ([], "no image"),
+]
+
+
+async def test_bad_tensors_are_refused(engine: MakeEngine) -> None:
     async with engine() as running:
-        with pytest.raises(BadTensor, match=said):
-            await running.features(await built(running), tensors)
+        record = await built(running)
+        for tensors, said in BAD_TENSORS:
+            with pytest.raises(BadTensor, match=said):
+                await running.features(record, tensors)
 
 
 async def test_a_size_the_model_does_not_take(engine: MakeEngine) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,24 +60,24 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
             await running.extractor(spec("vit_b_16", ["encoder"], image_size=96))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"model": "resnet5"}, UnknownModel),
-        ({"weights": "V9"}, UnknownWeights),
-        ({"nodes": ["features.99"]}, UnknownNode),
-        ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
-        ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
-        ({"backend": "inductor", "precision": "int8"}, Unsupported),
-        ({"transforms": ["fuse"]}, UnknownTransform),
-        ({"model": "vgg11"}, UnknownModel),
-    ],
-)
-async def test_wrong_specs_leave_nothing(engine: MakeEngine, wrong: dict[str, object], error: type[Exception]) -> None:
+WRONG: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"model": "resnet5"}, UnknownModel),
+    ({"weights": "V9"}, UnknownWeights),
+    ({"nodes": ["features.99"]}, UnknownNode),
+    ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
+    ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
+    ({"backend": "inductor", "precision": "int8"}, Unsupported),
+    ({"transforms": ["fuse"]}, UnknownTransform),
+    ({"model": "vgg11"}, UnknownModel),
+]
+
+
+async def test_wrong_specs_leave_nothing(engine: MakeEngine) -> None:
     async with engine(models=("mobilenet_v3_small",)) as running:
-        with pytest.raises(error):
-            await running.extractor(spec(**wrong), PATIENCE)  # type: ignore[arg-type]
-        assert running.records.list() == []
+        for wrong, error in WRONG:
+            with pytest.raises(error):
+                await running.extractor(spec(**wrong), PATIENCE)
+            assert running.records.list() == []
 
 
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
