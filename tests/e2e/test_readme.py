@@ -74,6 +74,7 @@ def test_the_python_example_prints_what_the_readme_shows(server: Server, tmp_pat
     assert done.stdout in OUTPUTS, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_extract_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
     (command,) = [c for c in COMMANDS if "fxserve extract" in c]
     python = f"{shlex.quote(sys.executable)} -c 'from service.cli import main; main()'"

@@ -183,6 +183,7 @@ def test_a_name_has_one_owner(workers: Workers) -> None:
         assert {workers.ask("GET", "/v1/extractors/contested").json()["id"]} == winners
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_is_replaced_within_seconds_and_knows_all(workers: Workers, photos: dict[str, bytes]) -> None:
     extractor = made(workers, return_nodes=["features.10"], name="before")
     gone = made(workers, return_nodes=["features.11"])
@@ -219,6 +220,7 @@ def test_their_folder_ends_with_them(workers: Workers) -> None:
     assert not list(workers.log.parent.glob("fxserve-*"))
 
 
+@pytest.mark.exhaustive
 def test_two_servers_over_one_folder(start: Callable[..., Server], tmp_path: Path, photos: dict[str, bytes]) -> None:
     """One is killed and started again: it knows what the other made, and not what the other deleted."""
     folder = tmp_path / "extractors"

@@ -67,7 +67,7 @@ IMAGES = [
 CALLS = [f"of_format({image})" for image in IMAGES]
 CALLS += [f"of_preprocessing('{model}')" for model in ("resnet50", "fcn_resnet50", "fasterrcnn_resnet50_fpn")]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")]
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,7 @@ def test_it_is_compiled_once(
     assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), again(batch).values(), strict=True))
 
 
+@pytest.mark.exhaustive
 def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     pytest.importorskip("nncf")
     plain = extractor("resnet18", "layer2")
@@ -158,6 +159,7 @@ def test_a_lowering_can_be_cancelled(extractor: Build, batch: torch.Tensor, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_lowered_says_why(extractor: Build, tmp_path: Path) -> None:
     module = extractor("resnet18", "C3").module
     with pytest.raises(LoweringFailed, match=r"lowering to openvino failed: .+"):

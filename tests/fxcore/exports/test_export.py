@@ -107,7 +107,13 @@ def check(
         assert found.relative < tolerance, found
 
 
-@pytest.mark.parametrize("format", list(FORMATS))
+# Of the others, test_export_of_modules_in_memory has the values.
+SELDOM = ("torch_export", "onnx")
+
+
+@pytest.mark.parametrize(
+    "format", [pytest.param(f, marks=pytest.mark.exhaustive if f in SELDOM else ()) for f in FORMATS]
+)
 def test_exports_run_elsewhere_and_agree(format: str, tmp_path: Path) -> None:
     """On a photograph, and on three at once: the number of rows is free. Keys are not in the order of execution, one
     node has two, and one is the input."""
@@ -118,13 +124,10 @@ def test_exports_run_elsewhere_and_agree(format: str, tmp_path: Path) -> None:
     check(extractor, format, export(extractor, format), tmp_path, (1, 3))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "node"),
-    [
-        pytest.param("vit_b_32", "encoder.ln", marks=pytest.mark.exhaustive),
-        pytest.param("swin_t", "features.1", marks=pytest.mark.exhaustive),
-        ("convnext_tiny", "features.1"),
-    ],
+    [("vit_b_32", "encoder.ln"), ("swin_t", "features.1"), ("convnext_tiny", "features.1")],
 )
 def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -> None:
     """ViT reads a parameter and calls nn.MultiheadAttention; Swin calls a function of torchvision; both others have
@@ -133,6 +136,7 @@ def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -
     check(extractor, "fx", export(extractor, "fx"), tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_folder_tells_how_to_use_it(tmp_path: Path) -> None:
     extractor = make("mobilenet_v3_small", {"C4": "C4"})
     export_folder(extractor, tmp_path / "small")
@@ -168,6 +172,7 @@ def calibrated() -> tuple[Extractor, list[tuple[torch.Tensor, ...]]]:
     return extractor, calibration_rows(graph.preprocessing, extractor.inputs, graph.input_size, count=4)
 
 
+@pytest.mark.exhaustive
 def test_int8_of_torch_is_exported_as_it_is(
     calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
 ) -> None:

@@ -15,8 +15,7 @@ from torchvision import models as tv
 
 from fxcore import get_model, list_models, model_graph
 from fxcore.errors import UnknownModel, UnknownWeights
-
-ALL = [entry.name for entry in list_models()]
+from tests.fxcore.model_list import each
 
 
 def test_tasks_are_torchvisions_packages() -> None:
@@ -55,7 +54,7 @@ def test_cached_says_whether_the_file_is_there() -> None:
     assert info.cached
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(tv.list_models()))
 def test_weightless_models(name: str) -> None:
     """HAZARDS 11, RegNet included: nothing is allocated, and each set of weights gets the model that it declares."""
     entry = get_model(name)

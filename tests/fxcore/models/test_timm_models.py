@@ -37,7 +37,7 @@ FAMILIES = [
     "edgenext_xx_small",
     "fastvit_t8",
 ]
-QUICK = ["convnextv2_atto", "mobilenetv4_conv_small", "test_vit"]
+QUICK = ["mobilenetv4_conv_small", "test_vit"]
 
 
 def reference(architecture: str, model: torch.nn.Module, node: str, x: torch.Tensor) -> torch.Tensor:
@@ -74,6 +74,7 @@ def test_a_model_whose_mask_timm_cannot_trace() -> None:
     assert list(graph.levels) == ["C2", "C3", "C4", "C5"]
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_traced_stays_closed_and_says_why() -> None:
     graph = model_graph("timm.gemma4_vit_167m")
     assert [part.path for part in graph.closed] == ["encoder"]
@@ -89,7 +90,13 @@ def test_a_model_that_computes_with_its_parameters_while_it_is_built() -> None:
     assert graph.eval_nodes == get_graph_node_names(model)[1]
 
 
-@pytest.mark.parametrize("architecture", ["convnextv2_atto", "tf_efficientnetv2_b0", "resnetv2_50"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "convnextv2_atto",
+        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("tf_efficientnetv2_b0", "resnetv2_50")),
+    ],
+)
 def test_levels_are_those_of_feature_info(architecture: str) -> None:
     entry = get_model(f"timm.{architecture}")
     graph = model_graph(entry, entry.structure())
@@ -283,6 +290,7 @@ def test_all_of_them_are_listed() -> None:
     assert tags == {name for name in timm.list_pretrained() if "." in name}
 
 
+@pytest.mark.exhaustive
 def test_without_timm_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['timm'] = None\n"

@@ -324,7 +324,8 @@ print("torch" in sys.modules)
     assert child.stdout.decode() == "False True\n", child.stderr
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [1, 2])
 def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("nonsense\n")
@@ -336,6 +337,7 @@ def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
     """And not of those that Kubernetes sets, nor of the key that clients send."""
     others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
@@ -354,6 +356,7 @@ def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.exhaustive
 def test_serve_tells_of_tracing_that_is_not_installed() -> None:
     script = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; main()"
     environment = {**os.environ, "FXSERVE_TRACING": "true", "FXSERVE_WORKERS": "2"}

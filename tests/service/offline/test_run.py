@@ -94,7 +94,8 @@ def test_what_a_kill_may_leave_behind_is_put_right(
 
 
 # Too few for spec.json, the index or the shard.
-@pytest.mark.parametrize("kilobytes", [0, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (4, 8, 40))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kilobytes", [0, 4, 8, 40])
 def test_a_folder_that_cannot_be_written_is_named_and_gone_on_with_later(
     kilobytes: int, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:
@@ -155,6 +156,17 @@ def test_archives_and_folders_together(tmp_path: Path, reference: Callable[..., 
     assert_right(rows(tmp_path / "out"), numbers, reference)
 
 
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two images, and the folder of their features; a third image that came later."""
+    root, out = tmp_path_factory.mktemp("photos"), tmp_path_factory.mktemp("made") / "out"
+    for number in (0, 1):
+        (root / f"{number:03d}.png").write_bytes(png(number))
+    extract(job(out, root), SETTINGS)
+    (root / "009.png").write_bytes(png(9))
+    return root, out
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -168,11 +180,9 @@ def test_archives_and_folders_together(tmp_path: Path, reference: Callable[..., 
     ids=str,
 )
 def test_a_folder_of_something_else_is_refused_and_left_alone(
-    changed: dict[str, Any], said: str, folder: Callable[..., Path], tmp_path: Path
+    changed: dict[str, Any], said: str, extracted: tuple[Path, Path]
 ) -> None:
-    root, out = folder(2), tmp_path / "out"
-    extract(job(out, root), SETTINGS)
-    (root / "009.png").write_bytes(png(9))
+    root, out = extracted
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(FxError, match=said):
         extract(job(out, root, **changed), SETTINGS)

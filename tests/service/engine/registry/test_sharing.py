@@ -18,7 +18,7 @@ from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tens
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.exhaustive)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"

@@ -208,6 +208,7 @@ for id in IDS:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
     """Four write the same; three are killed on the way. What is there is whole, and the last one completes it."""
     url = str(tmp_path / "store")

@@ -51,6 +51,7 @@ def test_each_format_is_a_download(client, small, format, suffix, kind):
         assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
 
 
+@pytest.mark.exhaustive
 def test_int8_is_exported_and_profiled_as_what_serves(client):
     """Not as the float model that it was made of."""
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C2"], "backend": "eager", "precision": "int8"}

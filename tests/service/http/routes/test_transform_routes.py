@@ -182,7 +182,9 @@ def test_what_half_precision_is_compared_with_is_named(client):
     assert made.json()["checks"]["reference"] == "eager bfloat16", made.text
 
 
-@pytest.mark.parametrize("name", ["C3", "layer2", "layer2.1.relu_1"])
+@pytest.mark.parametrize(
+    "name", ["C3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("layer2", "layer2.1.relu_1"))]
+)
 def test_levels_and_paths_name_nodes_to_transforms(client, name):
     change = {"name": "insert_after", "params": {"node": name, "function": "sigmoid"}}
     made = client.post("/v1/extractors", json=spec(change, return_nodes=["C4"]))
