@@ -67,6 +67,8 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
     sys.stdin = os.fdopen(0, closefd=False)  # what uvicorn hands on to its processes
     os.environ.clear()
     os.environ.update(environment)
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)  # a new interpreter would look there, a fork does not
+    sys.path[:0] = [path for path in added if path not in sys.path]
     tempfile.tempdir = None  # as the environment has it
     sys.argv = command
     if command[0] == "uvicorn":
