@@ -270,6 +270,7 @@ def test_everybody_can_use_it(open_server, visit):
     ):
         page.goto(f"{open_server.url}/#{fragment}")
         page.wait_for_selector(ready)
+        page.wait_for_selector(".body.waiting", state="detached")  # which dims what it shows
         for width in (1280, 375):
             page.set_viewport_size({"width": width, "height": 740})
             for scheme in ("light", "dark"):
