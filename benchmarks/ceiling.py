@@ -24,7 +24,7 @@ import torch
 from fxcore.pooling import pool
 from service.engine import Engine, ExtractorRecord
 from service.engine.device.staging import Staging
-from service.engine.device.threads import compute_with, decode_only
+from service.engine.device.threads import compute_with, run_at_low_priority
 from service.engine.requests.jpeg_groups import FEWEST, MOST
 from service.garbage import release
 from service.schemas.v1 import ExtractorSpec
@@ -56,7 +56,7 @@ class Ceiling:
         self.files = cycle(files)
         self.pooled = pooled
         self.staging = Staging(torch.device(record.device))
-        self.pool = ThreadPoolExecutor(decoders, initializer=decode_only)
+        self.pool = ThreadPoolExecutor(decoders, initializer=run_at_low_priority)
         compute_with(threads)
 
     def rate(self, size: int, seconds: float) -> float:

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from service.engine import Engine
-from service.engine.device.threads import ANSWERING, give_way
 from service.http import openapi, problem_responses
 from service.http.access import Access
 from service.http.draining import Accepted, drained_on_signals
@@ -39,7 +38,7 @@ answers HEAD, too."""
 def create_app(settings: Settings | None = None) -> FastAPI:
     """The service as an ASGI application; ``settings`` from the environment where not given.
 
-    Its lifespan starts the engine, lowers the priority of the event loop's thread, and drains the engine at the end.
+    Its lifespan starts the engine, and drains it at the end.
     """
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
@@ -51,7 +50,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.engine.start()  # first: it decides where threads allocate
         state.start()
-        give_way(ANSWERING)
         # Elsewhere than in a server's main thread there are no signals.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)

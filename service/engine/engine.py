@@ -22,7 +22,7 @@ from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.queue import Queue
-from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, switch_often, thread_trouble
+from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
 from service.engine.errors import DeadlineExceeded, Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
@@ -115,7 +115,6 @@ class Engine:
         The operator's own models are in the catalog then.
         """
         use_one_heap()
-        switch_often()
         collect_rarely()
         if self.device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # no TF32 in convolutions, as torch has it elsewhere

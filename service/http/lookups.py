@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from service.engine.device.threads import ANSWERING, Pool, compute_with, give_way, in_pool
+from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Admission, Ticket
 
@@ -20,7 +20,8 @@ LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
 class Lookups:
     """Runs the slow GETs in threads of their own, each with a place in admission. For one event loop.
 
-    The threads are not those that build extractors or answer features, so that neither waits for a graph.
+    The threads are not those that build extractors or answer features, so that neither waits for a graph. Their
+    priority is low, as tracing or drawing a large model takes a core for seconds.
 
     Args:
         seconds: after which a request fails. The work that a thread has begun for it goes on, and occupies the thread.
@@ -31,7 +32,7 @@ class Lookups:
     def __init__(self, seconds: float, at_once: int = 2, most: int = 16) -> None:
         self._seconds = seconds
         self._admission = Admission(most, 0, at_once)
-        self._pool = Pool(at_once, "fxserve-lookup", _begin)
+        self._pool = Pool(at_once, "fxserve-lookup", run_at_low_priority)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
@@ -70,8 +71,3 @@ class Place:
         """What ``work()`` returns or raises in a thread, once it is this client's turn. To be called once."""
         await self._ticket.turn()
         return await in_pool(self._pool, work)
-
-
-def _begin() -> None:
-    compute_with(1)
-    give_way(ANSWERING)

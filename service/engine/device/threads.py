@@ -18,23 +18,11 @@ from service.engine.errors import as_exception
 
 T = TypeVar("T")
 
-_SWITCH_SECONDS = 0.001
-
-ANSWERING, DECODING = 5, 10
-"""Niceness of the threads that answer and decode, above that of those that compute."""
+_NICENESS = 10
+"""Niceness of the threads that run at a low priority, above the process's own."""
 
 # Read once: a reused thread must not get a lower priority each time, and cannot raise it again.
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
-
-
-def switch_often() -> None:
-    """Have threads of this process release the GIL after a millisecond when others wait for it.
-
-    The device worker waits for the GIL after every forward pass, while the event loop answers for the batch before.
-    Python's default of five milliseconds is a good part of a batch of a small model.
-    """
-    sys.setswitchinterval(_SWITCH_SECONDS)
-
 
 _SPARE = 8
 
@@ -99,25 +87,17 @@ def compute_on(device: torch.device, threads: int) -> None:
         torch.cuda.set_device(device)
 
 
-def give_way(steps: int) -> None:
-    """Lower the priority of the calling thread, and of threads that it starts later, below the device worker's.
+def run_at_low_priority() -> None:
+    """Lower the priority of the calling thread below the device worker's, and let torch use no other thread for it.
 
-    All requests wait for the device worker, and each layer's work is shared among its threads, so that a delay of one
-    delays all. Decoding has the lowest priority because it is ahead of computing anyway. OpenVINO's threads are started
-    by a thread of this priority and inherit it. Only Linux has a priority for each thread.
-
-    Args:
-        steps: :data:`ANSWERING` or :data:`DECODING`.
+    For work that takes a core for long, such as decoding or tracing. All requests wait for the device worker, and each
+    layer's work is shared among its threads, so that a delay of one delays all. Only Linux has a priority for each
+    thread.
     """
+    compute_with(1)
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _OWN + steps)
-
-
-def decode_only() -> None:
-    """Make the calling thread a decoder: torch uses no other thread for it, and its priority is the lowest."""
-    compute_with(1)
-    give_way(DECODING)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _OWN + _NICENESS)
 
 
 def alone(function: Callable[[], T]) -> T:

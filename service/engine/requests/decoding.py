@@ -15,7 +15,7 @@ from torch import Tensor
 
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
-from service.engine.device.threads import decode_only
+from service.engine.device.threads import run_at_low_priority
 from service.engine.requests.plan import Plan
 from service.engine.rows import RowShape
 
@@ -49,7 +49,7 @@ class Decoders:
             self._work.put(None)
 
     def _main(self) -> None:
-        decode_only()
+        run_at_low_priority()
         while (decode := self._work.get()) is not None:
             try:
                 decode()
