@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 from fxcore.analysis.verify import Verification
 
-State = Literal["waiting", "lowering", "agrees", "differs", "faster", "slower", "serving", "replaced", "failed"]
+
+class CandidateState(StrEnum):
+    """How far a candidate has come; clients see the values."""
+
+    WAITING = "waiting"
+    LOWERING = "lowering"
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    FASTER = "faster"
+    SLOWER = "slower"
+    SERVING = "serving"
+    REPLACED = "replaced"
+    """It served until another took over."""
+    FAILED = "failed"
+
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 """Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision."""
@@ -25,8 +40,7 @@ class Candidate:
     """A backend that may run an extractor, and what was measured of it.
 
     Attributes:
-        state: ``waiting``, ``lowering``, ``agrees``, ``differs``, ``faster``, ``slower``, ``serving``, ``replaced`` (it
-            served until another took over) or ``failed``.
+        state: how far it has come.
         max_rel_error: the largest error of any output in norm, relative to the output's norm.
         min_cosine: the smallest cosine similarity of any output.
         ms: milliseconds of a forward pass, by rows.
@@ -35,7 +49,7 @@ class Candidate:
     """
 
     backend: str
-    state: State = "waiting"
+    state: CandidateState = CandidateState.WAITING
     max_abs_error: float | None = None
     max_rel_error: float | None = None
     min_cosine: float | None = None
@@ -44,7 +58,7 @@ class Candidate:
     any_size: bool = False
 
     def take(self, found: Verification, precision: str) -> None:
-        """Record a comparison; sets the state to ``agrees`` or ``differs``."""
+        """Record a comparison. One that differs once does not agree any more."""
         # NaN counts as infinitely far; min and max would ignore it.
         lost = math.isnan(found.relative) or math.isnan(found.cosine)
         relative, cosine = (math.inf, 0.0) if lost else (found.relative, found.cosine)
@@ -57,8 +71,8 @@ class Candidate:
         else:
             far = self.max_rel_error > TOLERANCE[precision]
             self.reason = f"differs from eager by {self.max_rel_error:.1e}, over {TOLERANCE[precision]:.0e}"
-        if self.state != "differs":
-            self.state = "differs" if far else "agrees"
+        if self.state is not CandidateState.DIFFERS:
+            self.state = CandidateState.DIFFERS if far else CandidateState.AGREES
         if not far:
             self.reason = None
 
@@ -75,16 +89,20 @@ class Candidate:
     @property
     def agrees(self) -> bool:
         """Whether it agreed in every comparison."""
-        return self.state == "agrees"
+        return self.state is CandidateState.AGREES
 
     def judge(self, other: Candidate) -> bool:
         """Whether it is faster than ``other`` at some number of rows, and slower at none."""
         ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
         fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
-        self.state = "faster" if fast else "slower"
+        self.state = CandidateState.FASTER if fast else CandidateState.SLOWER
         if not fast:
             self.reason = f"takes {max(ratios):.2f} of the time of {other.backend}"
         return fast
+
+    def fail(self, reason: str) -> None:
+        """Record that it cannot serve."""
+        self.state, self.reason = CandidateState.FAILED, reason
 
     def figures(self) -> dict[str, Any]:
         """The errors, for a problem."""

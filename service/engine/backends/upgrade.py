@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -25,16 +25,16 @@ from torch import fx
 
 from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, faster_than_eager
 from fxcore.backends.eager import EagerInt8
-from fxcore.errors import summarize
 from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
 from service.engine.backends.choice import chosen_backend, has_copy
-from service.engine.backends.fallback import OneSize, Plain, Swapped
+from service.engine.backends.fallback import OneSize
 from service.engine.backends.int8_advice import Passing, shown, simulation
 from service.engine.backends.lowering import Lowering
+from service.engine.backends.search import Search
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
-from service.engine.candidate import Candidate
+from service.engine.candidate import Candidate, CandidateState
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import BackendRefused, EngineError, is_shortage, shortage
@@ -116,7 +116,7 @@ class Upgrades:
         """
         backend = chosen_backend(record.spec, self._device)
         if backend.name == "eager" and record.spec.precision != "int8":
-            own = Candidate("eager", "serving")
+            own = Candidate("eager", CandidateState.SERVING)
             record.backend, record.checks = "eager", report(record, own, [own])
             record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._lowering.options(record))
             self._begin(record, self._measured(record, original, run, own))
@@ -143,7 +143,7 @@ class Upgrades:
                 raise await self._too_far(record, extractor, candidate, reference, lowered)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
-        candidate.state = "serving"
+        candidate.state = CandidateState.SERVING
         record.backend = backend.name
         record.checks = report(record, candidate, [candidate])
         record.run = lowered if candidate.any_size else OneSize(lowered, reference.row_shapes)
@@ -164,7 +164,7 @@ class Upgrades:
             rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
             reference = Reference(original, rows, record.spec.precision)
             await self._trials.compare_one(own, reference, eager)
-            own.state, own.reason = "serving", None
+            own.state, own.reason = CandidateState.SERVING, None
             if record.run is eager:
                 record.checks = report(record, own, [own])
         except (EngineError, PassFailed) as error:
@@ -229,42 +229,15 @@ class Upgrades:
             record.upgrade = asyncio.create_task(self._improve(record, record.extractor, candidates))
         return record.upgrade
 
-    async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: list[Backend]) -> None:
-        """Try ``backends``, one after another, until one replaces eager."""
+    async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: Sequence[Backend]) -> None:
+        """Search for a backend among ``backends`` that is faster than eager, and free what is not used any more."""
         eager = record.run
         if eager is None:
             return
-        own = await record.check if record.check is not None else Candidate("eager", "serving")
-        candidates = [own, *(Candidate(backend.name) for backend in backends)]
-        for candidate, backend in zip(candidates[1:], backends, strict=True):
-            candidate.state = "lowering"
-            record.checks = report(record, own, candidates)
-            try:
-                with record.in_use():
-                    lowered, reference = await self._lowering.lower(record, extractor, backend, self._unasked)
-                    faster = await self._faster(record, reference, own, eager, candidate, lowered)
-                    if faster:
-                        await self._trials.warm(reference, lowered)
-                if faster and record.run is eager:  # else it was evicted meanwhile
-                    own.state, candidate.state = "replaced", "serving"
-                    shapes = None if candidate.any_size else reference.row_shapes
-                    # Eager still runs other sizes and stays as fast; if it is only the fallback, it need not hold
-                    # folded weights.
-                    behind = Plain(extractor.module) if candidate.any_size else eager
-                    record.run = Swapped(lowered, behind, shapes, self._retirer(record, own, candidate, candidates))
-                    record.backend = candidate.backend
-                    log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
-            except (LoweringFailed, EngineError, PassFailed) as error:
-                candidate.state, candidate.reason = "failed", getattr(error, "detail", str(error))
-                log.warning("extractor %s stays on eager: %s", record.id, candidate.reason)
-            except Exception as error:
-                candidate.state, candidate.reason = "failed", summarize(error)
-                log.exception("looking for a faster backend for extractor %s failed", record.id)
-            serving = candidate if candidate.state == "serving" else own
-            record.checks = report(record, serving, candidates)
-            if serving is candidate:
-                break
-        del eager
+        own = await record.check if record.check is not None else Candidate("eager", CandidateState.SERVING)
+        search = Search(record, extractor, own, backends, self._lowering, self._trials, self._verdicts, self._unasked)
+        await search.run(eager)
+        del search, eager
         self.on_upgrade()
         await in_pool(self._unasked, tidy)
 
@@ -273,49 +246,3 @@ class Upgrades:
         self._lowering.cancel(record)
         if record.upgrade is not None:
             record.upgrade.cancel()
-
-    async def _faster(
-        self,
-        record: ExtractorRecord,
-        reference: Reference,
-        own: Candidate,
-        eager: Lowered,
-        candidate: Candidate,
-        lowered: Lowered,
-    ) -> bool:
-        """Whether the candidate agrees and is faster: by a cached verdict that one photograph confirms, else measured
-        now."""
-        # Not in the pool that lowers, where it would wait for the lowerings of others.
-        known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
-        if known is not None:
-            now = Candidate(candidate.backend)
-            await self._trials.compare_one(now, reference, lowered)
-            if now.agrees:
-                for one, before in zip((own, candidate), known, strict=True):
-                    one.recall(before)
-                return True
-        await self._trials.compare(candidate, reference, lowered)
-        faster = candidate.agrees and await self._trials.race(reference, own, eager, candidate, lowered)
-        if faster:
-            await asyncio.to_thread(self._verdicts.write, record, own, candidate)
-        return faster
-
-    def _retirer(
-        self, record: ExtractorRecord, eager: Candidate, candidate: Candidate, candidates: list[Candidate]
-    ) -> Callable[[BaseException], None]:
-        """The callback for a backend that fails a batch after it took over: eager serves again."""
-        loop = asyncio.get_running_loop()
-
-        def retire(error: BaseException) -> None:
-            log.error(
-                "%s failed for extractor %s; eager serves it again: %s", candidate.backend, record.id, summarize(error)
-            )
-            candidate.state, candidate.reason = "failed", summarize(error)
-            eager.state = "serving"
-            record.backend = "eager"
-            record.checks = report(record, eager, candidates)
-
-        def from_worker(error: BaseException) -> None:
-            loop.call_soon_threadsafe(retire, error)
-
-        return from_worker

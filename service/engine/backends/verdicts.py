@@ -15,8 +15,9 @@ import platform
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from service.engine.candidate import Candidate
+from service.engine.candidate import Candidate, CandidateState
 from service.engine.record import ExtractorRecord
 from service.machine import processor
 from service.settings import Settings
@@ -42,8 +43,8 @@ class Verdicts:
             return None
         try:
             own, other = json.loads((self._folder / self._name(record, backend)).read_text())
-            return [Candidate(**own), Candidate(**other)]
-        except (OSError, ValueError, TypeError):  # it does not exist, is damaged, or of another version
+            return [_candidate(own), _candidate(other)]
+        except (OSError, ValueError, TypeError, KeyError):  # it does not exist, is damaged, or of another version
             return None
 
     def write(self, record: ExtractorRecord, own: Candidate, candidate: Candidate) -> None:
@@ -72,6 +73,10 @@ class Verdicts:
             "rows": self._settings.max_batch,
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:24] + ".json"
+
+
+def _candidate(saved: dict[str, Any]) -> Candidate:
+    return Candidate(**{**saved, "state": CandidateState(saved["state"])})
 
 
 def _version(package: str) -> str | None:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxcore import trace
 from fxcore.int8.report import simulated
 from service.engine.backends.int8_advice import Passing, shortest_paths
-from service.engine.candidate import Candidate
+from service.engine.candidate import Candidate, CandidateState
 from tests.service.engine.running import spec
 
 
@@ -28,7 +28,8 @@ def passing() -> Passing:
 
 
 def measured(cosine: float) -> Candidate:
-    return Candidate("eager", "agrees" if cosine >= 0.98 else "differs", 1.0, 0.5, cosine, reason="is far")
+    state = CandidateState.AGREES if cosine >= 0.98 else CandidateState.DIFFERS
+    return Candidate("eager", state, 1.0, 0.5, cosine, reason="is far")
 
 
 def test_a_spec_is_advised_only_once_it_has_passed(passing: Passing) -> None:
