@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from service.client import flows
-from service.client.images import parts
-from service.client.parameters import (
+from service.client.base import (
     MAX_BODY_BYTES,
     Backend,
-    Common,
-    Described,
+    BaseClient,
+    BaseExtractor,
     Dtype,
     Pool,
     Precision,
     Preprocess,
     feature_query,
 )
+from service.client.images import split_call
 from service.client.tensors import Assembly
 
 Result = TypeVar("Result")
 
 
-class AsyncClient(Common):
-    __doc__ = f"A client of one server, for one event loop.\n{Common.__doc__}"
+class AsyncClient(BaseClient):
+    __doc__ = f"An asyncio client of one server, for use in one event loop.\n{BaseClient.__doc__}"
 
     def _connect(self) -> None:
         self._http = httpx.AsyncClient(base_url=self.url, headers=self.headers)
 
     async def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
-        """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
-        return await self._run(flows.models(task, q, self.patience))
+        """List the models served: name, task and weights of each.
+
+        Args:
+            task: only models for this task.
+            q: only models whose name contains this.
+        """
+        return await self._run(flows.models(task, q, self.retry_policy))
 
     async def model(self, model: str) -> dict[str, Any]:
-        """One model: its weights, inputs, preprocessing and levels."""
-        return await self._run(flows.model(model, self.patience))
+        """Describe one model: its weights, inputs, preprocessing and levels."""
+        return await self._run(flows.model(model, self.retry_policy))
 
     async def nodes(
         self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
     ) -> dict[str, Any]:
-        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
+        """List a model's node names: ``eval_nodes``, ``train_nodes``, and ``levels``, which are aliases of some.
 
         Args:
-            weights: the weights whose structure is described, as of :meth:`extractor`; none are loaded.
-            transforms: list the nodes that this transform brings, too.
+            weights: as in :meth:`extractor`; they decide the model's structure, and are not loaded.
+            transforms: also list the nodes that this transform adds.
         """
-        return await self._run(flows.nodes(model, weights, transforms, self.patience))
+        return await self._run(flows.nodes(model, weights, transforms, self.retry_policy))
 
     async def extractor(
         self,
@@ -65,8 +70,8 @@ class AsyncClient(Common):
         image_size: int | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> AsyncExtractor:
-        """An extractor of ``nodes``; arguments and errors as of :meth:`service.client.Client.extractor`."""
-        spec = flows.spec_of(
+        """Create an extractor of ``nodes``. Arguments and errors: see :meth:`service.client.Client.extractor`."""
+        spec = flows.extractor_spec(
             model,
             nodes,
             weights=weights,
@@ -76,16 +81,18 @@ class AsyncClient(Common):
             transforms=list(transforms),
             image_size=image_size,
         )
-        return AsyncExtractor(self, await self._run(flows.make_extractor(spec, wait, self.patience)), spec)
+        return AsyncExtractor(self, await self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 
     async def extractors(self) -> list[AsyncExtractor]:
-        """The extractors that the server has, one process of it where it is several."""
-        found = (await self._run(flows.fetch("/v1/extractors", self.patience)))["extractors"]
+        """List the server's extractors."""
+        found = (await self._run(flows.fetch("/v1/extractors", self.retry_policy)))["extractors"]
         return [AsyncExtractor(self, description, None) for description in found]
 
     async def find(self, id_or_name: str) -> AsyncExtractor:
-        """The extractor of that id or name; it is asked for by id, and cannot be made again."""
-        return AsyncExtractor(self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)), None)
+        """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
+        return AsyncExtractor(
+            self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.retry_policy)), None
+        )
 
     async def close(self) -> None:
         """Close the connections."""
@@ -100,6 +107,7 @@ class AsyncClient(Common):
         await self.close()
 
     async def _run(self, flow: flows.Flow[Result]) -> Result:
+        """Perform the steps of ``flow`` and return its result."""
         result: Any = None
         failed: httpx.TransportError | None = None
         while True:
@@ -110,14 +118,14 @@ class AsyncClient(Common):
                 return value
             result, failed = None, None
             try:
-                result = await self._take(step)
+                result = await self._perform(step)
             except httpx.TransportError as error:
                 failed = error
 
-    async def _take(self, step: flows.Step) -> Any:
-        if isinstance(step, flows.Wait):
+    async def _perform(self, step: flows.Step) -> Any:
+        if isinstance(step, flows.Sleep):
             return await asyncio.sleep(step.seconds)
-        if isinstance(step, flows.Work):
+        if isinstance(step, flows.Call):
             return await asyncio.to_thread(step.function)
         request = self._http.build_request(
             step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
@@ -132,11 +140,11 @@ class AsyncClient(Common):
         return receiver.answer()
 
     async def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
-        """Run flows at the same time; the first error ends them all."""
-        places = asyncio.Semaphore(self.concurrency)
+        """Run flows concurrently; the first error cancels the others."""
+        slots = asyncio.Semaphore(self.concurrency)
 
         async def run(flow: flows.Flow[None]) -> None:
-            async with places:
+            async with slots:
                 await self._run(flow)
 
         running = [asyncio.ensure_future(run(flow)) for flow in all_flows]
@@ -148,8 +156,8 @@ class AsyncClient(Common):
             await asyncio.gather(*running, return_exceptions=True)
 
 
-class AsyncExtractor(Described):
-    """An extractor on the server: call it with images; made again as :class:`service.client.Extractor` is."""
+class AsyncExtractor(BaseExtractor):
+    """An extractor on the server, called with images; the asyncio form of :class:`service.client.Extractor`."""
 
     def __init__(self, client: AsyncClient, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
         super().__init__(description, spec)
@@ -167,18 +175,18 @@ class AsyncExtractor(Described):
         roi_size: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
-        """The features of one or more images, by key; the first dimension is the images in the order given.
+        """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
 
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
-        alone = not self.one_size or preprocess == "none"
-        todo = await asyncio.to_thread(parts, images, self.rows(pool), MAX_BODY_BYTES, alone, boxes)
-        assembly = Assembly(todo[-1].end)
+        one_by_one = not self.one_size or preprocess == "none"
+        parts = await asyncio.to_thread(split_call, images, self.rows(pool), MAX_BODY_BYTES, one_by_one, boxes)
+        assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size)
-        patience = self._client.patience
-        await self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
+        retry_policy = self._client.retry_policy
+        await self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
         return assembly.tensors() if as_torch else assembly.arrays()
 
     async def delete(self) -> None:
-        """Have the server forget it, one process of it where it is several; a call has it made again."""
-        await self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))
+        """Delete the extractor on the server. Calling it afterwards recreates it if its spec is known."""
+        await self._client._run(flows.delete(flows.extractor_path(self.id), self._client.retry_policy))

@@ -1,4 +1,4 @@
-"""The client for ordinary code."""
+"""The synchronous client."""
 
 from __future__ import annotations
 
@@ -11,47 +11,52 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from service.client import flows
-from service.client.images import parts
-from service.client.parameters import (
+from service.client.base import (
     MAX_BODY_BYTES,
     Backend,
-    Common,
-    Described,
+    BaseClient,
+    BaseExtractor,
     Dtype,
     Pool,
     Precision,
     Preprocess,
     feature_query,
 )
+from service.client.images import split_call
 from service.client.tensors import Assembly
 
 Result = TypeVar("Result")
 
 
-class Client(Common):
-    __doc__ = f"A client of one server; safe to use from several threads.\n{Common.__doc__}"
+class Client(BaseClient):
+    __doc__ = f"A client of one server. Thread-safe.\n{BaseClient.__doc__}"
 
     def _connect(self) -> None:
         self._http = httpx.Client(base_url=self.url, headers=self.headers)
 
     def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
-        """The models that are served: name, task and weights of each; of one ``task``, or with ``q`` in the name."""
-        return self._run(flows.models(task, q, self.patience))
+        """List the models served: name, task and weights of each.
+
+        Args:
+            task: only models for this task.
+            q: only models whose name contains this.
+        """
+        return self._run(flows.models(task, q, self.retry_policy))
 
     def model(self, model: str) -> dict[str, Any]:
-        """One model: its weights, inputs, preprocessing and levels."""
-        return self._run(flows.model(model, self.patience))
+        """Describe one model: its weights, inputs, preprocessing and levels."""
+        return self._run(flows.model(model, self.retry_policy))
 
     def nodes(
         self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
     ) -> dict[str, Any]:
-        """The names of a model's nodes: ``eval_nodes``, ``train_nodes``, and the ``levels`` that stand for some.
+        """List a model's node names: ``eval_nodes``, ``train_nodes``, and ``levels``, which are aliases of some.
 
         Args:
-            weights: the weights whose structure is described, as of :meth:`extractor`; none are loaded.
-            transforms: list the nodes that this transform brings, too.
+            weights: as in :meth:`extractor`; they decide the model's structure, and are not loaded.
+            transforms: also list the nodes that this transform adds.
         """
-        return self._run(flows.nodes(model, weights, transforms, self.patience))
+        return self._run(flows.nodes(model, weights, transforms, self.retry_policy))
 
     def extractor(
         self,
@@ -66,22 +71,25 @@ class Client(Common):
         image_size: int | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> Extractor:
-        """An extractor of ``nodes`` (names, or node → key), made by the server if it has none like it.
+        """Create an extractor of ``nodes`` (names, or a map node → key), or find the existing one of the same spec.
 
         Args:
-            weights: ``DEFAULT``, a name from :meth:`model`, ``random`` (repeatable), or ``file:NAME`` of the server's.
-            name: to find it by, beside its id.
-            precision: what it computes in.
-            backend: what computes it; ``auto`` is eager at first and the fastest that agrees with it later.
-            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; with ``"optional": True``
-                beside them, one may find nothing to change.
-            image_size: crop images to a square of this side instead of the weights' own.
-            wait: seconds to wait until it is ready.
+            weights: ``DEFAULT``, a name from :meth:`model`, ``random`` (repeatable), or ``file:NAME`` for a file in
+                the server's weights folder.
+            name: an alias for its id, for :meth:`find`.
+            precision: the arithmetic the model runs in.
+            backend: what runs the model; ``auto`` begins with eager and switches to the fastest backend that
+                agrees with it.
+            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; a step
+                with ``"optional": True`` may find nothing to change.
+            image_size: side in pixels of the square that images are cropped to; the weights' own if None.
+            wait: seconds to wait for the build.
 
         Raises:
-            Problem: the server cannot make it; by subclass ``UnknownModel``, ``UnknownNode``, ``WeightsUnavailable``…
+            Problem: the server cannot build it: ``UnknownModel``, ``UnknownNode``, ``WeightsUnavailable``, …
+            TimedOut: it is not ready within ``wait`` seconds.
         """
-        spec = flows.spec_of(
+        spec = flows.extractor_spec(
             model,
             nodes,
             weights=weights,
@@ -91,16 +99,16 @@ class Client(Common):
             transforms=list(transforms),
             image_size=image_size,
         )
-        return Extractor(self, self._run(flows.make_extractor(spec, wait, self.patience)), spec)
+        return Extractor(self, self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 
     def extractors(self) -> list[Extractor]:
-        """The extractors that the server has, one process of it where it is several."""
-        found = self._run(flows.fetch("/v1/extractors", self.patience))["extractors"]
+        """List the server's extractors."""
+        found = self._run(flows.fetch("/v1/extractors", self.retry_policy))["extractors"]
         return [Extractor(self, description, None) for description in found]
 
     def find(self, id_or_name: str) -> Extractor:
-        """The extractor of that id or name; it is asked for by id, and cannot be made again."""
-        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.patience)), None)
+        """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
+        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.retry_policy)), None)
 
     def close(self) -> None:
         """Close the connections."""
@@ -115,6 +123,7 @@ class Client(Common):
         self.close()
 
     def _run(self, flow: flows.Flow[Result]) -> Result:
+        """Perform the steps of ``flow`` and return its result."""
         result: Any = None
         failed: httpx.TransportError | None = None
         while True:
@@ -125,14 +134,14 @@ class Client(Common):
                 return value
             result, failed = None, None
             try:
-                result = self._take(step)
+                result = self._perform(step)
             except httpx.TransportError as error:
                 failed = error
 
-    def _take(self, step: flows.Step) -> Any:
-        if isinstance(step, flows.Wait):
+    def _perform(self, step: flows.Step) -> Any:
+        if isinstance(step, flows.Sleep):
             return time.sleep(step.seconds)
-        if isinstance(step, flows.Work):
+        if isinstance(step, flows.Call):
             return step.function()
         request = self._http.build_request(
             step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
@@ -147,7 +156,7 @@ class Client(Common):
         return receiver.answer()
 
     def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
-        """Run flows at the same time; the first error ends them all."""
+        """Run flows concurrently; the first error cancels the others."""
         if len(all_flows) == 1:
             self._run(all_flows[0])
             return
@@ -162,11 +171,11 @@ class Client(Common):
                 future.result()
 
 
-class Extractor(Described):
-    """An extractor on the server: call it with images.
+class Extractor(BaseExtractor):
+    """An extractor on the server, called with images.
 
-    One that :meth:`Client.extractor` made is made again where the server does not know it: after a restart, or by
-    another of its processes.
+    One from :meth:`Client.extractor` is recreated when the server does not know it any more, for example after a
+    restart.
     """
 
     def __init__(self, client: Client, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
@@ -185,38 +194,40 @@ class Extractor(Described):
         roi_size: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
-        """The features of one or more images, by key; the first dimension is the images in the order given.
+        """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
 
-        Where images of different sizes give maps of different sizes (detectors, segmentation), an output is a list with
-        the map of each image.
+        Where images of different sizes give maps of different sizes (detection, segmentation), an output is a list with
+        one map per image.
 
         Args:
-            images: one or a sequence of: a path, the bytes of an image file, a PIL image, a uint8 array or tensor
-                (``[H, W, 3]`` or ``[3, H, W]``), a floating one that is preprocessed already (``[3, H, W]``); or a
-                batch of these with one more dimension in front; or a mapping from the model's input names to batches.
-            pool: one vector an image instead of a map.
-            dtype: of floating outputs, to halve what is sent; numpy gets bfloat16 widened to float32.
-            normalize: ``l2``: unit length over the channels.
-            preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is set to
-                another (``client.model(name)["default_preprocess"]``); ``pil`` is that of the PIL image; ``fast``
-                decodes large JPEG files at a half or a quarter; ``none`` only scales pixels to [0, 1].
-            boxes: with ``pool="roi"``: ``[x1, y1, x2, y2]`` in pixels of the image, a list or array of them for each
-                image, or for the one image. The first dimension is the boxes then, and ``box_image`` says whose image
-                each is of. Images are files, bytes or PIL images.
-            roi_size: positions a side of what each box becomes, 7 where not given; 1 makes it a vector.
-            as_torch: torch tensors instead of arrays.
+            images: one image or a sequence of them, or a mapping from the model's input names to batches. An image is
+                a path, the bytes of an image file, a PIL image, a uint8 array or tensor (``[H, W, 3]`` or
+                ``[3, H, W]``), or a floating-point one that is already preprocessed (``[3, H, W]``). Arrays may have
+                a leading batch dimension.
+            pool: how to pool each map to one vector per image; ``roi`` pools ``boxes``.
+            dtype: of floating-point outputs; 16 bits halve the transfer. NumPy arrays get bfloat16 widened to float32.
+            normalize: ``l2`` scales to unit length over the channels.
+            preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is
+                configured otherwise (``client.model(name)["default_preprocess"]``); ``pil`` is that of the PIL image;
+                ``fast`` decodes large JPEG files at half or quarter size; ``none`` only scales pixels to [0, 1].
+            boxes: with ``pool="roi"``: for each image, or for the single image, a list or array of
+                ``[x1, y1, x2, y2]`` in its pixels. The first dimension is then the boxes, and ``box_image`` is the
+                index of each box's image. Images must be files, bytes or PIL images.
+            roi_size: side of each pooled box, 7 by default; 1 gives a vector.
+            as_torch: return torch tensors instead of NumPy arrays.
 
         Raises:
-            Problem: the server refused; nothing of the call is returned. Of an image: ``error.index``.
+            Problem: the server rejected a request, which fails the call. For a bad image, ``error.index`` is its index.
+            FxserveError: the server could not be reached or did not answer in time.
         """
-        alone = not self.one_size or preprocess == "none"
-        todo = parts(images, self.rows(pool), MAX_BODY_BYTES, alone, boxes)
-        assembly = Assembly(todo[-1].end)
+        one_by_one = not self.one_size or preprocess == "none"
+        parts = split_call(images, self.rows(pool), MAX_BODY_BYTES, one_by_one, boxes)
+        assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size)
-        patience = self._client.patience
-        self._client._run_all([flows.extract(self.held, part, query, assembly, patience) for part in todo])
+        retry_policy = self._client.retry_policy
+        self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
         return assembly.tensors() if as_torch else assembly.arrays()
 
     def delete(self) -> None:
-        """Have the server forget it, one process of it where it is several; a call has it made again."""
-        self._client._run(flows.delete(flows.extractor_path(self.id), self._client.patience))
+        """Delete the extractor on the server. Calling it afterwards recreates it if its spec is known."""
+        self._client._run(flows.delete(flows.extractor_path(self.id), self._client.retry_policy))

@@ -1,6 +1,6 @@
-"""What the client raises: one tree, with a class for each kind of problem that the server names.
+"""Exceptions of the client: one tree, with a class for each problem type of the server.
 
-``except Busy`` catches whatever may pass if tried later, ``except UnknownNode`` that one mistake.
+``except Busy`` catches everything that may succeed later, ``except UnknownNode`` one specific mistake.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Any
 
 
 class FxserveError(Exception):
-    """Base of everything that the client raises about the server."""
+    """Base class of the client's exceptions."""
 
 
 class ConnectionFailed(FxserveError):
-    """There was no answer: no connection, or one that broke."""
+    """The connection could not be made, or broke."""
 
 
 class TimedOut(FxserveError, TimeoutError):
-    """There was no answer in time."""
+    """The server did not answer in time."""
 
 
 class ExtractorChanged(FxserveError):
-    """The server had to make an extractor again, and its weights or graph are not what they were."""
+    """The server rebuilt an extractor, and its weights or graph differ from before."""
 
 
 class Problem(FxserveError):
-    """The server refused, and said why.
+    """An error response of the server (RFC 9457).
 
     Attributes:
-        type: ``/problems/unknown-node``.
-        title: its name for people.
-        status: the HTTP status.
+        type: such as ``/problems/unknown-node``.
+        title: short summary of the problem type.
+        status: HTTP status.
         detail: what was wrong and what would be right.
-        extra: the fields that this kind of problem adds, such as ``suggestions``.
-        request_id: to find it in the server's log.
+        extra: the fields that this problem type adds, such as ``suggestions``.
+        request_id: identifies the request in the server's log.
     """
 
     def __init__(self, document: Mapping[str, Any], request_id: str | None = None) -> None:
@@ -56,7 +56,7 @@ class NotFound(Problem):
 
 
 class Invalid(Problem):
-    """The request cannot be answered as it is: 400, 405, 406, 409, 415, 421, 422."""
+    """The request itself is wrong: 400, 405, 406, 409, 415, 421, 422."""
 
 
 class Unauthorized(Problem):
@@ -68,11 +68,11 @@ class TooLarge(Problem):
 
 
 class Busy(Problem):
-    """429 or 503: may pass if tried later."""
+    """429 or 503: the request may succeed later."""
 
 
 class DeadlineExceeded(Problem, TimedOut):
-    """504: the server gave up in time."""
+    """504: the deadline passed before the response was ready."""
 
 
 class ServerError(Problem):
@@ -104,7 +104,7 @@ class NotTraceable(Invalid):
 
 
 class BackendRefused(Invalid):
-    """The backend that was named is too far from eager: ``backend`` and its errors in ``extra``."""
+    """The requested backend differs too much from eager: ``backend`` and its errors in ``extra``."""
 
 
 class UnknownTransform(Invalid):
@@ -112,45 +112,45 @@ class UnknownTransform(Invalid):
 
 
 class BadParameter(Invalid):
-    """Of a transform: ``transform`` and ``parameter`` in ``extra``."""
+    """A transform's parameter is wrong: ``transform`` and ``parameter`` in ``extra``."""
 
 
 class CannotTransform(Invalid):
-    """``transform`` and ``node`` in ``extra``."""
+    """A transform does not apply to this graph: ``transform`` and ``node`` in ``extra``."""
 
 
 class CannotKeep(Invalid):
-    """A transform would remove what is asked for: ``transform`` and ``node`` in ``extra``."""
+    """A transform would remove a requested node: ``transform`` and ``node`` in ``extra``."""
 
 
-class OfImage(Problem):
-    """Of one of the images: ``index`` is its place in the call."""
+class ImageProblem(Problem):
+    """A problem with one image; ``index`` is its position in the call."""
 
     @property
     def index(self) -> int:
         return int(self.extra.get("index", 0))
 
-    def moved(self, by: int) -> None:
-        """The image was number ``index`` of a request; ``by`` images of the call came before that request's."""
-        there = self.index
-        self.extra["index"] = there + by
-        self.detail = re.sub(rf"^image {there}\b", f"image {there + by}", self.detail)
+    def shift_index(self, offset: int) -> None:
+        """Turn an index within a request into one within the call; the request's first image is number ``offset``."""
+        index = self.index
+        self.extra["index"] = index + offset
+        self.detail = re.sub(rf"^image {index}\b", f"image {index + offset}", self.detail)
 
 
-class BadImage(OfImage, Invalid):
-    """Bytes that are no image."""
+class BadImage(ImageProblem, Invalid):
+    """The bytes are not an image."""
 
 
-class BadBox(OfImage, Invalid):
-    """A region that is no part of its image; ``box`` in ``extra`` is its place in the image's list."""
+class BadBox(ImageProblem, Invalid):
+    """A box is malformed or outside its image; ``box`` in ``extra`` is its index in the image's list."""
 
 
-class ImageTooLarge(OfImage, TooLarge):
+class ImageTooLarge(ImageProblem, TooLarge):
     """``pixels`` and ``limit`` in ``extra``."""
 
 
 class BadTensor(Invalid):
-    """A wrong name, shape or dtype."""
+    """A tensor has the wrong name, shape or dtype."""
 
 
 class Unsupported(Invalid):
@@ -158,7 +158,7 @@ class Unsupported(Invalid):
 
 
 class NameTaken(Invalid):
-    """``extractor`` in ``extra`` is the one that has the name."""
+    """``extractor`` in ``extra`` is the id of the one that has the name."""
 
 
 class InvalidRequest(Invalid):
@@ -178,7 +178,7 @@ class ResponseTooLarge(TooLarge):
 
 
 class AdmissionFull(Busy):
-    """As many requests as allowed are being served."""
+    """The server is at its limit of concurrent requests."""
 
 
 class NotReady(Busy):
@@ -186,11 +186,11 @@ class NotReady(Busy):
 
 
 class Draining(NotReady):
-    """It is shutting down."""
+    """The server is shutting down."""
 
 
 class OutOfMemory(Busy):
-    """Not even one image fits into the device's memory."""
+    """Not even one image fits in the device's memory."""
 
 
 class WeightsUnavailable(Busy):
@@ -216,19 +216,19 @@ _GROUPS: dict[int, type[Problem]] = {
 }
 
 
-def _leaves(base: type[Problem]) -> dict[str, type[Problem]]:
-    """By slug: ``UnknownNode`` is ``unknown-node``."""
+def _by_slug(base: type[Problem]) -> dict[str, type[Problem]]:
+    """Map slugs to ``base`` and its subclasses: ``unknown-node`` → ``UnknownNode``."""
     found = {re.sub(r"(?<!^)(?=[A-Z])", "-", base.__name__).lower(): base}
     for kind in base.__subclasses__():
-        found |= _leaves(kind)
+        found |= _by_slug(kind)
     return found
 
 
-_KINDS = _leaves(Problem)
+_KINDS = _by_slug(Problem)
 
 
 def problem_of(status: int, document: Mapping[str, Any], request_id: str | None = None) -> Problem:
-    """The exception for an answer: by its type, and where that is none of ours by its status."""
+    """Build the exception for an error response, by its type, or by its status if the type is unknown."""
     group = _GROUPS.get(status, ServerError if status >= 500 else Invalid)
     kind = _KINDS.get(str(document.get("type", "")).rpartition("/")[2], group)
     return kind({"status": status, **document}, request_id)

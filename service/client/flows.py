@@ -1,7 +1,7 @@
-"""What the two clients do, without doing any of it: generators that say which step comes next.
+"""The logic that both clients share, without I/O: generators that yield one step after another.
 
-A flow yields a :class:`Send`, a :class:`Wait` or a :class:`Work`, is sent what came of it (or has it raised), and
-returns its result. The clients only differ in how they take these steps.
+A flow yields a :class:`Send`, a :class:`Sleep` or a :class:`Call`, receives the step's result or exception, and returns
+its own result. The clients differ only in how they perform the steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from service.client import tensors
 from service.client.exceptions import (
     ConnectionFailed,
     ExtractorChanged,
+    ImageProblem,
     ImageTooLarge,
-    OfImage,
     Problem,
     TimedOut,
     TooLarge,
@@ -38,22 +38,21 @@ Result = TypeVar("Result")
 Buffer = NDArray[np.uint8]
 
 DEFAULT_WAIT = 300.0
-"""Seconds to wait for an extractor: its weights may have to be downloaded first."""
+"""Seconds to wait for an extractor, whose weights may have to be downloaded first."""
 
-_GRACE = 2.0
-"""Seconds past the deadline that the server has to say itself that it was missed."""
+_TIMEOUT_MARGIN = 2.0
+"""Seconds past the deadline that the server gets to answer 504 itself."""
 
-_LONGEST_POLL = 30.0
+_MAX_POLL_SECONDS = 30.0
 
-_REMAKES = 16
-"""How often one request may have its extractor made again. Each of several processes on a port knows only what was made
-over its own connections, and making it may reach another process than repeating the request does. Each time one process
-fewer does not know it; with 16 processes picked at random, all attempts miss for one request in 6,000."""
+_MAX_REBUILDS = 16
+"""How often one request may recreate its extractor. Server processes that share a port but no store each know only the
+extractors created through themselves, and the retry may reach another process than the creation did."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send a request and give its :class:`Answer`."""
+    """Send a request; results in an :class:`Answer`."""
 
     method: str
     path: str
@@ -64,34 +63,34 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Do nothing for some seconds."""
+class Sleep:
+    """Sleep for some seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class Work:
-    """Call a function that takes a while, and give its result."""
+class Call:
+    """Call a slow function; results in what it returns."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a :class:`Send`; ``content`` is the body."""
+    """The response to a :class:`Send`; ``content`` is its body."""
 
     status: int
     headers: Mapping[str, str]
     content: Buffer
 
 
-Step = Send | Wait | Work
+Step = Send | Sleep | Call
 Flow = Generator[Step, Any, Result]
 
 
 class Receiver:
-    """Takes an answer's body as it arrives, into memory that the arrays in it can stay in."""
+    """Collects a response body into one buffer, which the arrays decoded from it are views of."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -99,9 +98,9 @@ class Receiver:
         self._filled = 0
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next piece of the body."""
+        """Append the next chunk of the body."""
         end = self._filled + len(chunk)
-        if end > len(self._content):  # no Content-Length: it was sent in chunks
+        if end > len(self._content):  # no Content-Length: the body is chunked
             larger = np.empty(max(end, 2 * len(self._content)), np.uint8)
             larger[: self._filled] = self._content[: self._filled]
             self._content = larger
@@ -109,103 +108,104 @@ class Receiver:
         self._filled = end
 
     def answer(self) -> Answer:
-        """The answer, once all of its body has been fed."""
+        """The complete response; call it after the last :meth:`feed`."""
         return Answer(self._response.status_code, self._response.headers, self._content[: self._filled])
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a request may take and how often it may be repeated.
+class RetryPolicy:
+    """Time limit and number of retries of a request.
 
     Attributes:
-        timeout: seconds for a request with its repetitions; the server is told what is left of them.
-        retries: how often to repeat what was answered by 429 or 503 with ``Retry-After``.
+        timeout: seconds for a request with its retries; the time left is sent with each attempt.
+        retries: how often to retry after 429 or 503 with ``Retry-After``.
     """
 
     timeout: float
     retries: int
 
 
-def exchange(send: Send, patience: Patience) -> Flow[Answer]:
-    """Send a request until it succeeds, repeating it when the server asks for that.
+def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Answer]:
+    """Send a request, and retry it after ``Retry-After`` when the server is busy.
 
     Raises:
-        Problem: the server refused.
-        TimedOut, ConnectionFailed: it did not answer.
+        Problem: the server rejected it.
+        TimedOut, ConnectionFailed: the server did not answer.
     """
-    deadline = time.monotonic() + patience.timeout
-    for attempt in range(patience.retries + 1):
+    deadline = time.monotonic() + retry_policy.timeout
+    for attempt in range(retry_policy.retries + 1):
         left = max(0.001, deadline - time.monotonic())
         headers = {**send.headers, "X-Request-Timeout": f"{left:.3f}"}
         try:
-            answer: Answer = yield Send(send.method, send.path, send.query, headers, send.body, left + _GRACE)
+            answer: Answer = yield Send(send.method, send.path, send.query, headers, send.body, left + _TIMEOUT_MARGIN)
         except httpx.TimeoutException as error:
-            raise TimedOut(f"{send.method} {send.path} was not answered within {patience.timeout:g} s") from error
+            raise TimedOut(f"{send.method} {send.path} was not answered within {retry_policy.timeout:g} s") from error
         except httpx.TransportError as error:
             raise ConnectionFailed(f"{send.method} {send.path}: {error or type(error).__name__}") from error
         if answer.status < 400:
             return answer
         problem = _problem(answer)
         delay = _retry_after(answer)
-        if delay is None or attempt == patience.retries or time.monotonic() + delay >= deadline:
+        if delay is None or attempt == retry_policy.retries or time.monotonic() + delay >= deadline:
             raise problem
-        yield Wait(delay)
+        yield Sleep(delay)
     raise AssertionError("unreachable")
 
 
-def fetch(path: str, patience: Patience, query: Mapping[str, str | int] | None = None) -> Flow[Any]:
-    """The JSON at ``path``."""
-    return _json((yield from exchange(Send("GET", path, query or {}), patience)))
+def fetch(path: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] | None = None) -> Flow[Any]:
+    """GET ``path`` and decode its JSON."""
+    return _json((yield from exchange(Send("GET", path, query or {}), retry_policy)))
 
 
-def models(task: str | None, q: str | None, patience: Patience) -> Flow[list[dict[str, Any]]]:
-    """The models that are served; of one ``task``, or with ``q`` in the name."""
+def models(task: str | None, q: str | None, retry_policy: RetryPolicy) -> Flow[list[dict[str, Any]]]:
+    """List the models served, for one ``task``, or with ``q`` in the name."""
     query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
-    found: list[dict[str, Any]] = (yield from fetch("/v1/models", patience, query))["models"]
+    found: list[dict[str, Any]] = (yield from fetch("/v1/models", retry_policy, query))["models"]
     return found
 
 
-def model(name: str, patience: Patience) -> Flow[dict[str, Any]]:
-    """What the server says of one model."""
-    found: dict[str, Any] = yield from fetch(model_path(name), patience)
+def model(name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+    """Describe one model."""
+    found: dict[str, Any] = yield from fetch(model_path(name), retry_policy)
     return found
 
 
-def nodes(name: str, weights: str, transforms: str | None, patience: Patience) -> Flow[dict[str, Any]]:
-    """The nodes of one model with ``weights``, and those that ``transforms`` brings."""
+def nodes(name: str, weights: str, transforms: str | None, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+    """List the nodes of a model with ``weights``, and those that ``transforms`` adds."""
     query = {"weights": weights, **({"transforms": transforms} if transforms is not None else {})}
-    found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), patience, query)
+    found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), retry_policy, query)
     return found
 
 
-def delete(path: str, patience: Patience) -> Flow[None]:
-    """Delete what is at ``path``."""
-    yield from exchange(Send("DELETE", path), patience)
+def delete(path: str, retry_policy: RetryPolicy) -> Flow[None]:
+    """DELETE ``path``."""
+    yield from exchange(Send("DELETE", path), retry_policy)
 
 
 def model_path(model: str, *rest: str) -> str:
-    """The path of a model, or of what is below it; any name is safe in it."""
+    """URL path of a model or a resource below it; the name is percent-encoded."""
     return "/".join(["/v1/models", quote(model, safe=""), *rest])
 
 
 def extractor_path(id_or_name: str, *rest: str) -> str:
-    """The path of an extractor, or of what is below it; any name is safe in it."""
+    """URL path of an extractor or a resource below it; the name is percent-encoded."""
     return "/".join(["/v1/extractors", quote(id_or_name, safe=""), *rest])
 
 
-def make_extractor(spec: Mapping[str, Any], wait: float, patience: Patience) -> Flow[dict[str, Any]]:
-    """The description of an extractor, once it is ready.
+def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+    """Create an extractor and return its description once it is ready.
 
     Raises:
-        TimedOut: it is not, after ``wait`` seconds.
+        Problem: the server cannot build it.
+        TimedOut: it is not ready after ``wait`` seconds.
     """
     body = json.dumps(spec).encode()
     deadline = time.monotonic() + wait
     while True:
         left = max(0.0, deadline - time.monotonic())
-        poll = min(left, _LONGEST_POLL)
+        poll = min(left, _MAX_POLL_SECONDS)
         send = Send("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
-        answer = yield from exchange(send, Patience(max(patience.timeout, poll), patience.retries))
+        answer = yield from exchange(send, RetryPolicy(max(retry_policy.timeout, poll), retry_policy.retries))
         description: dict[str, Any] = _json(answer)
         if description["state"] == "ready":
             return description
@@ -214,13 +214,13 @@ def make_extractor(spec: Mapping[str, Any], wait: float, patience: Patience) -> 
 
 
 @dataclass(frozen=True)
-class Held:
-    """An extractor to ask.
+class ExtractorRef:
+    """Identifies an extractor on the server.
 
     Attributes:
-        id: what the server calls it.
-        fingerprint: of its model's graph.
-        spec: what it was made from, to make it again; None where only its id is known.
+        id: its id.
+        fingerprint: hash of its model's graph.
+        spec: what to recreate it from; None if only the id is known.
     """
 
     id: str
@@ -229,54 +229,55 @@ class Held:
 
 
 def extract(
-    held: Held, part: Part, query: Mapping[str, str], assembly: tensors.Assembly, patience: Patience
+    ref: ExtractorRef, part: Part, query: Mapping[str, str], assembly: tensors.Assembly, retry_policy: RetryPolicy
 ) -> Flow[None]:
-    """Put the features of ``part`` into ``assembly``, in several requests if the server finds one too large.
+    """Put the features of ``part`` into ``assembly``, splitting the request if the server finds it too large.
 
-    Where the server does not know the extractor it is made again, for ``patience.timeout`` seconds at most.
+    An extractor that the server does not know is recreated, within ``retry_policy.timeout`` seconds.
 
     Raises:
-        ExtractorChanged: what is made of its spec now is something else.
+        Problem: the server rejected the request.
+        ExtractorChanged: the recreated extractor differs from the original.
     """
-    body, content_type = yield Work(part.body)
+    body, content_type = yield Call(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
-    send = Send("POST", extractor_path(held.id, "features"), query, headers, body)
+    send = Send("POST", extractor_path(ref.id, "features"), query, headers, body)
     try:
-        answer = yield from _known(held, send, patience)
-    except OfImage as problem:
-        problem.moved(part.start)
+        answer = yield from _send_rebuilding(ref, send, retry_policy)
+    except ImageProblem as problem:
+        problem.shift_index(part.start)
         raise
     except TooLarge as problem:
         if part.rows == 1 or isinstance(problem, ImageTooLarge):
             raise
-        rows = _fitting(part.rows, problem)
+        rows = _rows_that_fit(part.rows, problem)
     else:
-        yield Work(lambda: assembly.put(part.place, answer.content, 0 if part.boxes is None else part.start))
+        yield Call(lambda: assembly.put(part.first_row, answer.content, 0 if part.boxes is None else part.start))
         return
     del body, send
     for smaller in part.split(rows):
-        yield from extract(held, smaller, query, assembly, patience)
+        yield from extract(ref, smaller, query, assembly, retry_policy)
 
 
-def _known(held: Held, send: Send, patience: Patience) -> Flow[Answer]:
-    """The answer of a server that knows the extractor, or does once it has been made again."""
-    remakes = 0
+def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Answer]:
+    """Send a request through an extractor, recreating the extractor whenever the server does not know it."""
+    rebuilds = 0
     while True:
         try:
-            return (yield from exchange(send, patience))
+            return (yield from exchange(send, retry_policy))
         except UnknownExtractor:
-            if held.spec is None or remakes == _REMAKES:
+            if ref.spec is None or rebuilds == _MAX_REBUILDS:
                 raise
-        remakes += 1
-        made = yield from make_extractor(held.spec, patience.timeout, patience)
-        if (made["id"], made["fingerprint"]) != (held.id, held.fingerprint):
+        rebuilds += 1
+        created = yield from create_extractor(ref.spec, retry_policy.timeout, retry_policy)
+        if (created["id"], created["fingerprint"]) != (ref.id, ref.fingerprint):
             raise ExtractorChanged(
-                f"the server does not know extractor {held.id}, and makes another one of its spec now"
+                f"the server lost extractor {ref.id}, and its spec now builds one with other weights or another graph"
             )
 
 
-def _fitting(rows: int, problem: TooLarge) -> int:
-    """How many images may fit where ``rows`` did not; at most half as many."""
+def _rows_that_fit(rows: int, problem: TooLarge) -> int:
+    """Number of images to try after ``rows`` were too many; at most half of them."""
     size, limit = problem.extra.get("bytes"), problem.extra.get("limit")
     fitting = rows * limit // size if isinstance(size, int) and isinstance(limit, int) and size > 0 else rows
     return max(1, min(fitting, rows // 2))
@@ -292,13 +293,16 @@ def _problem(answer: Answer) -> Problem:
         document = _json(answer)
     except ValueError:
         document = None
-    if not isinstance(document, dict):  # not of the server but of something in between
-        document = {"title": "no problem document", "detail": answer.content[:200].tobytes().decode("utf-8", "replace")}
+    if not isinstance(document, dict):  # from a proxy, not from fxserve
+        document = {
+            "title": "Not a problem document",
+            "detail": answer.content[:200].tobytes().decode("utf-8", "replace"),
+        }
     return problem_of(answer.status, document, request_id)
 
 
 def _retry_after(answer: Answer) -> float | None:
-    """Seconds until the server wants to be asked again, and a little more, so that not all come at once."""
+    """Seconds to wait before retrying, with jitter so that clients do not all return at once; None to not retry."""
     value = answer.headers.get("retry-after", "").strip()
     if answer.status not in (429, 503) or not value:
         return None
@@ -311,7 +315,7 @@ def _retry_after(answer: Answer) -> float | None:
     return max(0.0, seconds) * random.uniform(1.0, 1.25)
 
 
-def spec_of(model: str, nodes: Sequence[str] | Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """The body that makes an extractor."""
+def extractor_spec(model: str, nodes: Sequence[str] | Mapping[str, str], **options: Any) -> dict[str, Any]:
+    """Request body that creates an extractor; options that are None are left out."""
     named = dict(nodes) if isinstance(nodes, Mapping) else [nodes] if isinstance(nodes, str) else list(nodes)
     return {"model": model, "return_nodes": named, **{k: v for k, v in options.items() if v is not None}}

@@ -1,7 +1,7 @@
-"""What a call is given → the bodies of its requests.
+"""Split the images of a call into request bodies.
 
-Encoded images (paths, bytes) are sent as they are, pixels and preprocessed tensors as arrays. A call becomes as many
-requests as its size asks for; a body is only made when it is sent, so that a thousand paths are not read at once.
+Encoded images (paths, bytes) are sent unchanged, pixels and preprocessed tensors as arrays. A body is built only when
+it is sent, so that a call with a thousand paths does not read them all at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.client.tensors import MEDIA_TYPE
 
 Array = NDArray[Any]
 
-# Modes that PNG holds as they are; the server makes RGB of them as it does of files.
+# PIL modes that PNG stores without conversion; the server converts them to RGB as it does for files.
 _PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGBA")
 
 
@@ -49,8 +49,15 @@ Boxes = list[list[list[float]]]
 
 @dataclass(frozen=True)
 class Part:
-    """What one request carries: images ``start`` to ``start + rows`` of the call, and where there are boxes, those of
-    these images, the first of which is number ``first_box`` of the call."""
+    """The content of one request.
+
+    Attributes:
+        start: index in the call of its first image.
+        rows: number of images.
+        content: encoded images, arrays, or tensors by input name.
+        boxes: the boxes of each image, with ``pool=roi``.
+        first_box: index in the call of its first box.
+    """
 
     start: int
     rows: int
@@ -59,17 +66,17 @@ class Part:
     first_box: int = 0
 
     @property
-    def place(self) -> int:
-        """The first row of its answer in that of the call."""
+    def first_row(self) -> int:
+        """Index of its first row in the outputs of the call."""
         return self.start if self.boxes is None else self.first_box
 
     @property
-    def end(self) -> int:
-        """The row after its last."""
-        return self.place + (self.rows if self.boxes is None else sum(map(len, self.boxes)))
+    def row_end(self) -> int:
+        """Index after its last row in the outputs of the call."""
+        return self.first_row + (self.rows if self.boxes is None else sum(map(len, self.boxes)))
 
     def body(self) -> tuple[bytes, str]:
-        """The bytes to send and their content type."""
+        """Read and encode the request body; returns it with its content type."""
         if self.boxes is not None:
             images = [base64.b64encode(item.read()).decode() for item in self.content if isinstance(item, Encoded)]
             return json.dumps({"images": images, "boxes": self.boxes}).encode(), "application/json"
@@ -86,66 +93,75 @@ class Part:
         return b"".join([*pieces, f"--{boundary}--\r\n".encode()]), f"multipart/form-data; boundary={boundary}"
 
     def split(self, rows: int) -> list[Part]:
-        """The same as parts of at most ``rows`` images."""
+        """Split into parts of at most ``rows`` images."""
         if isinstance(self.content, dict):
             return _split_tensors(self.content, self.start, rows)
-        smaller = list(_grouped(_ones(self.content), self.start, rows, sys.maxsize))
+        smaller = list(_group(_single_images(self.content), self.start, rows, sys.maxsize))
         return smaller if self.boxes is None else _with_boxes(smaller, self.boxes, self.start, self.first_box)
 
 
-def parts(images: Any, max_rows: int, max_bytes: int, alone: bool = False, boxes: Any = None) -> list[Part]:
-    """The requests for a call.
+def split_call(images: Any, max_rows: int, max_bytes: int, one_by_one: bool = False, boxes: Any = None) -> list[Part]:
+    """Split the images of a call into requests.
 
     Args:
         images: one image, several, or a mapping from the model's input names to arrays.
-        max_rows: most images in a request.
-        max_bytes: about the most bytes in a request; a single image may be larger.
-        alone: whether encoded images, whose size is not known here, go one by one.
-        boxes: of each image, or of the one image.
+        max_rows: maximum images per request.
+        max_bytes: approximate maximum bytes per request; a single image may be larger.
+        one_by_one: send each encoded image, whose size in pixels is not known here, in a request of its own.
+        boxes: of each image, or of the single image.
 
     Raises:
-        TypeError, ValueError: something that is no image, or none at all.
-        OSError: a file that is not there.
+        TypeError, ValueError: an argument is not an image, or there are no images.
+        OSError: a file does not exist.
     """
     if isinstance(images, Mapping):
         if boxes is not None:
             raise ValueError(_NO_BOXES)
         tensors = {str(name): _floats(_array(value)) for name, value in images.items()}
         if len({len(tensor) for tensor in tensors.values()}) != 1 or not len(next(iter(tensors.values()))):
-            raise ValueError("tensors by name have the same first dimension, at least 1")
+            raise ValueError("tensors by name must have the same first dimension, at least 1")
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
     single = _item(images, boxes is not None)
-    items = [single] if single is not None else [_known(one, boxes is not None) for one in _iterated(images)]
-    made = list(_grouped(_ones(items), 0, max_rows, max_bytes, alone))
-    if not made:
-        raise ValueError("there is no image; give at least one")
+    items = [single] if single is not None else [_require_item(one, boxes is not None) for one in _iterated(images)]
+    requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
+    if not requests:
+        raise ValueError("there are no images; give at least one")
     if boxes is None:
-        return made
+        return requests
     if not all(isinstance(item, Encoded) for item in items):
         raise ValueError(_NO_BOXES)
-    listed = _lists([boxes] if single is not None else boxes)
-    if len(listed) != len(items):
-        raise ValueError(f"there are {len(items)} images and boxes of {len(listed)}: give a list for each image")
-    return _with_boxes(made, listed, 0, 0)
+    box_lists = _box_lists([boxes] if single is not None else boxes)
+    if len(box_lists) != len(items):
+        raise ValueError(
+            f"there are {len(items)} images and {len(box_lists)} lists of boxes: give one list for each image"
+        )
+    return _with_boxes(requests, box_lists, 0, 0)
 
 
-_NO_BOXES = "boxes go with image files, bytes or PIL images, not with arrays"
+_NO_BOXES = "boxes need image files, bytes or PIL images, not arrays"
 
 
-def _lists(boxes: Any) -> Boxes:
-    """Boxes of each image as lists, of arrays and tensors too."""
+def _box_lists(boxes: Any) -> Boxes:
+    """Convert the boxes of each image, which may be arrays or tensors, to lists."""
     return [[[float(value) for value in box] for box in of_image] for of_image in boxes]
 
 
-def _with_boxes(made: list[Part], boxes: Boxes, start: int, first_box: int) -> list[Part]:
-    """``made`` with its share of ``boxes``, which begin with those of image ``start``."""
-    divided = []
-    for part in made:
+def _with_boxes(parts: list[Part], boxes: Boxes, start: int, first_box: int) -> list[Part]:
+    """Give each part its boxes.
+
+    Args:
+        parts: parts without boxes.
+        boxes: the boxes of each image, beginning with image number ``start``.
+        start: index in the call of the first image of ``boxes``.
+        first_box: index in the call of the first of ``boxes``.
+    """
+    with_boxes = []
+    for part in parts:
         own = boxes[part.start - start : part.start - start + part.rows]
-        divided.append(replace(part, boxes=own, first_box=first_box))
+        with_boxes.append(replace(part, boxes=own, first_box=first_box))
         first_box += sum(map(len, own))
-    return divided
+    return with_boxes
 
 
 def _iterated(images: Any) -> Iterable[Any]:
@@ -154,7 +170,7 @@ def _iterated(images: Any) -> Iterable[Any]:
     return images
 
 
-def _known(one: Any, encoded: bool) -> Item:
+def _require_item(one: Any, encoded: bool) -> Item:
     item = _item(one, encoded)
     if item is None:
         raise TypeError(f"an image is a path, bytes, a PIL image, or an array, not {type(one).__name__}")
@@ -162,31 +178,31 @@ def _known(one: Any, encoded: bool) -> Item:
 
 
 def _item(one: Any, encoded: bool) -> Item | None:
-    """``one`` as it is sent, if it is an image; a PIL image as a file where ``encoded`` asks for that."""
+    """Convert one image to what is sent, PIL images to files if ``encoded``; None if it is not an image."""
     if isinstance(one, str | os.PathLike):
         path = Path(one)
         return Encoded(path, path.stat().st_size)
     if isinstance(one, bytes | bytearray | memoryview):
         return Encoded(bytes(one), len(one))
-    if isinstance(one, np.ndarray) or _is("torch", "Tensor", one):
+    if isinstance(one, np.ndarray) or _is_instance("torch", "Tensor", one):
         array = _array(one)
         if array.ndim < 3:
             raise ValueError(f"an image as an array has 3 dimensions and a batch has 4 or more, not {array.ndim}")
         array = _pixels(array) if array.dtype == np.uint8 else _floats(array)
         return array[None] if array.ndim == 3 else array
-    if _is("PIL.Image", "Image", one):
-        return _of_pil(one, encoded)
+    if _is_instance("PIL.Image", "Image", one):
+        return _from_pil(one, encoded)
     return None
 
 
-def _is(module: str, name: str, value: Any) -> bool:
-    """Whether ``value`` is of a class of a library that may not be installed; if it is not loaded, nothing is."""
+def _is_instance(module: str, name: str, value: Any) -> bool:
+    """``isinstance`` for a class of an optional library, without importing it."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
-def _of_pil(image: Any, encoded: bool) -> Item:
-    """Pixels, turned as EXIF says: a photograph gives the same features opened or as a file."""
+def _from_pil(image: Any, encoded: bool) -> Item:
+    """Encode a PIL image losslessly, with its EXIF orientation applied as the server does for files."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -202,7 +218,7 @@ def _of_pil(image: Any, encoded: bool) -> Item:
 def _array(value: Any) -> Array:
     if isinstance(value, np.ndarray):
         return value
-    if _is("torch", "Tensor", value):
+    if _is_instance("torch", "Tensor", value):
         torch = sys.modules["torch"]
         value = value.detach().cpu()
         return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
@@ -210,17 +226,17 @@ def _array(value: Any) -> Array:
 
 
 def _pixels(array: Array) -> Array:
-    """uint8 images with the channels last, which is how the server takes them; torch has them before the height."""
+    """Move the channels of uint8 images last, as the server expects; torch has them before the height."""
     return np.moveaxis(array, -3, -1) if array.shape[-1] != 3 and array.shape[-3] == 3 else array
 
 
 def _floats(array: Array) -> Array:
-    """Preprocessed values; float64 would only be narrowed by the server."""
+    """Narrow float64 to float32, which the server computes in."""
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _ones(items: Iterable[Item]) -> Iterator[Item]:
-    """One image at a time; the rows of an array are views."""
+def _single_images(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield one image at a time; rows of an array are views."""
     for item in items:
         if isinstance(item, Encoded):
             yield item
@@ -228,14 +244,14 @@ def _ones(items: Iterable[Item]) -> Iterator[Item]:
             yield from (item[row : row + 1] for row in range(len(item)))
 
 
-def _grouped(ones: Iterable[Item], start: int, max_rows: int, max_bytes: int, alone: bool = False) -> Iterator[Part]:
-    """Runs of images that can go together: encoded ones, or arrays of one shape and dtype."""
+def _group(ones: Iterable[Item], start: int, max_rows: int, max_bytes: int, one_by_one: bool = False) -> Iterator[Part]:
+    """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype."""
     run: list[Any] = []
     size = 0
     kind: object = None
     for one in ones:
         its_kind = "encoded" if isinstance(one, Encoded) else (one.shape, one.dtype)
-        full = len(run) == max_rows or size + one.nbytes > max_bytes or (alone and its_kind == "encoded")
+        full = len(run) == max_rows or size + one.nbytes > max_bytes or (one_by_one and its_kind == "encoded")
         if run and (its_kind != kind or full):
             yield Part(start, len(run), run)
             start, run, size = start + len(run), [], 0

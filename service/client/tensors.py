@@ -1,4 +1,4 @@
-"""The safetensors of an answer, as arrays over the memory they were received in."""
+"""Decode safetensors responses into arrays that are views of the receive buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 MEDIA_TYPE = "application/x-safetensors"
 _BF16 = "BF16"
 _BOX_IMAGE = "box_image"
-"""The output that says whose image each row is of, where rows are boxes; the server gives no other that name then."""
+"""The output with the image index of each box, with ``pool=roi``; the server reserves the name."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -28,14 +28,14 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F16": np.dtype(np.float16),
-    _BF16: np.dtype(np.uint16),  # as bits, until it is known what it is to become
+    _BF16: np.dtype(np.uint16),  # raw bits: NumPy has no bfloat16
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
 
 
-def views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
-    """Key → dtype's name and array, in the order of the header; nothing is copied."""
+def tensor_views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
+    """Decode safetensors without copying: key → dtype name and array, in the order of the header."""
     length = int(content[:8].view("<u8")[0])
     header = json.loads(content[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)
@@ -44,29 +44,34 @@ def views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
         begin, end = entry["data_offsets"]
         dtype = _DTYPES[entry["dtype"]]
         if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-            raise ValueError(f"the answer's tensor {key!r} does not match its shape")
+            raise ValueError(f"tensor {key!r} of the response does not match its shape")
         found[key] = entry["dtype"], content[8 + length + begin : 8 + length + end].view(dtype).reshape(entry["shape"])
     return found
 
 
 class Assembly:
-    """The outputs of a call, put together from the answers to its requests in whatever order they come.
+    """Assembles the outputs of a call from the responses to its requests, in any order. Thread-safe.
 
     Args:
-        rows: of the whole call.
+        rows: number of rows of the whole call.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._arrays: dict[str, tuple[str, Array]] = {}
-        self._loose: dict[str, dict[int, Array]] = {}
+        self._parts: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
 
     def put(self, start: int, content: NDArray[np.uint8], image: int = 0) -> None:
-        """Take the answer to a request, whose first row is number ``start`` of the call, and its first image number
-        ``image``."""
-        for key, (name, part) in views(content).items():
-            if key == _BOX_IMAGE:  # counted from the request's first
+        """Add the response to one request.
+
+        Args:
+            start: index in the call of its first row.
+            content: the response body.
+            image: index in the call of its first image.
+        """
+        for key, (name, part) in tensor_views(content).items():
+            if key == _BOX_IMAGE:  # indices within the request
                 part = part + image
             if len(part) == self._rows:
                 self._arrays[key] = name, part
@@ -79,17 +84,17 @@ class Assembly:
                 whole[start : start + len(part)] = part
             else:
                 with self._lock:
-                    self._loose.setdefault(key, {})[start] = part
+                    self._parts.setdefault(key, {})[start] = part
 
     def arrays(self) -> dict[str, Any]:
-        """The outputs; bfloat16, which numpy does not have, is widened to float32.
+        """The outputs as NumPy arrays, with bfloat16 widened to float32.
 
-        Each is an array, or where images gave different shapes a list with one of each image.
+        Each is an array, or a list of one array per image if their shapes differ.
         """
         return self._each(lambda name, array: _widened(array) if name == _BF16 else array)
 
     def tensors(self) -> dict[str, Any]:
-        """The outputs as torch tensors over the same memory, bfloat16 as it is."""
+        """The outputs as torch tensors that share the memory of the arrays; bfloat16 is kept."""
         import torch
 
         def tensor(name: str, array: Array) -> torch.Tensor:
@@ -99,16 +104,16 @@ class Assembly:
 
         return self._each(tensor)
 
-    def _each(self, made: Callable[[str, Array], Any]) -> dict[str, Any]:
+    def _each(self, convert: Callable[[str, Array], Any]) -> dict[str, Any]:
         outputs: dict[str, Any] = {}
         for key, (name, whole) in self._arrays.items():
-            if key not in self._loose:
-                outputs[key] = made(name, whole)
+            if key not in self._parts:
+                outputs[key] = convert(name, whole)
                 continue
             rows = list(whole)
-            for start, part in self._loose[key].items():
+            for start, part in self._parts[key].items():
                 rows[start : start + len(part)] = list(part)
-            outputs[key] = [made(name, row) for row in rows]
+            outputs[key] = [convert(name, row) for row in rows]
         return outputs
 
 

@@ -39,7 +39,7 @@ _LATE = 3
 # What one image can be to blame for: of the engine, and of a server.
 _OF_IMAGES = (BadImage, BadBox, ImageTooLarge, OutOfMemory, ComputeFailed)
 _OF_IMAGES_SENT = (
-    exceptions.OfImage,
+    exceptions.ImageProblem,
     exceptions.TooLarge,
     exceptions.OutOfMemory,
     exceptions.ComputeFailed,

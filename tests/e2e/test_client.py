@@ -303,7 +303,7 @@ def test_regions(client, three):
             [images[0]] * 40, pool="roi", boxes=[[[0, 0, 9, 9], [9, 9, 0, 0]] if i == 31 else [] for i in range(40)]
         )
     assert (caught.value.index, caught.value.extra["box"]) == (31, 1)
-    with pytest.raises(ValueError, match="3 images and boxes of 2"):
+    with pytest.raises(ValueError, match="3 images and 2 lists of boxes"):
         extractor(images, pool="roi", boxes=[[], []])
-    with pytest.raises(ValueError, match="not with arrays"):
+    with pytest.raises(ValueError, match="not arrays"):
         extractor(np.zeros((9, 9, 3), np.uint8), pool="roi", boxes=[])

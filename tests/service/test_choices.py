@@ -12,7 +12,7 @@ from fxcore.models import entry
 from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
-from service.client import parameters as client
+from service.client import base as client
 from service.engine.options import CHOICES, DTYPES
 from service.engine.record import PRECISIONS
 from service.http.keys import Scope

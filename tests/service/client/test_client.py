@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.client import exceptions, flows
-from service.client.flows import Answer, Held, Patience, Send, Wait, Work
-from service.client.images import Encoded, parts
+from service.client.flows import Answer, Call, ExtractorRef, RetryPolicy, Send, Sleep
+from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
 from service.schemas.problem_kinds import KINDS
 
@@ -42,7 +42,7 @@ def photo(tmp_path):
 
 
 def only(images):
-    [part] = parts(images, 16, 16 * MB)
+    [part] = split_call(images, 16, 16 * MB)
     return part
 
 
@@ -103,7 +103,7 @@ def test_preprocessed_values_are_float32(given_as):
 
 def test_tensors_by_name():
     flow = {"image1": np.zeros((5, 3, 8, 8), np.float32), "image2": torch.ones(5, 3, 8, 8)}
-    made = parts(flow, 2, 16 * MB)
+    made = split_call(flow, 2, 16 * MB)
     assert [(part.start, part.rows) for part in made] == [(0, 2), (2, 2), (4, 1)]
     body, kind = made[-1].body()
     assert kind == "application/x-safetensors"
@@ -126,7 +126,7 @@ def test_tensors_by_name():
 )
 def test_what_is_no_image(images, error):
     with pytest.raises(error):
-        parts(images, 16, MB)
+        split_call(images, 16, MB)
 
 
 @given(
@@ -138,7 +138,7 @@ def test_what_is_no_image(images, error):
 def test_parts_hold_every_image_once_and_in_order(images, max_rows, max_bytes, smaller):
     if not images:
         return
-    made = parts(images, max_rows, max_bytes)
+    made = split_call(images, max_rows, max_bytes)
     for some in (made, [piece for part in made for piece in part.split(smaller)]):
         position = 0
         for part in some:
@@ -185,8 +185,8 @@ def test_maps_of_different_sizes_become_a_list():
 
 def test_images_of_unknown_sizes_go_one_by_one_where_that_matters():
     images = [b"a", b"b", np.zeros((2, 4, 4, 3), np.uint8)]
-    assert [part.rows for part in parts(images, 16, 10**6, True)] == [1, 1, 2]
-    assert [part.rows for part in parts(images, 16, 10**6)] == [2, 2]
+    assert [part.rows for part in split_call(images, 16, 10**6, True)] == [1, 1, 2]
+    assert [part.rows for part in split_call(images, 16, 10**6)] == [2, 2]
 
 
 def test_bfloat16_is_widened_for_numpy():
@@ -208,7 +208,7 @@ def refusal(status, slug="", retry_after=None, **extra):
 OK = Answer(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
 
 
-HELD = Held("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
+REF = ExtractorRef("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
 
 
 def steps(flow, answers):
@@ -219,7 +219,7 @@ def steps(flow, answers):
             step = flow.send(result)
             taken.append(step)
             result = answers.pop(0) if isinstance(step, Send) else None
-            if isinstance(step, Work):
+            if isinstance(step, Call):
                 result = step.function()
     except StopIteration as end:
         return taken, end.value
@@ -229,39 +229,39 @@ def steps(flow, answers):
 
 def test_it_comes_back_when_it_is_told_to():
     answers = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
-    taken, result = steps(flows.exchange(Send("GET", "/"), Patience(60, 5)), answers)
+    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 5)), answers)
     assert result is OK
-    assert [type(step) for step in taken] == [Send, Wait, Send, Wait, Send]
+    assert [type(step) for step in taken] == [Send, Sleep, Send, Sleep, Send]
     assert 2 <= taken[1].seconds <= 2.5
     assert 3 <= taken[3].seconds <= 3.75
 
 
 @pytest.mark.parametrize(
-    ("answer", "patience", "sent"),
+    ("answer", "retry_policy", "sent"),
     [
-        (refusal(429, "admission-full", "0"), Patience(60, 2), 3),  # as often as allowed
-        (refusal(429, "admission-full", "30"), Patience(10, 5), 1),  # it would be too late
-        (refusal(503, "weights-unavailable"), Patience(60, 5), 1),  # no word of later
-        (refusal(422, "bad-tensor", "1"), Patience(60, 5), 1),
-        (refusal(500, "compute-failed", "1"), Patience(60, 5), 1),
+        (refusal(429, "admission-full", "0"), RetryPolicy(60, 2), 3),  # as often as allowed
+        (refusal(429, "admission-full", "30"), RetryPolicy(10, 5), 1),  # it would be too late
+        (refusal(503, "weights-unavailable"), RetryPolicy(60, 5), 1),  # no word of later
+        (refusal(422, "bad-tensor", "1"), RetryPolicy(60, 5), 1),
+        (refusal(500, "compute-failed", "1"), RetryPolicy(60, 5), 1),
     ],
 )
-def test_it_gives_up(answer, patience, sent):
-    taken, error = steps(flows.exchange(Send("GET", "/"), patience), [answer] * 9)
+def test_it_gives_up(answer, retry_policy, sent):
+    taken, error = steps(flows.exchange(Send("GET", "/"), retry_policy), [answer] * 9)
     assert isinstance(error, exceptions.Problem)
     assert sum(isinstance(step, Send) for step in taken) == sent
 
 
 def test_the_server_hears_of_the_timeout():
-    taken, _ = steps(flows.exchange(Send("GET", "/"), Patience(7, 0)), [OK])
+    taken, _ = steps(flows.exchange(Send("GET", "/"), RetryPolicy(7, 0)), [OK])
     assert 6.9 < float(taken[0].headers["X-Request-Timeout"]) <= 7
     assert taken[0].timeout > 7
 
 
 @pytest.mark.parametrize("value", ["Wed, 21 Oct 2015 07:28:00 GMT", "soon", "-1", ""])
 def test_odd_retry_after(value):
-    taken, _ = steps(flows.exchange(Send("GET", "/"), Patience(9, 1)), [refusal(429, retry_after=value), OK])
-    assert [step.seconds for step in taken if isinstance(step, Wait)] == ([0.0] if "2015" in value else [])
+    taken, _ = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [refusal(429, retry_after=value), OK])
+    assert [step.seconds for step in taken if isinstance(step, Sleep)] == ([0.0] if "2015" in value else [])
 
 
 def test_every_problem_is_of_the_class_of_its_status():
@@ -282,7 +282,7 @@ def test_every_problem_is_of_the_class_of_its_status():
 
 
 def test_every_class_of_one_problem_is_a_problem_of_the_server():
-    groups = {"Problem", "NotFound", "Invalid", "Unauthorized", "TooLarge", "Busy", "ServerError", "OfImage"}
+    groups = {"Problem", "NotFound", "Invalid", "Unauthorized", "TooLarge", "Busy", "ServerError", "ImageProblem"}
     classes = [c for c in vars(exceptions).values() if isinstance(c, type) and issubclass(c, exceptions.Problem)]
     for kind in classes:
         slug = re.sub("(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
@@ -291,20 +291,20 @@ def test_every_class_of_one_problem_is_a_problem_of_the_server():
 
 def test_answers_that_are_no_problem_documents():
     page = Answer(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
-    _, error = steps(flows.exchange(Send("GET", "/"), Patience(9, 1)), [page])
+    _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [page])
     assert isinstance(error, exceptions.ServerError)
     assert "Bad Gateway" in str(error)
 
 
 def test_what_is_too_large_is_sent_in_smaller_requests():
-    [part] = parts([bytes([n]) for n in range(8)], 16, MB)
+    [part] = split_call([bytes([n]) for n in range(8)], 16, MB)
     too_large = refusal(413, "response-too-large", bytes=800, limit=250)
     assembly = Assembly(8)
     answers = [too_large] + [
         Answer(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
         for first in range(0, 8, 2)
     ]
-    taken, _ = steps(flows.extract(HELD, part, {}, assembly, Patience(60, 0)), answers)
+    taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), answers)
     assert sum(isinstance(step, Send) for step in taken) == 5
     assert assembly.arrays()["a"].tolist() == list(range(8))
 
@@ -317,37 +317,37 @@ def described(id="x", fingerprint="f"):
 UNKNOWN = refusal(404, "unknown-extractor")
 
 
-def asked(held, answers):
+def asked(ref, answers):
     """Path and body of what is sent for one image, and what comes of it in the end."""
-    [part] = parts([b"image"], 1, MB)
+    [part] = split_call([b"image"], 1, MB)
     assembly = Assembly(1)
-    taken, error = steps(flows.extract(held, part, {}, assembly, Patience(60, 5)), answers)
+    taken, error = steps(flows.extract(ref, part, {}, assembly, RetryPolicy(60, 5)), answers)
     return [(step.path, step.body) for step in taken if isinstance(step, Send)], error or assembly.arrays()
 
 
 def test_what_the_server_does_not_know_is_made_again():
-    features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(HELD.spec).encode())
+    features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(REF.spec).encode())
     value = Answer(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
-    sent, result = asked(HELD, [UNKNOWN, described(), UNKNOWN, described(), value])
+    sent, result = asked(REF, [UNKNOWN, described(), UNKNOWN, described(), value])
     assert sent == [features, making, features, making, features]
     assert result["a"].tolist() == [1]
-    sent, error = asked(HELD, [UNKNOWN, described()] * 20)
+    sent, error = asked(REF, [UNKNOWN, described()] * 20)
     assert isinstance(error, exceptions.UnknownExtractor)
     assert len(sent) == 33
-    sent, error = asked(Held("x", "f", None), [UNKNOWN])
+    sent, error = asked(ExtractorRef("x", "f", None), [UNKNOWN])
     assert isinstance(error, exceptions.UnknownExtractor)
     assert sent == [features]
 
 
 @pytest.mark.parametrize("other", [{"id": "y"}, {"fingerprint": "g"}])
 def test_what_is_made_again_is_the_same_or_an_error(other):
-    _, error = asked(HELD, [UNKNOWN, described(**other)])
+    _, error = asked(REF, [UNKNOWN, described(**other)])
     assert isinstance(error, exceptions.ExtractorChanged)
 
 
 def test_the_index_of_a_bad_image_is_that_of_the_call():
-    [_, part] = parts([b"a", b"b", b"c"], 2, MB)
-    flow = flows.extract(HELD, part, {}, Assembly(3), Patience(60, 0))
+    [_, part] = split_call([b"a", b"b", b"c"], 2, MB)
+    flow = flows.extract(REF, part, {}, Assembly(3), RetryPolicy(60, 0))
     flow.send(flow.send(None).function())
     problem = refusal(422, "bad-image", index=0, detail="image 0: these 1 bytes are not an image")
     with pytest.raises(exceptions.BadImage, match=r"^image 2: these") as caught:
