@@ -2,6 +2,6 @@
 
 import os
 
-# By default OpenMP threads spin while they wait, which keeps a shared core from the very thread they wait for: eager
-# batches took up to eighty times as long. The variable is read when torch is loaded, so it is set here.
+# By default idle OpenMP threads spin, which on a shared core starves the very thread they wait for. OpenMP reads the
+# variable when torch is loaded, so it is set before that.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""The application: wiring only."""
+"""Assemble the application: engine, routes and middleware."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from service.observability.tracing import Traces
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
-ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). What answers GET
-answers HEAD, too."""
+ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). Every GET route also answers
+HEAD."""
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
-    """The service as an ASGI application; ``settings`` from the environment where not given.
+    """Create the ASGI application, with settings from the environment by default.
 
-    Its lifespan starts the engine, and drains it at the end.
+    Its lifespan starts the engine, and drains and closes it at the end.
     """
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
@@ -50,7 +50,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.engine.start()  # first: it decides where threads allocate
         state.start()
-        # Elsewhere than in a server's main thread there are no signals.
+        # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         sampling = asyncio.create_task(_sample(state.engine)) if metrics.shared_dir is not None else None
@@ -72,16 +72,20 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load their scripts from other hosts
         redoc_url=None,
-        redirect_slashes=False,  # it would redirect to whatever Host the client says
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours say more, and looking for it takes time
+        redirect_slashes=False,  # redirects would go to whatever Host the client sent
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+        },  # fxserve has its own; probing for FastAPI's is slow
     )
     app.state.fxserve = state
     problem_responses.install(app)
-    # Routes are tried in this order: what is asked most often comes first.
-    nouns = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
-    for noun in (*nouns, page):
-        app.include_router(noun.router)
-    # The last one added is the outermost.
+    # Routes are matched in this order: the most frequently requested come first.
+    api = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
+    for module in (*api, page):
+        app.include_router(module.router)
+    # The middleware added last is the outermost.
     app.add_middleware(RouteCache)
     app.add_middleware(HeadAsGet)
     app.add_middleware(
@@ -123,7 +127,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 
 async def _sample(engine: Engine) -> None:
-    """Keep this process's levels fresh for whichever process is asked for the metrics of all."""
+    """Update this process's gauges regularly: ``/metrics`` of any process reports those of all."""
     while True:
         engine.sample()
         await asyncio.sleep(_SAMPLE_SECONDS)
@@ -133,10 +137,10 @@ _SAMPLE_SECONDS = 2.0
 
 
 def traces_type() -> type[Traces]:
-    """What sends spans.
+    """Import the class that sends spans.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: OpenTelemetry is not installed.
     """
     try:
         from service.observability.tracing import Traces

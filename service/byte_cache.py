@@ -12,11 +12,11 @@ V = TypeVar("V")
 
 
 class ByteCache(Generic[K, V]):
-    """Values by key, of which the least recently used are dropped over ``limit`` bytes. For any thread.
+    """Maps keys to values and evicts the least recently used ones above ``limit`` bytes. Thread-safe.
 
     Args:
-        limit: most bytes; a value that is larger by itself is not kept.
-        size: the bytes of a value.
+        limit: maximum bytes; a single value larger than this is not cached.
+        size: returns the bytes of a value.
     """
 
     def __init__(self, limit: int, size: Callable[[V], int]) -> None:
@@ -27,7 +27,7 @@ class ByteCache(Generic[K, V]):
         self.bytes = 0
 
     def get(self, key: K) -> V | None:
-        """The value of ``key``, which counts as used now."""
+        """Look up ``key`` and mark it as recently used."""
         with self._guard:
             value = self._values.get(key)
             if value is not None:
@@ -35,22 +35,22 @@ class ByteCache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Keep ``value``, which counts as used now."""
+        """Add or replace a value and mark it as recently used."""
         with self._guard:
-            before = self._values.pop(key, None)
-            self.bytes += self._size(value) - (0 if before is None else self._size(before))
+            previous = self._values.pop(key, None)
+            self.bytes += self._size(value) - (0 if previous is None else self._size(previous))
             self._values[key] = value
             while self.bytes > self._limit:
                 self.bytes -= self._size(self._values.popitem(last=False)[1])
 
     def drop(self, key: K) -> None:
-        """Keep nothing under ``key``."""
+        """Remove ``key`` if it is cached."""
         with self._guard:
             value = self._values.pop(key, None)
             self.bytes -= 0 if value is None else self._size(value)
 
     def clear(self) -> None:
-        """Drop all values."""
+        """Remove all values."""
         with self._guard:
             self._values.clear()
             self.bytes = 0

@@ -1,6 +1,6 @@
-"""What this process may use of the machine, which in a container is less than there is.
+"""Resources of the machine that this process may use: in a container, fewer than the machine has.
 
-psutil knows the machine and the process, and no control group's limits.
+psutil does not know the limits of control groups.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores that this process may keep busy: by its affinity, and by the quota of its control group.
+    """Cores available to this process, by its CPU affinity and the CPU quota of its control group (cgroup v2).
 
-    See ``cpu.max`` in the kernel's documentation of control groups, version 2: microseconds of a period, or ``max``.
+    ``cpu.max`` is ``QUOTA PERIOD`` in microseconds, or ``max PERIOD`` without a quota.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
@@ -26,15 +26,17 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes that this process may take at most: the machine's memory, or its control group's ``memory.max``."""
+    """Bytes of memory available to this process: the machine's, or its control group's ``memory.max`` if lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read(cgroup / "memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_threads(cgroup: Path = _CGROUP) -> int | None:
-    """Threads that this process may have at most, other processes of its user or control group included; None where
-    nothing limits them. ``ulimit -u`` does not apply to root."""
+    """Maximum threads of this process and the others of its user or control group; None without a limit.
+
+    ``ulimit -u`` does not apply to root.
+    """
     limits = []
     own = _read(cgroup / "pids.max")
     if own.isdigit():
@@ -49,7 +51,7 @@ def available_threads(cgroup: Path = _CGROUP) -> int | None:
 
 
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of the processor, as the system names it, else as Python does; it may be empty."""
+    """Model name of the processor; may be empty."""
     for line in _read(info).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":

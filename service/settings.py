@@ -1,4 +1,4 @@
-"""Every ``FXSERVE_*`` variable, in one class."""
+"""The service's settings: every ``FXSERVE_*`` variable, in one class."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ MiB = 1024**2
 GiB = 1024**3
 
 
-def own_cores(settings: dict[str, Any]) -> int:
-    """Cores of one server process, where the machine is shared by ``workers`` of them."""
+def cores_per_worker(settings: dict[str, Any]) -> int:
+    """Cores for each of the ``workers`` server processes."""
     return max(1, available_cores() // int(settings.get("workers", 1)))
 
 
-def usual_batch(settings: dict[str, Any]) -> int:
-    """Most rows in a batch: 32 on a GPU; on a CPU four for each core, between 8 and 32.
+def default_max_batch(settings: dict[str, Any]) -> int:
+    """Default maximum rows per batch: 32 on a GPU; on a CPU four per core, between 8 and 32.
 
-    The activations of larger batches do not fit into a CPU's caches: small models get slower with them, large ones no
-    faster.
+    Activations of larger batches do not fit in a CPU's caches: small models get slower, large ones no faster.
     """
-    import torch  # takes seconds: only once settings are read
+    import torch  # slow to import, so not before settings are read
 
     device = str(settings.get("device", "auto"))
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return 32
-    return min(max(8, 4 * own_cores(settings)), 32)
+    return min(max(8, 4 * cores_per_worker(settings)), 32)
 
 
 def default_cache_dir() -> Path:
-    """``~/.cache/fxserve``, or where ``XDG_CACHE_HOME`` says."""
+    """``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
 
 
@@ -43,7 +42,7 @@ LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):
-    """What the service is told from outside; each field is the environment variable ``FXSERVE_<FIELD>``.
+    """Settings of the service; each field is read from the environment variable ``FXSERVE_<FIELD>``.
 
     Lists are separated by commas, extractors to preload by semicolons.
     """
@@ -51,129 +50,141 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="FXSERVE_", extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
 
     workers: int = Field(
         default=1,
         ge=1,
-        description="Server processes that `fxserve serve` starts on one port. Each has its own memory and all the "
-        "limits below for itself; extractors are known to all, cores are split among them.",
+        description="Server processes that `fxserve serve` runs on one port, sharing extractors and splitting cores; "
+        "each has its own memory, and the limits below apply to each.",
     )
-    log_format: LogFormat = Field(default="text", description="Log lines of `fxserve serve`: text, or json.")
+    log_format: LogFormat = Field(
+        default="text", description="Format of the log: `text`, or `json` with one object per line."
+    )
     tracing: bool = Field(
         default=False,
-        description="Whether OpenTelemetry spans are sent, to where OTEL_EXPORTER_OTLP_ENDPOINT says; needs the extra "
-        "otel.",
+        description="Send OpenTelemetry spans to `OTEL_EXPORTER_OTLP_ENDPOINT`; needs the extra `otel`.",
     )
     grace_period: float = Field(
-        default=25.0, gt=0, description="Seconds that accepted requests get to finish after SIGTERM."
+        default=25.0, gt=0, description="Seconds for accepted requests to finish after SIGTERM."
     )
 
-    device: str = Field(default="auto", description="Where models run: auto (CUDA if there is one), cpu, cuda, cuda:1.")
+    device: str = Field(
+        default="auto", description="Device that models run on: `auto` (CUDA if available), `cpu`, `cuda`, `cuda:1`."
+    )
     compute_threads: int = Field(
-        default_factory=own_cores, ge=1, description="Threads that one batch is computed with on CPU."
+        default_factory=cores_per_worker, ge=1, description="Threads that compute a batch on CPU."
     )
     decode_threads: int = Field(
-        default_factory=lambda settings: max(1, own_cores(settings) // 2),
+        default_factory=lambda settings: max(1, cores_per_worker(settings) // 2),
         ge=1,
-        description="Threads that decode and preprocess images; more than half the cores would fight with computing.",
+        description="Threads that decode and preprocess images; with more than half the cores they compete with the "
+        "model for them.",
     )
-    encode_threads: int = Field(default=2, ge=1, description="Threads that write answers.")
+    encode_threads: int = Field(default=2, ge=1, description="Threads that encode responses.")
     build_threads: int = Field(default=2, ge=1, description="Threads that trace models and build extractors.")
 
     lowering: bool = Field(
         default=True,
-        description="Whether backend=auto looks for a faster backend than eager for extractors that are used; float32 "
-        "values change by about 1e-6 when one takes over.",
+        description="Let `backend=auto` compile extractors that are in use and switch to a faster backend than eager; "
+        "float32 values change by about 1e-6 when it does.",
     )
     cache_dir: Path | None = Field(
         default_factory=default_cache_dir,
-        description="Folder that compiled models, and what was measured of them, are kept in between starts, at most "
-        "4 GiB; empty keeps none.",
+        description="Folder that caches compiled models and their measurements across restarts, up to 4 GiB; empty "
+        "disables the cache.",
     )
     calibration_dir: Path | None = Field(
-        default=None, description="Folder of photographs that int8 is calibrated on; without it, ones that are shipped."
+        default=None,
+        description="Folder of images to calibrate int8 on; by default, the photographs that come with fxserve.",
     )
 
     models: Annotated[tuple[str, ...], NoDecode] | None = Field(
         default=None,
-        description="The only models served, separated by commas: names and shell patterns, as in "
-        "`resnet*,timm.vit_*`; all where not set.",
+        description="Models to serve, separated by commas: names and shell patterns, as in `resnet*,timm.vit_*`; all "
+        "by default.",
     )
     models_dir: Path | None = Field(
-        default=None, description="Folder with models.toml, which describes models of your own, and their weights."
+        default=None,
+        description="Folder with `models.toml`, which describes models of your own, and with their weights.",
     )
     preload: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Extractors to build before /readyz says yes, separated by semicolons: "
-        "resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4. Weights follow '@', as in "
-        "resnet50@file:mine.pth:C4, a key follows '='.",
+        description="Extractors to build before `/readyz` answers 200, separated by semicolons: "
+        "`MODEL[@WEIGHTS]:NODE[=KEY],…`, as in `resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4` or "
+        "`resnet50@file:mine.pth:C4`.",
     )
     extractors: str | None = Field(
         default=None,
-        description="Folder, or URL of a bucket (s3://, gs://, abfs://; needs s3fs, gcsfs or adlfs), that keeps what "
-        "extractors are made of, their names and deletions: every server process over the same one knows them all, "
-        "after a restart too. Without it, processes of one server share a temporary one.",
+        description="Folder, or URL of a bucket (`s3://`, `gs://`, `abfs://`; needs s3fs, gcsfs or adlfs), that stores "
+        "extractors' specs, names and deletions. All server processes that use the same one share their extractors, "
+        "also across restarts. By default, the processes of one server share a temporary folder.",
     )
     weights_dir: Path | None = Field(
-        default=None, description="Folder that file:NAME weights are read from; without it there are none."
+        default=None, description="Folder that weights `file:NAME` are loaded from; not available by default."
     )
 
     api_keys_file: Path | None = Field(
         default=None,
-        description="File of API keys, a line of `fxserve key` each, read again on SIGHUP; without it anybody may do "
-        "anything.",
+        description="File of API keys, one line of `fxserve key` each, reloaded on SIGHUP. By default no key is "
+        "needed, and anyone may do anything.",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Origins whose web pages may use this service from a browser, separated by commas; * is all.",
+        description="Origins whose web pages may call this service from a browser, separated by commas; `*` allows "
+        "all.",
     )
 
     hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
-        description="Names that the server is called by in public, or shell patterns of them, separated by commas; "
-        "without API keys, requests for other names that anybody could register are refused.",
+        description="Public host names of the server, or shell patterns of them, separated by commas. Without API "
+        "keys, requests for any other name that could be registered in DNS are refused.",
     )
 
-    max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Largest request body.")
+    max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Maximum bytes of a request body.")
     body_timeout: float = Field(
         default=20.0,
         gt=0,
-        description="Seconds that a client may keep the server waiting for a body; each 64 KiB extend that by one.",
+        description="Seconds that the server waits for a request's body; each 64 KiB received extend the deadline by a "
+        "second.",
     )
     preprocess: Literal["default", "pil", "fast"] = Field(
         default="default",
-        description="What preprocess=default means: default, the weights' own transform of torchvision's decoded "
-        "tensor; pil, of the PIL image; fast, as default, but large JPEG files are decoded at a half or a quarter, and "
-        "on CUDA by nvJPEG where several follow one another, whose colours are less close.",
+        description="What `preprocess=default` means: `default`, the weights' own transform of the tensor that "
+        "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, but large JPEG files are decoded "
+        "at half or quarter size, and on CUDA runs of JPEG files by nvJPEG, with less exact colours.",
     )
-    max_pixels: int = Field(default=50_000_000, ge=1, description="Largest image, in pixels.")
-    max_response_bytes: int = Field(default=256 * MiB, ge=1, description="Largest answer, as raw tensor bytes.")
-    max_inflight: int = Field(default=256, ge=1, description="Most requests admitted at a time.")
+    max_pixels: int = Field(default=50_000_000, ge=1, description="Maximum pixels of an image.")
+    max_response_bytes: int = Field(
+        default=256 * MiB, ge=1, description="Maximum bytes of the tensors in a response, before encoding."
+    )
+    max_inflight: int = Field(default=256, ge=1, description="Maximum requests in flight.")
     max_inflight_bytes: int = Field(
-        default=2 * GiB, ge=1, description="Most bytes of bodies, decoded inputs and answers of all requests together."
+        default=2 * GiB,
+        ge=1,
+        description="Maximum bytes of bodies, decoded inputs and responses of all requests in flight.",
     )
-    max_batch: int = Field(default_factory=usual_batch, ge=1, description="Most rows in a batch.")
+    max_batch: int = Field(default_factory=default_max_batch, ge=1, description="Maximum rows in a batch.")
     max_batch_bytes: int = Field(
-        default=1 * GiB, ge=1, description="Most bytes of input, output and largest activations in a batch."
+        default=1 * GiB, ge=1, description="Maximum bytes of a batch: its inputs, outputs and peak activations."
     )
-    request_timeout: float = Field(default=60.0, gt=0, description="Seconds a request may take.")
+    request_timeout: float = Field(default=60.0, gt=0, description="Time limit of a request, in seconds.")
     memory_budget: int = Field(
         default=8 * GiB,
         ge=1,
-        description="Bytes of weights, extractors and traced graphs kept; the least recently used go first.",
+        description="Bytes of memory for weights, extractors and traced graphs; the least recently used are evicted.",
     )
 
     @field_validator(
         "cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", mode="before"
     )
     @classmethod
-    def _no_folder(cls, value: object) -> object:
+    def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
 
     @field_validator("calibration_dir")
     @classmethod
-    def _is_there(cls, value: Path | None) -> Path | None:
+    def _must_exist(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_dir():
             raise ValueError(f"there is no folder {value}")
         return value

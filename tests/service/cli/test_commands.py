@@ -228,7 +228,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--boxes", "x.csv", "--out", "OUT"], 2, "--boxes go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--roi-size", "1", "--out", "OUT"], 2, "goes with --pool roi"),
         (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begins with http"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begin with http"),
         (
             ["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "http://127.0.0.1:9", "--out", "OUT"],
             1,
