@@ -1,4 +1,4 @@
-"""The ``fxserve`` command. Nothing heavy is imported before a command needs it, so that help comes at once."""
+"""The ``fxserve`` command. Heavy modules are imported only by the commands that need them, so that help is fast."""
 
 from service.cli.commands import app, main
 

@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The ``fxserve`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     collect_rarely()
     app()
 
@@ -36,17 +36,17 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Every inner activation of a vision model: name the nodes of its torch.fx graph, give images, get tensors.
+    """Every inner activation of a vision model: name the nodes of its torch.fx graph, send images, get tensors.
 
     \b
-    fxserve nodes resnet50                         what can be asked for
+    fxserve nodes resnet50                         list the nodes of a model
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --out features/
-    fxserve serve                                  the same over HTTP
+    fxserve serve                                  serve the same over HTTP
 
     Each command has its own --help with examples.
     """
     if context.invoked_subcommand is None:
-        context.get_help()  # prints by itself where it has rich
+        context.get_help()  # with rich, this prints the help itself
 
 
 for command in (

@@ -1,4 +1,4 @@
-"""The service's settings, as a command was given them."""
+"""Settings of a command, from its options and the environment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ if TYPE_CHECKING:
     from service.settings import Settings
 
 
-def settings_of(given: dict[str, Any]) -> Settings:
-    """Settings from the environment, and from ``given`` where that is not None; raises pydantic's ValidationError."""
+def settings_of(options: dict[str, Any]) -> Settings:
+    """Read the settings from the environment; ``options`` that are not None take precedence.
+
+    Raises:
+        pydantic.ValidationError: a value is invalid.
+    """
     from service.settings import Settings
 
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    return Settings(**{name: value for name, value in options.items() if value is not None})
 
 
 def device_of(settings: Settings) -> str:
-    """The device that will be used."""
+    """Name of the device that will be used.
+
+    Raises:
+        typer.BadParameter: the device does not exist.
+    """
     from service.engine.placement import pick_device
 
     try:

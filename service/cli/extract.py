@@ -1,4 +1,4 @@
-"""``fxserve extract``: features of whole folders."""
+"""``fxserve extract``: compute the features of whole folders of images."""
 
 from __future__ import annotations
 
@@ -26,81 +26,93 @@ def extract(
         list[str],
         typer.Argument(
             metavar="IMAGES...",
-            help="Folders (all images below them), image files, tar archives such as WebDataset's shards, patterns "
-            "in quotes: 'photos/**/*.jpg', or URLs of these: s3://bucket/photos/.",
+            help="Folders (searched recursively), image files, tar archives such as WebDataset's shards, quoted glob "
+            "patterns such as 'photos/**/*.jpg', or URLs of these, such as s3://bucket/photos/.",
         ),
     ],
     model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
-    nodes: Annotated[str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY names an output.")],
-    out: Annotated[str, typer.Option(help="Folder or URL to write; one that an earlier run began is gone on with.")],
-    format: Annotated[ShardFormat, typer.Option(help="Of the shards; parquet and zarr need fxserve\\[offline].")] = (
-        "safetensors"
-    ),
+    nodes: Annotated[
+        str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY renames an output.")
+    ],
+    out: Annotated[str, typer.Option(help="Output folder or URL; an interrupted run in it is resumed.")],
+    format: Annotated[
+        ShardFormat, typer.Option(help="Format of the shards; parquet and zarr need fxserve\\[offline].")
+    ] = ("safetensors"),
     weights: Annotated[
-        str, typer.Option(help="DEFAULT, a name, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")
+        str, typer.Option(help="DEFAULT, the name of weights, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")
     ] = "DEFAULT",
     pool: Annotated[
-        Pool, typer.Option(help="Pool each map to one vector an image; roi: the boxes of --boxes, by roi_align.")
+        Pool, typer.Option(help="Pool each map to one vector per image; roi pools the boxes of --boxes by roi_align.")
     ] = "none",
     boxes: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="With --pool roi: a Parquet or CSV file with the columns path and boxes, a list of \\[x1, y1, x2, y2] "
-            "in pixels of the image, in CSV as JSON. Paths are absolute, URLs, or relative to the file's folder.",
+            help="With --pool roi: a Parquet or CSV file with the columns path and boxes. Boxes are a list of "
+            "\\[x1, y1, x2, y2] in pixels of the image, as JSON in CSV; paths are absolute, URLs, or relative to the "
+            "file's folder.",
         ),
     ] = None,
     roi_size: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, show_default=False, help="With --pool roi: positions a side of each box, 7; 1 is a vector."
+            min=1,
+            max=64,
+            show_default=False,
+            help="With --pool roi: side of each pooled box, 7 by default; 1 gives a vector.",
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of floating outputs; without it, the model's.", show_default=False)
+        Dtype | None, typer.Option(help="Dtype of floating-point outputs; the model's by default.", show_default=False)
     ] = None,
     normalize: Annotated[
-        Normalize | None, typer.Option(help="l2: unit length over the channels.", show_default=False)
+        Normalize | None, typer.Option(help="l2 scales to unit length over the channels.", show_default=False)
     ] = None,
     preprocess: Annotated[
         Preprocess,
-        typer.Option(help="default: the weights' transform of tensors; pil: of PIL images; fast: JPEG at a half."),
+        typer.Option(
+            help="default: the weights' transform of decoded tensors; pil: of PIL images; fast: decode large JPEG "
+            "files at half or quarter size; none: only scale pixels to \\[0, 1]."
+        ),
     ] = "default",
     precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
-    backend: Annotated[Backend, typer.Option(help="What runs the model; auto tries for many images.")] = "auto",
-    image_size: Annotated[int | None, typer.Option(help="Crop images to a square of this side in pixels.")] = None,
+    backend: Annotated[
+        Backend, typer.Option(help="What runs the model; auto looks for a faster backend if there are many images.")
+    ] = "auto",
+    image_size: Annotated[
+        int | None, typer.Option(help="Side in pixels of the square that images are cropped to.")
+    ] = None,
     shard_rows: Annotated[
-        int | None, typer.Option(min=1, help="Images, or boxes, of a shard; without it, as many as make 64 MiB.")
+        int | None, typer.Option(min=1, help="Rows per shard; by default, about 64 MiB of them.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     server: Annotated[
-        list[str] | None, typer.Option(help="Address of a server to use instead of this process; may be repeated.")
+        list[str] | None, typer.Option(help="URL of a server to compute on instead of this process; may be repeated.")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="FXSERVE_API_KEY", show_default=False, help="What the servers want to see, if anything."),
+        typer.Option(envvar="FXSERVE_API_KEY", show_default=False, help="API key for the servers."),
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
             show_default=False,
-            help="Use a Ray cluster: its address, auto for the one of this machine, local to begin one; writes "
-            "Parquet. Needs fxserve\\[ray].",
+            help="Compute on a Ray cluster and write Parquet: its address, auto for the one this machine belongs to, "
+            "local to start one. Needs fxserve\\[ray].",
         ),
     ] = None,
 ) -> None:
-    """Compute nodes of any number of images into shards in a folder. No server is needed.
+    """Compute features of any number of images and write them to shards in a folder. No server is needed.
 
-    A run that was ended, by whatever, is gone on with by the same command: no image is lost and none is done twice.
-    index.sqlite says where the features of an image are (table images: path, shard, row), errors.jsonl which images
-    could not be read, spec.json what was computed.
+    The same command resumes an interrupted run; no image is lost or computed twice. index.sqlite maps each image to its
+    shard and row (table images: path, shard, row), errors.jsonl lists the images that could not be read, and spec.json
+    describes what was computed.
 
-    With --pool roi a row is a box and no image: path says whose it is, and box which. Images without boxes are left
-    out.
+    With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped.
 
-    With --ray, rows are in Parquet files, images that could not be read have an error there, and stay so.
+    With --ray the output is Parquet files; images that could not be read have an error there and are not retried.
 
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
@@ -133,26 +145,27 @@ def extract(
     options = FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size or FeatureOptions.roi_size)
     job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, boxes)
     if ray is not None:
-        made = _on_ray(ray, job, settings)
+        summary = _extract_on_ray(ray, job, settings)
     else:
         with progress() as report:
-            made = extract(job, settings, report)
-    if not made.images:
+            summary = extract(job, settings, report)
+    if not summary.images:
         raise FxError(f"no images found in {', '.join(inputs)}")
-    tables.show(tables.outputs(made.outputs))
+    tables.show(tables.outputs(summary.outputs))
     out = out.rstrip("/")
-    told = "the column error" if ray is not None else f"{out}/errors.jsonl"
-    unreadable = f", {made.unreadable} could not be read: see {told}" if made.unreadable else ""
-    print(f"{out}: {made.done} of {made.images} images in {made.shards} shard{'s' * (made.shards != 1)}{unreadable}")
-    if not made.done:
+    errors = "the column error" if ray is not None else f"{out}/errors.jsonl"
+    unreadable = f", {summary.unreadable} could not be read: see {errors}" if summary.unreadable else ""
+    shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}"
+    print(f"{out}: {summary.done} of {summary.images} images in {shards}{unreadable}")
+    if not summary.done:
         raise typer.Exit(1)
 
 
-def _on_ray(address: str, job: Job, settings: Settings) -> Summary:
+def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
     from fxcore.errors import FxError
 
     if job.servers:
-        raise typer.BadParameter("--ray and --server are two ways to compute: name one")
+        raise typer.BadParameter("--ray and --server exclude each other")
     if job.format not in ("safetensors", "parquet"):
         raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
     try:
@@ -163,7 +176,7 @@ def _on_ray(address: str, job: Job, settings: Settings) -> Summary:
 
 
 def _named_nodes(text: str) -> dict[str, str]:
-    """``"layer3:C4,layer4"`` → ``{"layer3": "C4", "layer4": "layer4"}``."""
+    """Parse ``"layer3:C4,layer4"`` into ``{"layer3": "C4", "layer4": "layer4"}``."""
     from service.schemas.node_pairs import node_pairs
 
     named: dict[str, str] = {}

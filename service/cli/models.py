@@ -1,4 +1,4 @@
-"""``fxserve models``, ``nodes`` and ``graph``: what there is to ask for."""
+"""``fxserve models``, ``nodes`` and ``graph``: list models and show their graphs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _FORMAT_OF: dict[str, Format] = {
 
 
 def models(
-    task: Annotated[Task | None, typer.Option(help="Only models made for this.")] = None,
+    task: Annotated[Task | None, typer.Option(help="Only models for this task.")] = None,
     query: Annotated[str | None, typer.Option("--query", "-q", help="Only models whose name contains this.")] = None,
     source: Annotated[
-        Source | None, typer.Option(help="Only models that come from there; timm's are listed only so.")
+        Source | None, typer.Option(help="Only models from this source; timm's are listed only with --source timm.")
     ] = None,
 ) -> None:
-    """List the models, their default weights and whether those are on this machine.
+    """List the models, their weights and whether the default ones are on this machine.
 
     \b
     fxserve models --query resnet
@@ -60,8 +60,10 @@ def models(
 
 def nodes(
     model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
-    train: Annotated[bool, typer.Option("--train", help="Only the names of the graph in train mode.")] = False,
-    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "DEFAULT",
+    train: Annotated[
+        bool, typer.Option("--train", help="List only the node names of the graph in train mode.")
+    ] = False,
+    weights: Annotated[str, typer.Option(help="Weights, which decide the structure; they are not loaded.")] = "DEFAULT",
 ) -> None:
     """List a model's nodes: levels first, then each node with its shape, layout and target.
 
@@ -86,16 +88,16 @@ def nodes(
 def graph(
     model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
     format: Annotated[
-        Format | None, typer.Option(help="By default what the suffix of --out says, else table.", show_default=False)
+        Format | None, typer.Option(help="By default from the suffix of --out, else table.", show_default=False)
     ] = None,
-    height: Annotated[int | None, typer.Option(help="Height of the input that shapes are for.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the input that shapes are for.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height of the input, for shapes.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the input, for shapes.")] = None,
     depth: Annotated[
         int | None,
-        typer.Option(min=1, help="Draw one box for each module of as many parts: 1 is layer1, 2 is layer1.0."),
+        typer.Option(min=1, help="Depth of the modules to draw as one box each: 1 is layer1, 2 is layer1.0."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Weights whose structure to show; they are not loaded.")] = "DEFAULT",
-    out: Annotated[Path | None, typer.Option(help="File to write instead of printing.")] = None,
+    weights: Annotated[str, typer.Option(help="Weights, which decide the structure; they are not loaded.")] = "DEFAULT",
+    out: Annotated[Path | None, typer.Option(help="File to write to instead of stdout.")] = None,
 ) -> None:
     """Print or draw a model's eval graph.
 
@@ -108,10 +110,10 @@ def graph(
         raise typer.BadParameter("--height and --width go together")
     suffix = out.suffix.lower() if out is not None else ""
     if format is None and suffix and suffix not in _FORMAT_OF:
-        raise typer.BadParameter(f"--out: {suffix} is none of {', '.join(_FORMAT_OF)}; or name a --format")
+        raise typer.BadParameter(f"--out: {suffix} is none of {', '.join(_FORMAT_OF)}; or give a --format")
     chosen = format or _FORMAT_OF.get(suffix, "table")
     if depth is not None and chosen not in _DRAWINGS:
-        raise typer.BadParameter(f"--depth is for drawings ({', '.join(_DRAWINGS)}), and this is {chosen}")
+        raise typer.BadParameter(f"--depth is for drawings ({', '.join(_DRAWINGS)}), not for {chosen}")
     shown = _graph(model, weights)
     if height is not None and width is not None:
         shown = shown.at(height, width)

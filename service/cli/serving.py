@@ -1,4 +1,4 @@
-"""``fxserve serve``, and what is done around it: ``check`` and ``key``."""
+"""``fxserve serve``, ``check`` and ``key``: run the server, check its settings, create API keys."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     models: Annotated[str | None, typer.Option(help="The only models to serve, separated by commas.")] = None,
     preload: Annotated[
         str | None, typer.Option(help="Extractors to build before the service is ready, separated by semicolons.")
     ] = None,
-    weights_dir: Annotated[Path | None, typer.Option(help="Folder that weights=file:NAME is read from.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Server processes on this port.")] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="Log lines for people, or one JSON object each.")] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="info and debug show each request.")] = "warning",
+    weights_dir: Annotated[Path | None, typer.Option(help="Folder that weights file:NAME are loaded from.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of server processes.")] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="Format of the log: text, or json with one object per line.")
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="info and debug log each request.")] = "warning",
 ) -> None:
-    """Serve the HTTP API until Ctrl-C or SIGTERM; what was accepted is finished first.
+    """Serve the HTTP API until Ctrl-C or SIGTERM, then finish accepted requests.
 
-    Each option stands for the environment variable FXSERVE_<OPTION> and wins over it. The README lists the
-    variables that have no option here: limits, timeouts, threads.
+    Each option overrides the environment variable FXSERVE_<OPTION>. service/README.md lists all variables, also those
+    without an option: limits, timeouts, threads.
 
     \b
     fxserve serve
@@ -45,7 +47,7 @@ def serve(
     from service.http.server import end_on_signals, run, run_workers
 
     end_on_signals()
-    given = {
+    options = {
         "host": host,
         "port": port,
         "device": device,
@@ -55,15 +57,15 @@ def serve(
         "workers": workers,
         "log_format": log_format,
     }
-    settings = settings_of(given)
+    settings = settings_of(options)
     chosen = device_of(settings)
-    _tell_of_misspelt_variables()
-    _check(settings)
+    _warn_misspelt_variables()
+    _check_dependencies(settings)
     if settings.workers > 1:
         if settings.port == 0:
-            raise typer.BadParameter("--workers: several processes need one --port to share, not 0")
-        # They are started anew and read what was given here from the environment.
-        os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in given.items() if value is not None}
+            raise typer.BadParameter("--workers: several processes need a fixed --port, not 0")
+        # The processes are spawned and read these options from the environment.
+        os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in options.items() if value is not None}
         run_workers(settings, chosen, log_level)
         return
     from service.app import create_app
@@ -71,28 +73,28 @@ def serve(
     run(create_app(settings), settings, chosen, log_level)
 
 
-def _tell_of_misspelt_variables() -> None:
-    """Say on stderr which ``FXSERVE_*`` variables set nothing and look like ones that do.
+def _warn_misspelt_variables() -> None:
+    """Warn on stderr of unknown ``FXSERVE_*`` variables that resemble known ones.
 
-    Others may be anybody's: beside a Service called fxserve, Kubernetes sets FXSERVE_SERVICE_HOST and the like.
+    Any others may be legitimate: for a Service named fxserve, Kubernetes sets FXSERVE_SERVICE_HOST and others.
     """
     from service.settings import Settings
 
     names = [name.upper() for name in Settings.model_fields]
     for variable in sorted(os.environ):
         name = variable.removeprefix("FXSERVE_")
-        if name == variable or name in (*names, "API_KEY"):  # the last is what clients send
+        if name == variable or name in (*names, "API_KEY"):  # the last is for clients
             continue
-        meant = get_close_matches(name, names, n=1, cutoff=0.72)
-        if meant:
-            print(f"fxserve: {variable} sets nothing; is FXSERVE_{meant[0]} meant?", file=sys.stderr)
+        similar = get_close_matches(name, names, n=1, cutoff=0.72)
+        if similar:
+            print(f"fxserve: unknown variable {variable}; did you mean FXSERVE_{similar[0]}?", file=sys.stderr)
 
 
-def _check(settings: Settings) -> None:
-    """Try what a server process needs to start: of several, one that fails is started again without end.
+def _check_dependencies(settings: Settings) -> None:
+    """Open what each server process needs, before starting any: one that fails at start is restarted forever.
 
     Raises:
-        FxError: it cannot be had.
+        FxError: the store, the file of keys or OpenTelemetry is not usable.
     """
     from fxcore.errors import FxError
     from service.app import traces_type
@@ -112,7 +114,7 @@ def _check(settings: Settings) -> None:
 
 
 def check() -> None:
-    """Show what the machine has, what the service will use of it with its settings, and why.
+    """Show the machine's resources, what the service will use of them, and why.
 
     \b
     fxserve check
@@ -128,22 +130,24 @@ def check() -> None:
 
 
 def key(
-    name: Annotated[str, typer.Argument(help="Whose key it is, for the log and for taking it back.")],
-    scope: Annotated[KeyScope, typer.Option(help="read asks; admin also makes, loads and deletes.")] = "read",
+    name: Annotated[str, typer.Argument(help="Name of the key's owner, for logs and to revoke it.")],
+    scope: Annotated[
+        KeyScope, typer.Option(help="read: query and compute; admin: also create, load and delete.")
+    ] = "read",
 ) -> None:
-    """Make an API key: its line for FXSERVE_API_KEYS_FILE goes to stdout, the key itself to stderr, once.
+    """Create an API key: its line for FXSERVE_API_KEYS_FILE goes to stdout, the key itself to stderr.
 
     \b
     fxserve key alice
     fxserve key deployment --scope admin
 
-    Append the line with >> FILE, and have a server that runs read it with SIGHUP.
+    Append the line to the file with >> FILE, and send SIGHUP to a running server.
     """
     from service.http import keys
 
     try:
-        made, secret = keys.make(name, scope)
+        created, secret = keys.make(name, scope)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    print(made.line)
-    print(f"{secret}\nkeep it: it is not stored; send it as Authorization: Bearer {secret[:8]}…", file=sys.stderr)
+    print(created.line)
+    print(f"{secret}\nkeep it, it is not stored; send it as Authorization: Bearer {secret[:8]}…", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the command line prints: tables that fit a terminal, and that a pipe gets whole."""
+"""Tables for the terminal, printed without wrapping to a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = "-"
 
 
 def show(table: Table) -> None:
-    """Print a table. Where the output is no terminal, a line is as long as it must be, for grep and awk."""
+    """Print a table; if stdout is not a terminal, without wrapping lines, for grep and awk."""
     console = Console(markup=False, highlight=False, emoji=False)
     if console.is_terminal:
         console.print(table)
@@ -31,7 +31,7 @@ def show(table: Table) -> None:
 
 
 def models(entries: Iterable[ModelEntry]) -> Table:
-    """A line a model."""
+    """List models, one per row."""
     table = _table("model", "task", "default weights", "other weights", "params", "on disk")
     table.columns[4].justify = "right"
     for entry in entries:
@@ -50,7 +50,7 @@ def models(entries: Iterable[ModelEntry]) -> Table:
 
 
 def levels(graph: ModelGraph) -> Table:
-    """The levels of a graph."""
+    """List the levels of a graph."""
     table = _table("level", "node", "channels", "stride")
     for name, level in graph.levels.items():
         table.add_row(name, level.node, str(level.channels), str(level.stride))
@@ -58,7 +58,7 @@ def levels(graph: ModelGraph) -> Table:
 
 
 def nodes(graph: ModelGraph) -> Table:
-    """Every node that has a name, in order of execution; those that cannot be asked for are dim and have no shape."""
+    """List every named node in order of execution; those that cannot be extracted are dim, without a shape."""
     table = _table("node", "shape", "layout", "target")
     for node in graph.nodes:
         if node.name not in graph.by_name:
@@ -72,22 +72,22 @@ def nodes(graph: ModelGraph) -> Table:
     return table
 
 
-def outputs(made: Iterable[Mapping[str, Any]]) -> Table:
-    """What was extracted: key, node, shape of one image and dtype of each output."""
+def outputs(extracted: Iterable[Mapping[str, Any]]) -> Table:
+    """List extracted outputs: key, node, shape of one image and dtype."""
     table = _table("output", "node", "shape", "dtype")
-    for output in made:
+    for output in extracted:
         shape = _shape(output["shape"]) if output["shape"] is not None else "varies"
         table.add_row(output["key"], output["node"], shape, output["dtype"])
     return table
 
 
 def findings(found: Iterable[Finding]) -> Table:
-    """What the machine has and what will be used."""
+    """List the findings of ``fxserve check``."""
     table = _table("", "used", "why", "")
     styles = {"ok": None, "note": "yellow", "problem": "bold red"}
     for finding in found:
         verdict = "" if finding.verdict == "ok" else finding.verdict
-        table.add_row(finding.about, finding.used, finding.why, verdict, style=styles[finding.verdict])
+        table.add_row(finding.subject, finding.used, finding.why, verdict, style=styles[finding.verdict])
     return table
 
 

@@ -351,8 +351,8 @@ def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.stderr.splitlines()[:-1] == [
-        "fxserve: FXSERVE_API_KEY_FILE sets nothing; is FXSERVE_API_KEYS_FILE meant?",
-        "fxserve: FXSERVE_PROT sets nothing; is FXSERVE_PORT meant?",
+        "fxserve: unknown variable FXSERVE_API_KEY_FILE; did you mean FXSERVE_API_KEYS_FILE?",
+        "fxserve: unknown variable FXSERVE_PROT; did you mean FXSERVE_PORT?",
     ]
 
 
@@ -385,7 +385,7 @@ def test_check_says_what_will_be_used_and_why(monkeypatch: pytest.MonkeyPatch, t
     told = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
     assert told["device"].split()[1:3] == ["cpu", "FXSERVE_DEVICE=cpu;"]
     assert "3 compute" in told["threads"]
-    assert "answers first" in told["backend eager"]
+    assert "serves first" in told["backend eager"]
     assert "CUDA graphs need a CUDA device" in told["backend cudagraphs"]
     assert f"{tmp_path / 'kept'}" in told["compiled models"]
     assert "writable" in told["compiled models"]
