@@ -40,12 +40,15 @@ that retry at once would keep the server busy with refusals."""
 
 
 class Phase(Enum):
-    """What the bytes that come next belong to."""
+    """What a connection reads."""
 
+    IDLE = auto()
+    """The next request has not begun."""
     HEAD = auto()
     BODY = auto()
-    NEXT = auto()  # a request that has not begun
-    NOTHING = auto()  # the connection ends; they are discarded
+    """A body, its trailers included."""
+    ENDED = auto()
+    """Nothing more; what still comes is discarded."""
 
 
 class Connection(HttpToolsProtocol):
@@ -53,14 +56,12 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._phase = Phase.HEAD
+        self._phase = Phase.IDLE
+        # Of a head, since the last data of a body, or discarded. What comes together with the end of an earlier request
+        # does not count: how much of it belongs to the next head is not known.
+        self._pending_bytes = 0
         self._draining = False
-        self._head_bytes = 0
-        self._bytes_without_body = 0
-        self._bytes_thrown_away = 0
-        self._mixed = False  # whether the current data begins with bytes of an earlier request
-        self._fault: Refusal | None = None
-        self._answering: RequestResponseCycle | None = None
+        self._answering: RequestResponseCycle | None = None  # the request that the application works on
         self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
         self._hold: asyncio.TimerHandle | None = None
 
@@ -80,31 +81,21 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.NOTHING:
-            self._bytes_thrown_away += len(data)
-            if self._bytes_thrown_away > LINGER_BYTES:
+        self._pending_bytes += len(data)
+        if self._phase is Phase.ENDED:
+            if self._pending_bytes > LINGER_BYTES:
                 self.transport.abort()
             return
-        self._mixed = self._phase is Phase.BODY
-        self._bytes_without_body += len(data)
-        self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except httptools.HttpParserError:
-            if self._phase is Phase.NEXT:
-                self._phase = Phase.HEAD
-            self._head_bytes += 1
-            self._end(self._fault or heads.not_http())
+        except httptools.HttpParserError as error:
+            fault = error.__context__  # what a callback raised
+            self._end(fault if isinstance(fault, Refusal) else heads.not_http())
             return
-        if self._phase is Phase.HEAD and not self.transport.is_closing():
-            # How much of data with the end of an earlier request belongs to this head is not known.
-            self._head_bytes += 1 if self._mixed else len(data)
-            if self._head_bytes > heads.MAX_HEAD_BYTES:
-                self._end(heads.too_large())
-            else:
-                self._expect_head()
-        elif self._phase is Phase.BODY and self._bytes_without_body > heads.MAX_HEAD_BYTES:
-            self._end(heads.too_large())  # trailers, or extensions of chunks
+        if self._phase is not Phase.IDLE and self._pending_bytes > heads.MAX_HEAD_BYTES:
+            self._end(heads.too_large())  # a head, trailers, or extensions of chunks
+        elif self._phase is Phase.HEAD:
+            self._expect_head()
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
@@ -128,9 +119,9 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RuntimeError("too many requests at once")  # which ends the parsing
+        self._unset_keepalive_if_required()  # not by empty lines, which are no request
         super().on_message_begin()
         self._phase = Phase.HEAD
-        self._head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is Phase.HEAD:  # trailers come too late to change anything
@@ -138,35 +129,35 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         version = self.parser.get_http_version()
-        try:
-            self.url = heads.check(version, self.parser.get_method(), self.url, self.headers)
-        except Refusal as fault:
-            self._fault = fault
-            raise
+        self.url = heads.check(version, self.parser.get_method(), self.url, self.headers)
         if version == "1.0":
             self.expect_100_continue = False
         if self.parser.should_upgrade():  # see _parse
             return
-        self._phase = Phase.BODY
-        self._mixed = True
-        self._cancel_deadline()
         super().on_headers_complete()
+        self._read_on(Phase.BODY)
         # An answer only writes and closes.
         self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self._draining:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._bytes_without_body = 0
+        self._pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._phase = Phase.NEXT
-        self._cancel_deadline()
+        self._read_on(Phase.IDLE)
         super().on_message_complete()
-        self._hold_if_refused()
+        if self.cycle.response_complete:  # it was answered before its end
+            self._expect_request()
+            self._hold_if_refused()
+
+    def _read_on(self, phase: Phase) -> None:
+        self._phase = phase
+        self._pending_bytes = 0
+        self._cancel_deadline()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
@@ -178,12 +169,14 @@ class Connection(HttpToolsProtocol):
         if self.pipeline or self._hold is not None:
             self.flow.pause_reading()
         self._hold_if_refused()
+        if self._phase is not Phase.IDLE:  # uvicorn takes the connection for idle now
+            self._unset_keepalive_if_required()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
-            self._expect_head()
+            self._expect_head()  # in this case the rest of the body
 
     def _hold_if_refused(self) -> None:
-        """Stop reading for a while once the last request has been read to its end and refused."""
-        if self._phase is not Phase.NEXT or not self.cycle.response_complete or self._hold is not None:
+        """Stop reading for a while if the last request has been read to its end and was refused by admission."""
+        if self._phase is not Phase.IDLE or not self.cycle.response_complete or self._hold is not None:
             return
         wait: Any = self.cycle.scope.get(REFUSED)
         if wait is not None and not self.transport.is_closing():
@@ -195,10 +188,16 @@ class Connection(HttpToolsProtocol):
     def _resume(self) -> None:
         self._hold = None
         if not self.transport.is_closing():
+            self._expect_request()
+            self.flow.resume_reading()
+
+    def _expect_request(self) -> None:
+        """Start the time limit of an idle connection."""
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
-            self.flow.resume_reading()
 
     def shutdown(self) -> None:
         """Serve a request that has arrived already, then close.
@@ -239,28 +238,30 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _end(self, why: Refusal | FxError) -> None:
-        """Close the connection, and answer a request that has begun with ``why``. If earlier requests are still
-        unanswered, they are answered instead, and ``why`` is not sent: it could be taken for their answer. A request
-        whose body cannot be read to its end gets no other answer.
+        """Read nothing more, and answer the request that is being read with ``why``.
 
-        After ``why`` only our side of the connection is closed, until the client closes its own: closing it with unread
-        bytes would be a reset, which can destroy the answer."""
-        self._cancel_deadline()
+        If earlier requests are still unanswered, the connection is closed after their answers, and ``why`` is not sent:
+        it could be taken for one of them. A request whose body is not read to its end gets no other answer.
+        """
         unread = self.cycle if self._phase is Phase.BODY else None
-        before = [cycle for cycle in self._unanswered() if cycle is not unread]
-        head_begun = self._phase is Phase.HEAD and self._head_bytes > 0
+        earlier = [cycle for cycle in self._unanswered() if cycle is not unread]
+        answerable = self._phase is Phase.HEAD or (unread is not None and not unread.response_started)
         if unread is not None:
             _disconnect(unread)
-        if before:
-            before[-1].keep_alive = False
-            self._phase = Phase.NOTHING
-        elif head_begun or (unread is not None and not unread.response_started):
-            self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
-            self.transport.write_eof()
-            self._phase = Phase.NOTHING
-            self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        self._read_on(Phase.ENDED)
+        if earlier:
+            earlier[-1].keep_alive = False  # so uvicorn closes the connection after it
+        elif answerable:
+            self._refuse(why)
         else:
             self.transport.close()
+
+    def _refuse(self, why: Refusal | FxError) -> None:
+        """Send ``why`` and close our side of the connection. The client has some time to close its own: closing it with
+        unread bytes would be a reset, which can destroy the answer."""
+        self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _unanswered(self) -> list[RequestResponseCycle]:
         """Requests that were read and wait for their answers, in their order."""

@@ -200,6 +200,54 @@ def test_a_head_alone_is_an_answer(slow: tuple[Slow, socket.socket]) -> None:
     assert connection.recv(100) == b""
 
 
+def test_requests_without_bodies_do_not_count_towards_a_later_body(slow: tuple[Slow, socket.socket]) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    for _ in range(1 + MAX_HEAD_BYTES // 60_000):
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n")
+        assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
+    app.asked.clear()
+    connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n")
+    assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
+    connection.sendall(b"body")
+    assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
+
+
+async def at_once(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers without reading the request's body."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n\r\nbody", b"body"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n"),
+    ],
+    ids=["answered before its end", "an empty line"],
+)
+def test_an_idle_connection_is_closed_whatever_came_last(before: bytes, after: bytes) -> None:
+    with serving(at_once, keep_alive=1) as connection:
+        connection.settimeout(30)
+        connection.sendall(before)
+        read_until(connection, b"ok")
+        with contextlib.suppress(ConnectionError):  # on a slow machine it is closed before
+            connection.sendall(after)
+            assert connection.recv(100) == b""
+
+
+def test_a_connection_on_which_a_head_has_begun_is_not_idle() -> None:
+    with serving(at_once, keep_alive=1) as connection:
+        connection.settimeout(30)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n")
+        read_until(connection, b"ok")
+        time.sleep(1.5)
+        connection.sendall(b"Host: x\r\n\r\n")
+        assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
+
+
 def read_until(connection: socket.socket, end: bytes) -> bytes:
     received = b""
     while not received.endswith(end):
