@@ -1,8 +1,7 @@
-"""What these cores can do: the service's own decoding and lowered model, called directly. No HTTP, no queue, no answer.
+"""Measure the upper bound of throughput: the service's decoding and lowered model, without HTTP, queue or encoding.
 
-A program of its own, so that nothing of the benchmark shares its threads. It finds the best size of batch and number
-of threads, prints them as JSON, and from then on answers every line that it reads with the images a second that it
-measures.
+Runs as a separate process, so that it shares no threads with the benchmark. It finds the best batch size and number of
+threads, prints them as JSON, and then, for each line read from stdin, measures and prints images/s.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from service.settings import Settings
 
 
 async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
-    """A built extractor, lowered if it is going to be within ``settle`` seconds."""
+    """Build an extractor and wait up to ``settle`` seconds for its lowering."""
     engine = Engine(Settings())
     await engine.start()
     record, _ = await engine.extractor(spec, 600)
     if record.state != "ready":
-        raise SystemExit(f"no ceiling: {record.problem}")
+        raise SystemExit(f"the extractor cannot be built: {record.problem}")
     with suppress(TimeoutError):
         async with asyncio.timeout(settle):
             await engine.settle(record)
@@ -45,8 +44,10 @@ async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
 
 
 class Ceiling:
-    """One extractor with ``decoders`` threads that decode, each file by itself or, on CUDA, several ``together``, and
-    ``threads`` that compute."""
+    """One extractor, with ``decoders`` decoding threads and ``threads`` compute threads.
+
+    ``together`` decodes several JPEG files in one call, on CUDA.
+    """
 
     def __init__(
         self, record: ExtractorRecord, files: list[bytes], pooled: bool, decoders: int, threads: int, together: bool
@@ -60,7 +61,7 @@ class Ceiling:
         compute_with(threads)
 
     def rate(self, size: int, seconds: float) -> float:
-        """Images a second in batches of ``size``, the next being decoded while one is computed."""
+        """Measure images/s in batches of ``size``; the next batch is decoded while one is computed."""
         done = -2 * size  # two batches to warm up
         started = time.perf_counter()
         following = self._decode(size)
@@ -75,7 +76,7 @@ class Ceiling:
         return done / (time.perf_counter() - started)
 
     def latency(self, seconds: float) -> float:
-        """Median milliseconds of one image after another, decoded and computed."""
+        """Measure the median milliseconds to decode and compute one image after another."""
         taken: list[float] = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(taken) < 5:
@@ -107,10 +108,10 @@ class Ceiling:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("spec", help="an ExtractorSpec as JSON")
-    parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement lasts")
-    parser.add_argument("--settle", type=float, default=60.0, help="seconds that backend=auto gets to lower")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each measurement")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait for backend=auto to lower")
     parser.add_argument("--pooled", action="store_true", help="pool the outputs")
-    parser.add_argument("--latency", action="store_true", help="measure one image after another")
+    parser.add_argument("--latency", action="store_true", help="measure latency of single images instead of throughput")
     options = parser.parse_args()
     record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
@@ -118,21 +119,21 @@ def main() -> None:
     on_cuda = record.jpeg_batches is not None
     sizes = (1,) if options.latency else (1, 4, 8, 16, 32, *((128,) if on_cuda else ()))
 
-    def measured(way: tuple[int, int, int, bool]) -> float:
-        """Images a second."""
-        size, decoders, threads, together = way
+    def measure(setup: tuple[int, int, int, bool]) -> float:
+        """Measure images/s."""
+        size, decoders, threads, together = setup
         ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads, together)
         return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
     splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
-    ways = [(size, *split, False) for split in splits for size in sizes]
-    ways += [(size, *split, True) for split in splits for size in sizes if on_cuda and size >= FEWEST]
-    best = max(ways, key=measured)
+    setups = [(size, *split, False) for split in splits for size in sizes]
+    setups += [(size, *split, True) for split in splits for size in sizes if on_cuda and size >= FEWEST]
+    best = max(setups, key=measure)
     how = "batch {}, {} decoding, {} computing".format(*best) + (", decoded together" if best[3] else "")
     print(json.dumps({"backend": record.backend, "how": how}), flush=True)
-    # The best of fifteen is a lucky one on a machine that others share, so what found it does not count.
+    # Measured again: the best of many measurements is biased upwards.
     for _ in sys.stdin:
-        print(json.dumps(measured(best)), flush=True)
+        print(json.dumps(measure(best)), flush=True)
     release()
 
 

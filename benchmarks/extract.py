@@ -1,12 +1,12 @@
-"""``fxserve extract``: memory over many images, and its rate against what these cores can do and against a script.
+"""``fxserve extract``: memory over many images, and throughput against the upper bound and against a plain script.
 
     python benchmarks/extract.py memory --images 20000
     python benchmarks/extract.py rate --model resnet50 --images 2000
     python benchmarks/extract.py script --model resnet50 --images 2000
 
-``memory`` makes that many small images, has a process extract them, and shows its resident memory on the way. ``rate``
-takes the photographs of the other benchmarks again and again, and compares with ``ceiling.py``; ``script`` with
-``peers/dataloader_script.py`` at its best number of workers, each a whole process from its start to its end.
+``memory`` generates small images and shows the resident memory of a process that extracts them. ``rate`` repeats the
+photographs of the other benchmarks and compares throughput with ``ceiling.py``. ``script`` compares the time of the
+whole process with ``peers/dataloader_script.py`` at its best number of workers.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ HERE = Path(__file__).parent
 PER_FOLDER = 1000
 
 NODES = {"mobilenet_v3_small": "features.12", "resnet50": "layer4"}
-"""Of C5, as torchvision's own extractor takes them."""
+"""Node of C5, as torchvision's own extractor names it."""
 WORKERS = (1, 2)
 
-# Between these shares of the images neither the start nor the last, half-filled batches count.
+# The rate is measured between these shares of the images, without the start and the last batches.
 STEADY = (0.1, 0.95)
-# Memory that is bounded does not grow with the images: after the first tenth, by no more than this share.
+# Memory counts as bounded if it grows by no more than this share after the first tenth of the images.
 GROWTH = 0.1
 
 
 def small_images(folder: Path, count: int) -> None:
-    """JPEG files of 96 x 72 pixels, each another piece of a photograph."""
+    """Write JPEG files of 96 x 72 pixels, each a different crop of a photograph."""
     photo = np.asarray(PIL.Image.open(io.BytesIO(photos.jpegs(1000, 750)[0])))
     for number in range(count):
         top, left = (number * 7) % (photo.shape[0] - 72), (number * 13) % (photo.shape[1] - 96)
@@ -53,7 +53,7 @@ def small_images(folder: Path, count: int) -> None:
 
 
 def same_photographs(folder: Path, count: int) -> None:
-    """The photographs of the other benchmarks, by many names."""
+    """Write the photographs of the other benchmarks, repeated under different names."""
     first = []
     for index, data in enumerate(photos.jpegs()):
         first.append(folder / f"photo-{index}.jpg")
@@ -63,7 +63,7 @@ def same_photographs(folder: Path, count: int) -> None:
 
 
 def child(options: argparse.Namespace) -> None:
-    """Extract, and print [seconds, images done, resident bytes] for every half second."""
+    """Extract, and print [seconds, images done, resident bytes] for each half second."""
     from service.engine import FeatureOptions
     from service.offline import Job, extract
     from service.schemas.v1 import ExtractorSpec
@@ -95,7 +95,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[tuple[float, int, int]]:
-    """Extract ``folder`` in a process of its own; what :func:`child` samples there."""
+    """Extract ``folder`` in a child process; returns the samples of :func:`child`."""
     command = [sys.executable, __file__, "child", "--model", options.model, "--backend", options.backend]
     command += ["--folder", str(folder / "images"), "--out", str(folder / "features")]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent, check=True)
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[tuple[float, int, int
 
 
 def rate(samples: list[tuple[float, int, int]], images: int) -> float:
-    """Images a second in the middle of a run."""
+    """Images/s in the middle of a run."""
     steady = [sample for sample in samples if STEADY[0] * images <= sample[1] <= STEADY[1] * images]
     return (steady[-1][1] - steady[0][1]) / (steady[-1][0] - steady[0][0])
 
@@ -118,11 +118,11 @@ def memory(options: argparse.Namespace, folder: Path) -> None:
     for tenth in range(1, 11):
         upto = [rss for _, images, rss in samples if images <= tenth / 10 * options.images]
         if upto:
-            print(f"  {10 * tenth:3d} %  resident {upto[-1] / 1e6:7.0f} MB, most so far {max(upto) / 1e6:7.0f} MB")
+            print(f"  {10 * tenth:3d} %  resident {upto[-1] / 1e6:7.0f} MB, peak {max(upto) / 1e6:7.0f} MB")
     first = max(rss for _, images, rss in samples if images <= options.images / 10)
     most = max(rss for _, _, rss in samples)
     verdict = "bounded" if most <= (1 + GROWTH) * first else "GROWS"
-    print(f"  {verdict}: the most after the first tenth is {most / first:.3f} of the most within it")
+    print(f"  {verdict}: the peak after the first tenth is {most / first:.3f} times the peak within it")
 
 
 def against_ceiling(options: argparse.Namespace, folder: Path) -> None:
@@ -149,7 +149,7 @@ def against_script(options: argparse.Namespace, folder: Path) -> None:
 
 
 def seconds(arguments: list[str]) -> float:
-    """That a Python process takes, its start included."""
+    """Seconds that a Python process takes, its start included."""
     started = time.perf_counter()
     subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, cwd=HERE.parent, check=True)
     return time.perf_counter() - started

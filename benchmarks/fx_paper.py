@@ -1,11 +1,11 @@
-"""The figures of the torch.fx paper (Reed et al., arXiv 2112.08429, section 6), measured on this machine.
+"""Reproduce the figures of the torch.fx paper (Reed et al., arXiv 2112.08429, section 6) on this machine.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/fx_paper.py  # idle OpenMP threads would spin beside other backends
 
-Operations of resnet50 as torch.fx, torch.jit.trace and torch.jit.script record them; how much latency Conv-BN fusion
-takes off on one thread and on all; int8 against float32; a compiled lowering against eager. Each pair is timed in
-turns, in one run, and what is printed are ratios of medians. The paper's int8 is DeepRecommender's and its lowering
-TensorRT's on a GPU; here both are resnet50's on a CPU, with random weights.
+Number of operations that torch.fx, torch.jit.trace and torch.jit.script record for resnet50; latency saved by Conv-BN
+fusion on one thread and on all; int8 against float32; compiled backends against eager. Each pair is timed alternately
+in one run, and ratios of medians are printed. The paper measures int8 on DeepRecommender and lowering to TensorRT on a
+GPU; here both are resnet50 on a CPU, with random weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Run = Callable[[], object]
 
 
 def operations() -> Iterator[Row]:
-    """How many operations each capture of the model has, modules inlined."""
+    """Count the operations of each capture of the model, with modules inlined."""
     model = load_model(get_model(MODEL), "random")
     example = torch.zeros(1, 3, 224, 224)
     scripted = torch.jit.script(model)
@@ -46,15 +46,16 @@ def operations() -> Iterator[Row]:
 
 
 def jit_nodes(block: object) -> int:
-    """Nodes of a TorchScript graph or block, those of inner blocks included."""
+    """Count the nodes of a TorchScript graph or block, nested blocks included."""
     return sum(1 + sum(map(jit_nodes, node.blocks())) for node in block.nodes())  # type: ignore[attr-defined]
 
 
 def fusion(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
-    """Latency that folding batch norms takes off; folding with channels_last memory; and the eager backend as it
-    serves, which beside these packs convolutions for oneDNN with the activation or the sum that follows fused in, and
-    lets what is left overwrite its input. Each against the model as it is, in torch's default memory. Before that the
-    share of batch norms, all that folding can save.
+    """Measure the latency saved by Conv-BN folding, by folding with channels_last, and by the eager backend.
+
+    The eager backend also packs convolutions for oneDNN, fused with the activation or addition that follows, and makes
+    the remaining operations in-place. All are compared with the unmodified model in contiguous memory format. The share
+    of batch norms is the upper bound of what folding saves.
     """
     fused = fuse_conv_bn(module)
     last = fuse_conv_bn(module)
@@ -62,17 +63,17 @@ def fusion(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
     nhwc = x.contiguous(memory_format=torch.channels_last)
     every = torch.get_num_threads()
     eager = BACKENDS["eager"].lower(module, (torch.cat([x, x]),), Options(threads=every))
-    for threads, said, paper in ((1, "one thread", "18 %"), (every, f"all threads ({every})", "40 %")):
+    for threads, label, paper in ((1, "one thread", "18 %"), (every, f"all threads ({every})", "40 %")):
         torch.set_num_threads(threads)
         norms = {n.name for n in module.graph.nodes if n.op == "call_module" and is_norm(module, n)}
         share = sum(n.share for n in profile(module, x, runs=5).nodes if n.fx_name in norms)
-        yield f"batch norms' share of the time, {said}", "", f"{share:.0%}"
+        yield f"batch norms' share of the time, {label}", "", f"{share:.0%}"
         plain, folded, both, all_of_it = in_turns(
             runs, lambda: module(x), lambda: fused(x), lambda: last(nhwc), lambda: eager(x)
         )
-        yield f"Conv-BN folded alone, latency saved, {said}", paper, f"{1 - folded / plain:.0%}"
-        yield f"… and channels_last, {said}", "", f"{1 - both / plain:.0%}"
-        yield f"… the eager backend as served, {said}", "", f"{1 - all_of_it / plain:.0%}"
+        yield f"Conv-BN folded alone, latency saved, {label}", paper, f"{1 - folded / plain:.0%}"
+        yield f"… and channels_last, {label}", "", f"{1 - both / plain:.0%}"
+        yield f"… the eager backend as served, {label}", "", f"{1 - all_of_it / plain:.0%}"
     torch.set_num_threads(every)
 
 
@@ -81,7 +82,7 @@ def is_norm(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def int8(module: fx.GraphModule, rows: list[tuple[Tensor, ...]], x: Tensor, runs: int) -> Iterator[Row]:
-    """FX graph-mode int8 against the float module, and against that with batch norms folded."""
+    """Compare FX graph-mode int8 with the float module, as it is and with batch norms folded."""
     quantized = quantize(module, rows).module
     fused = fuse_conv_bn(module)
     fused.to(memory_format=torch.channels_last)
@@ -92,7 +93,7 @@ def int8(module: fx.GraphModule, rows: list[tuple[Tensor, ...]], x: Tensor, runs
 
 
 def lowering(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
-    """Each compiled backend that is installed against the plain module, and against the eager backend."""
+    """Compare each installed compiled backend with the plain module and with the eager backend."""
     options = Options(threads=torch.get_num_threads())
     example = (torch.cat([x, x]),)
     eager = BACKENDS["eager"].lower(module, example, options)
@@ -112,7 +113,7 @@ def lowering(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
 
 
 def in_turns(runs: int, *functions: Run) -> list[float]:
-    """Median seconds of each, run one after the other so that whatever else the machine does slows all."""
+    """Time functions alternately, so that other load on the machine affects all; returns the median seconds of each."""
     taken: list[list[float]] = [[] for _ in functions]
     with torch.inference_mode():
         for run in range(runs + 2):
@@ -126,8 +127,8 @@ def in_turns(runs: int, *functions: Run) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=30, help="that each median is over")
-    parser.add_argument("--batch", type=int, default=1, help="images in a forward pass")
+    parser.add_argument("--runs", type=int, default=30, help="number of runs of each median")
+    parser.add_argument("--batch", type=int, default=1, help="batch size")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     graph = model_graph(MODEL)

@@ -1,11 +1,10 @@
-"""What a CUDA device does: models in-process by each backend, and the same through HTTP.
+"""Throughput on a CUDA device: models in-process on each backend, and over HTTP.
 
     python benchmarks/gpu.py                                        # some twenty minutes; needs a CUDA device
     python benchmarks/gpu.py --models resnet50 --precisions bfloat16 --seconds 2
 
-In-process: images a second of the model alone, in batches of 32, 128 and 256 random images on the device, the best of
-them told. Through HTTP: JPEG files in, safetensors out, one or 32 files a request; the ratio is to the same decoding
-and computing in-process, without HTTP.
+In-process: images/s of the model alone at the best of several batch sizes, with random images on the device. Over HTTP:
+JPEG files in, safetensors out, one or 32 files per request; the ratio is to the same decoding and computing in-process.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ WAYS = ("eager", "cudagraphs", "inductor")
 BATCHES = (32, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 HTTP = ((1, 64), (32, 8))
-"""Images a request, and connections."""
+"""Images per request, and connections."""
 
 
 def in_process(model: str, precision: str, seconds: float) -> list[tuple[str, ...]]:
-    """One row for each backend."""
+    """Measure each backend; returns a row for each."""
     device, dtype = torch.device("cuda"), DTYPES[precision]
     module = load_model(get_model(model), "random", None).to(device, dtype)
     graph = model_graph(model)
@@ -71,7 +70,7 @@ def _rate(run: object, size: int, seconds: float) -> float:
 
 
 def over_http(model: str, precision: str, seconds: float, settle: float) -> list[tuple[str, ...]]:
-    """One row for each number of images a request, pooled and not."""
+    """Measure each number of images per request, pooled and not; returns a row for each."""
     spec = {
         "model": model,
         "weights": "random",
@@ -108,8 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(NODES))
     parser.add_argument("--precisions", default=",".join(DTYPES))
-    parser.add_argument("--seconds", type=float, default=4.0, help="that each measurement lasts")
-    parser.add_argument("--settle", type=float, default=120.0, help="seconds that backend=auto gets to lower")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
+    parser.add_argument("--settle", type=float, default=120.0, help="seconds to wait for backend=auto to lower")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here")
@@ -118,7 +117,7 @@ def main() -> None:
         for precision in options.precisions.split(","):
             rows += in_process(model, precision, options.seconds)
             rows += over_http(model, precision, options.seconds, options.settle)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}. Images a second; milliseconds.\n")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}. Images/s; milliseconds.\n")
     head = ("model", "precision", "what", "images/s", "p50", "p99", "of decode + compute")
     print("\n".join(table(head, rows)))
 

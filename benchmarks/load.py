@@ -1,8 +1,8 @@
-"""The load generator: a process of its own that keeps N connections busy and takes as little of the cores as it can.
+"""A load generator that keeps N connections busy from a separate process, with little CPU time.
 
-``wrk`` where it is installed, else plain sockets under one epoll: 0.1 ms a request with a 150 KB answer, an eighth of
-what an asyncio client takes. A connection that is refused waits as long as ``Retry-After`` says; wrk does not. Run as a
-program it reads a job as JSON from stdin and writes a result to stdout.
+It uses ``wrk`` if installed, else plain sockets with epoll, which take a fraction of an asyncio client's time. A
+connection that is answered 429 waits for ``Retry-After``; wrk does not. As a program, it reads a job as JSON from stdin
+and writes the result to stdout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d+)", re.IGNORECASE)
 
 @dataclass
 class Load:
-    """What was measured.
+    """Result of a measurement.
 
     Attributes:
-        requests: answers with status 200 in ``seconds``.
-        statuses: answers by status.
-        p50, p99: milliseconds of the answers with status 200.
+        requests: responses with status 200 within ``seconds``.
+        statuses: number of responses by status.
+        p50, p99: latency in milliseconds of the responses with status 200.
     """
 
     requests: int
@@ -56,7 +56,7 @@ def http(
     accept: str = "",
     headers: Mapping[str, object] | None = None,
 ) -> bytes:
-    """A request as it goes over the wire: POST where there is a body."""
+    """Serialize an HTTP request: POST if there is a body, else GET."""
     head = [f"{'POST' if body else 'GET'} {path} HTTP/1.1", f"Host: 127.0.0.1:{port}"]
     head += [f"Accept: {accept}"] if accept else []
     head += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"] if body else []
@@ -65,8 +65,8 @@ def http(
 
 
 def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
-    """A request of the Open Inference Protocol for one encoded image, with raw tensors both ways, as tritonclient
-    sends it."""
+    """Serialize an Open Inference Protocol request for one encoded image, with binary tensors as tritonclient sends
+    them."""
     element = len(image).to_bytes(4, "little") + image
     given = {
         "name": "image",
@@ -81,7 +81,7 @@ def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
 
 
 def embeddings(port: int, model: str, image: bytes) -> bytes:
-    """A request of one image in OpenAI's shape, with vectors in base64 as its clients ask for them."""
+    """Serialize an embeddings request for one image, with base64 vectors as OpenAI's clients request them."""
     url = f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
     body = json.dumps({"model": model, "input": url, "encoding_format": "base64"}).encode()
     return http(port, "/v1/embeddings", body, "application/json")
@@ -90,7 +90,7 @@ def embeddings(port: int, model: str, image: bytes) -> bytes:
 def run(
     port: int, requests: list[bytes], connections: int, seconds: float, warm: float = 1.0, wrk: bool = True
 ) -> Load:
-    """Load a server on 127.0.0.1 from another process, after ``warm`` seconds that do not count."""
+    """Run a load against a server on 127.0.0.1 from another process, after ``warm`` seconds of warm-up."""
     if wrk and shutil.which("wrk"):
         _wrk(port, requests, connections, warm)
         return _wrk(port, requests, connections, seconds)
@@ -131,7 +131,7 @@ def _wrk(port: int, requests: list[bytes], connections: int, seconds: float) -> 
             Path(folder, str(i)).write_bytes(request)
         script = Path(folder, "requests.lua")
         script.write_text(_SCRIPT % (len(requests), folder))
-        # wrk takes whole seconds only.
+        # wrk takes whole seconds.
         command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "--timeout=60s", "-s", str(script)]
         out = subprocess.run([*command, f"http://127.0.0.1:{port}"], capture_output=True, text=True, check=True).stdout
     found = json.loads(out.partition("RESULT ")[2])
@@ -142,7 +142,7 @@ def _wrk(port: int, requests: list[bytes], connections: int, seconds: float) -> 
 
 
 class _Connection:
-    """One keep-alive connection with at most one request under way."""
+    """One keep-alive connection with at most one request in flight."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -160,7 +160,7 @@ class _Connection:
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self, buffer: bytearray) -> bool:
-        """Whether the answer is complete."""
+        """Read available data; returns whether the response is complete."""
         count = self.socket.recv_into(buffer)
         if not count:
             raise ConnectionError("the server closed the connection")
@@ -171,7 +171,7 @@ class _Connection:
                 return False
             length = _LENGTH.search(self.head, 0, end)
             if length is None:
-                raise ValueError("an answer without a Content-Length")
+                raise ValueError("a response without Content-Length")
             self.status = self.head[9:12].decode()
             self.missing = int(length[1]) - (len(self.head) - end - 4)
             wait = _RETRY_AFTER.search(self.head, 0, end)

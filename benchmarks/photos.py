@@ -1,4 +1,4 @@
-"""The JPEG files that every benchmark sends: scikit-image's photographs, about as large as ImageNet's."""
+"""The JPEG files that all benchmarks send: photographs of scikit-image at about the size of ImageNet's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import skimage.data
 
 @functools.cache
 def jpegs(width: int = 500, height: int = 375, quality: int = 90) -> list[bytes]:
-    """Each photograph, cut to the shape and scaled to ``width`` x ``height``."""
+    """Encode the photographs, scaled and cropped to ``width`` x ``height``."""
     files = []
     for pixels in (skimage.data.coffee(), skimage.data.chelsea(), skimage.data.astronaut(), skimage.data.rocket()):
         photo = PIL.Image.fromarray(pixels)
@@ -24,7 +24,7 @@ def jpegs(width: int = 500, height: int = 375, quality: int = 90) -> list[bytes]
 
 
 def multipart(files: list[bytes], field: str = "request") -> tuple[bytes, str]:
-    """A multipart/form-data body with every file, and its Content-Type."""
+    """Build a multipart/form-data body of all files; returns it with its Content-Type."""
     boundary = "fxserve-benchmark"
     parts = [
         f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"; filename="{i}.jpg"\r\n'

@@ -1,17 +1,15 @@
-"""How fxserve on its default settings scales: a table, and a figure for each sweep.
+"""How fxserve scales on default settings: a table, and a plot for each sweep.
 
-    python benchmarks/scaling.py                        # everything, some seven minutes
+    python benchmarks/scaling.py                        # all sweeps, some seven minutes
     python benchmarks/scaling.py --sweeps connections --seconds 6
 
 Sweeps:
 
-- connections, 1 to 512, of which 256 are admitted: the others are answered by 429 and come back when ``Retry-After``
-  says;
-- images a request, 1 to 256, over 4 connections, pooled;
-- sizes of a photograph, 100 x 75 pixels to 20 million, over 8 connections;
-- extractors over one model, 1 to 200, which 32 connections ask in turn;
-- models, 1 to 40, asked in the same way: one architecture with the weights of 40 files, so that an image costs the same
-  whichever it is.
+- connections: 1 to 512, of which 256 are admitted; the others are answered 429 and retry after ``Retry-After``;
+- images: 1 to 256 per request, over 4 connections, pooled;
+- sizes: photographs from 100 x 75 to 20 million pixels, over 8 connections;
+- extractors: 1 to 200 over one model, used in turn by 32 connections;
+- models: 1 to 40, used likewise: one architecture with different weights, so that each image costs the same.
 
 Needs the extra ``bench``.
 """
@@ -39,19 +37,21 @@ MOBILENET = next(case for case in CASES if case.model == "mobilenet_v3_small")
 CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 IMAGES = (1, 4, 16, 64, 256)
 WIDTHS = (100, 224, 500, 1000, 2000, 5164)
-"""Of photographs of 4 to 3; the last have 20 million pixels."""
+"""Width of the 4:3 photographs; the largest have 20 million pixels."""
 EXTRACTORS = (1, 4, 16, 64, 200)
 MODELS = (1, 4, 10, 20, 40)
 
 
 @dataclass
 class Point:
-    """One load.
+    """One measurement of a sweep.
 
     Attributes:
-        x: what the sweep changes.
-        images: a request.
-        note: what else there is to say of it.
+        sweep: name of the sweep.
+        x: value of its parameter.
+        load: the result.
+        images: images per request.
+        note: remarks for the table.
     """
 
     sweep: str
@@ -66,7 +66,7 @@ class Point:
 
 
 class Scaling:
-    """The sweeps, each over one server."""
+    """Runs the sweeps, each with a server of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -84,7 +84,7 @@ class Scaling:
             for count in IMAGES:
                 body, kind = photos.multipart(list(islice(cycle(self.files), count)))
                 requests = [load.http(server.port, path, body, kind, SAFETENSORS)]
-                # Whole answers are counted: of requests that take most of a second there must be enough.
+                # Long enough for several whole responses.
                 seconds = self.options.seconds * (3 if count > 64 else 1)
                 yield Point("images", count, self._run(server, requests, 4, seconds), count)
 
@@ -114,7 +114,7 @@ class Scaling:
     def _growing(
         self, server: Server, sweep: str, counts: tuple[int, ...], specs: list[dict[str, Any]]
     ) -> Iterator[Point]:
-        """Loads over more and more extractors. Each has other keys, and so is another extractor."""
+        """Measure over more and more extractors, which differ in their outputs' keys."""
         paths: list[str] = []
         for count in counts:
             while len(paths) < count:
@@ -133,19 +133,19 @@ class Scaling:
         return extractor(server, MOBILENET.spec("auto"), self.options.settle)[0]
 
     def _requests(self, server: Server, paths: list[str], files: list[bytes]) -> list[bytes]:
-        """A request to each path in turn, and of each file."""
+        """Build requests that cycle through all paths and files."""
         pairs = islice(zip(cycle(paths), cycle(files), strict=False), max(len(paths), len(files)))
         return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for path, data in pairs]
 
     def _run(self, server: Server, requests: list[bytes], connections: int, seconds: float | None = None) -> Load:
-        # The own generator: wrk cannot tell how long answers took that are not errors.
+        # Without wrk, whose latencies include error responses.
         seconds = seconds or self.options.seconds
         return load.run(server.port, requests, connections, seconds, self.options.warm, wrk=False)
 
 
 LABELS = {
     "connections": "connections",
-    "images": "images a request",
+    "images": "images per request",
     "sizes": "width of a 4:3 photograph, pixels",
     "extractors": "extractors over one model",
     "models": "models",
@@ -153,7 +153,7 @@ LABELS = {
 
 
 def plot(points: list[Point], path: Path) -> None:
-    """One sweep: images a second, and p50 and p99 on the right."""
+    """Plot one sweep: images/s, with p50 and p99 on the right axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,9 +178,9 @@ def main() -> None:
     sweeps = tuple(LABELS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweeps", default=",".join(sweeps), help=f"of {', '.join(sweeps)}")
-    parser.add_argument("--seconds", type=float, default=4.0, help="that each load lasts")
-    parser.add_argument("--warm", type=float, default=1.0, help="seconds of load before that")
-    parser.add_argument("--settle", type=float, default=60.0, help="seconds that the first lowering gets")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement")
+    parser.add_argument("--warm", type=float, default=1.0, help="seconds of warm-up")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds to wait for the first lowering")
     parser.add_argument("--plots", type=Path, default=Path("."), help="folder for scaling-SWEEP.png")
     options = parser.parse_args()
     asked = options.sweeps.split(",")
@@ -198,8 +198,8 @@ def main() -> None:
                 figures = (f"{point.rate:.1f}", f"{point.load.p50:.1f}", f"{point.load.p99:.1f}")
                 rows.append((point.sweep, str(point.x), *figures, answers, point.note))
             plot(points, options.plots / f"scaling-{sweep}.png")
-    finally:  # what was measured before something failed took minutes
-        print(f"{machine()}; {MOBILENET.model}, default settings. Milliseconds of the answers with 200.\n")
+    finally:  # also what was measured before a failure
+        print(f"{machine()}; {MOBILENET.model}, default settings. Milliseconds of responses with status 200.\n")
         print("\n".join(table(("sweep", "at", "images/s", "p50", "p99", "answers", ""), rows)))
 
 

@@ -1,11 +1,11 @@
-"""fxserve, its peers and what the cores could do at most, side by side: one table with ratios.
+"""Compare fxserve with its peers and with the upper bound of the cores: one table with ratios.
 
     python benchmarks/serve.py                                     # every case but memory, some twenty minutes
     python benchmarks/serve.py --cases mobilenet-32 --seconds 3    # one case, a minute or two
     python benchmarks/serve.py --cases memory                      # 6,000 requests
 
 All serve torchvision's architectures with random weights on 127.0.0.1: the same JPEG files in, the same two feature
-maps out as safetensors. Servers are measured one after another, each alone on the machine with the load generator.
+maps out as safetensors. Servers are measured one after another, each alone with the load generator.
 Needs the extra ``bench``.
 """
 
@@ -38,7 +38,7 @@ NODES = {
     "vit_b_16": "encoder.layers.encoder_layer_5:half,encoder.ln:tokens",
     "swin_t": "features.5:C4,features.7:C5",
 }
-# Each peer takes images as its own documentation sends them.
+# Path and encoding of each peer's requests, as in its documentation.
 PEERS = {
     "plain_fastapi": ("/predict", "multipart"),
     "litserve_api": ("/predict", "multipart"),
@@ -49,10 +49,15 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. ``of_peer`` and ``of_ceiling`` are the bars: of the rate, or of p50 where ``latency``.
-    Without ``of_ceiling`` the ceiling is not measured, and of photographs that are not 500 pixels wide no peer is. A
-    load lasts ``longer`` times as long: whole answers count, and of requests that take most of a second there must be
-    enough.
+    """A load, measured on fxserve, on the peers and in-process.
+
+    Attributes:
+        images: images per request; peers are measured with one only.
+        width: width of the photographs in pixels; peers are measured with 500 only.
+        latency: compare p50 instead of the rate.
+        longer: factor of the duration, for slow requests.
+        of_peer: required ratio to the peers.
+        of_ceiling: required ratio to the in-process measurement, which is skipped without it.
     """
 
     name: str
@@ -92,17 +97,17 @@ CASES = (
 )
 _TURNS = 5
 _LATENCY_PARTS = 4
-"""Of each turn that compares latencies."""
+"""Number of parts that each turn is split into when latencies are compared."""
 _PROTOCOL_CONNECTIONS = (1, 32)
 PROTOCOL_BAR = 0.9
-"""Of the rate of ``/v1``."""
+"""Required ratio to the rate of ``/v1``."""
 NODE_LIST_BAR = 1500
 NOTHING_BAR = 2500
 MEMORY_BAR = 1.6e9
 
 
 class Benchmark:
-    """Runs cases and keeps what peers gave, which several cases share."""
+    """Runs cases and caches the peers' results, which several cases share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -111,8 +116,8 @@ class Benchmark:
         self._peers: dict[tuple[str, str, int], Load] = {}
 
     def case(self, case: Case) -> None:
-        # In turns, as the machine may be faster at one time than at another. Short ones are closer together; but what a
-        # server that is busy all the time has under way at the end of a turn is lost to its rate.
+        # In turns, since the machine's speed varies over time. For latencies, turns are short and close together; for
+        # rates they are longer, since requests in flight at the end of a turn are not counted.
         parts = _LATENCY_PARTS if case.latency else 1
         spec, seconds, settle = case.spec(self.options.backend), self.options.seconds / parts, self.options.settle
         most = servers.ceiling(spec, seconds / 2, settle, pooled="pool" in case.query, latency=case.latency)
@@ -143,7 +148,7 @@ class Benchmark:
         self.rows.append((case.name, who, f"{rate:.1f}", p50, "", f"{ratio:.2f}", bar))
 
     def protocol(self) -> None:
-        """``/v2`` beside ``/v1``: the same images, the same outputs as raw tensors."""
+        """Compare ``/v2`` with ``/v1``: the same images, the same outputs as raw tensors."""
         spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
         with servers.fxserve() as server:
             path, backend = extractor(server, spec, self.options.settle)
@@ -156,7 +161,7 @@ class Benchmark:
             self._in_turns("v2", server, ways, backend, PROTOCOL_BAR)
 
     def embeddings(self) -> None:
-        """OpenAI's shape beside ``/features``: the same images, the same vectors."""
+        """Compare ``/v1/embeddings`` with ``/features``: the same images, the same vectors."""
         spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
         spec |= {"return_nodes": {"features.12": "C5"}}
         with servers.fxserve() as server:
@@ -169,7 +174,7 @@ class Benchmark:
             self._in_turns("embeddings", server, ways, backend, PROTOCOL_BAR)
 
     def _in_turns(self, name: str, server: Server, ways: dict[str, list[bytes]], backend: str, bar: float) -> None:
-        """Two ways to ask one server for the same; the ratio is the second's rate to the first's."""
+        """Compare two kinds of requests to one server; the ratio is the second's rate to the first's."""
         for connections in _PROTOCOL_CONNECTIONS:
             seconds, warm, wrk = self.options.seconds, self.options.warm, self.options.wrk
             turns = [
@@ -180,8 +185,10 @@ class Benchmark:
             for place, (way, results) in enumerate(zip(ways, zip(*turns, strict=True), strict=True)):
                 found = sorted(results, key=lambda result: result.rate)[_TURNS // 2]
                 say(f"{name}-{connections}: {way} ({backend}) {shown(found)}")
-                told = (f"{ratio:.2f}", f"≥ {bar}") if place else ("", "")
-                self.rows.append((f"{name}-{connections}", f"fxserve {way}, {backend}", *figures(found, 1), *told))
+                ratio_and_bar = (f"{ratio:.2f}", f"≥ {bar}") if place else ("", "")
+                self.rows.append(
+                    (f"{name}-{connections}", f"fxserve {way}, {backend}", *figures(found, 1), *ratio_and_bar)
+                )
 
     def node_list(self) -> None:
         with servers.fxserve() as server:
@@ -195,7 +202,7 @@ class Benchmark:
         self.rows.append(("nodes, warm", "fxserve", rate, p50, p99, "", f"≥ {NODE_LIST_BAR}/s"))
 
     def nothing(self) -> None:
-        """What a request costs beside decoding and computing: an input node of a small tensor, pooled."""
+        """Measure a request's overhead beside decoding and computing: the input node of a small tensor, pooled."""
         values = io.BytesIO()
         np.save(values, np.zeros((1, 3, 32, 32), np.float32))
         spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["x"], "backend": "eager"}
@@ -278,12 +285,12 @@ class Benchmark:
 
 
 def extractor(server: Server, spec: dict[str, Any], settle: float) -> tuple[str, str]:
-    """Make one; the path of its features, and the backend that serves it after ``settle`` seconds at most."""
+    """Create an extractor; returns the path of its features, and its backend after at most ``settle`` seconds."""
     made = server.http.post("/v1/extractors?wait=300", json=spec)
     if made.status_code not in (200, 201) or made.json()["state"] != "ready":
-        raise SystemExit(f"fxserve makes no extractor of {spec}: {made.text}")
+        raise SystemExit(f"fxserve cannot build {spec}: {made.text}")
     path = f"/v1/extractors/{made.json()['id']}"
-    # What nobody uses is not lowered.
+    # Only extractors in use are lowered.
     server.http.post(f"{path}/features", content=photos.jpegs()[0], headers={"content-type": "image/jpeg"})
     deadline = time.monotonic() + settle
     backend = made.json()["backend"]
@@ -312,7 +319,7 @@ def machine() -> str:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Lines of a Markdown table."""
+    """Render a Markdown table, line by line."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, tuple("-" * width for width in widths), *rows):
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -322,12 +329,16 @@ def main() -> None:
     names = [case.name for case in CASES] + ["v2", "embeddings", "nodes", "nothing", "memory"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(names[:-1]), help=f"of {', '.join(names)}")
-    parser.add_argument("--peers", default=",".join(PEERS), help="of these; '' for none")
-    parser.add_argument("--backend", default="auto", help="fxserve's, for float32")
-    parser.add_argument("--seconds", type=float, default=8.0, help="that a load lasts; a quarter for latency's turns")
-    parser.add_argument("--warm", type=float, default=3.0, help="seconds of load before that")
-    parser.add_argument("--settle", type=float, default=90.0, help="seconds that backend=auto gets to lower")
-    parser.add_argument("--no-wrk", dest="wrk", action="store_false", help="use the own load generator")
+    parser.add_argument("--peers", default=",".join(PEERS), help="peers to measure; '' for none")
+    parser.add_argument("--backend", default="auto", help="backend of fxserve for float32")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="duration of a measurement; a quarter of it for latencies"
+    )
+    parser.add_argument("--warm", type=float, default=3.0, help="seconds of warm-up")
+    parser.add_argument("--settle", type=float, default=90.0, help="seconds to wait for backend=auto to lower")
+    parser.add_argument(
+        "--no-wrk", dest="wrk", action="store_false", help="use our own load generator even if wrk is installed"
+    )
     options = parser.parse_args()
     options.cases = options.cases.split(",")
     options.peers = [name for name in options.peers.split(",") if name]
@@ -348,8 +359,8 @@ def main() -> None:
                 benchmark.memory()
             else:
                 benchmark.case(next(case for case in CASES if case.name == name))
-    finally:  # what was measured before something failed took minutes
-        print(f"{machine()}. Images a second; milliseconds. The ratio is fxserve's figure to that of the row.\n")
+    finally:  # also what was measured before a failure
+        print(f"{machine()}. Images/s; milliseconds. The ratio is that of fxserve to the row's server.\n")
         print("\n".join(table(("case", "server", "images/s", "p50", "p99", "ratio", "bar"), benchmark.rows)))
 
 

@@ -1,5 +1,4 @@
-"""Servers as processes of their own, on free ports of 127.0.0.1, each ended with everything it started; and beside them
-what the machine could do at most, which is a process too."""
+"""Start and stop the servers of the benchmarks on free ports of 127.0.0.1, and the process of ``ceiling.py``."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class Server:
     """A running server.
 
     Attributes:
-        port: where it listens.
-        http: a client for what is no load.
+        port: the port it listens on.
+        http: a client for requests that are not measured.
     """
 
     def __init__(self, command: list[str], port: int, environment: dict[str, str] | None = None) -> None:
@@ -42,10 +41,10 @@ class Server:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
 
     def wait(self, method: str, path: str, **options: object) -> httpx.Response:
-        """Until it answers that request with 200.
+        """Repeat a request until it is answered 200.
 
         Raises:
-            RuntimeError: it ended, or did not within three minutes; with the end of its log.
+            RuntimeError: the server ended or did not answer in time; the message has the end of its log.
         """
         deadline = time.monotonic() + READY_SECONDS
         answer = None
@@ -55,8 +54,8 @@ class Server:
                 if answer.status_code == 200:
                     return answer
             time.sleep(0.2)
-        said = Path(self.log.name).read_text()[-3000:] + (answer.text[:500] if answer is not None else "")
-        raise RuntimeError(f"{self.process.args} does not serve:\n{said}")
+        log = Path(self.log.name).read_text()[-3000:] + (answer.text[:500] if answer is not None else "")
+        raise RuntimeError(f"{self.process.args} does not serve:\n{log}")
 
     def memory(self) -> int:
         """Resident bytes of the process and its children."""
@@ -85,7 +84,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def fxserve(**settings: object) -> Iterator[Server]:
-    """fxserve with ``FXSERVE_*`` settings, ready."""
+    """Run fxserve with ``FXSERVE_*`` settings, once it is ready."""
     port = free_port()
     environment = {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
     command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(port)]
@@ -99,7 +98,7 @@ def fxserve(**settings: object) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def peer(name: str, model: str, nodes: str) -> Iterator[Server]:
-    """``peers/<name>.py`` serving ``nodes`` (``node:key,node:key``) of ``model``."""
+    """Run ``peers/<name>.py``, serving ``nodes`` (``node:key,node:key``) of ``model``."""
     port = free_port()
     server = Server([sys.executable, str(HERE / "peers" / f"{name}.py"), model, nodes, str(port)], port)
     try:
@@ -109,20 +108,20 @@ def peer(name: str, model: str, nodes: str) -> Iterator[Server]:
 
 
 class Ceiling:
-    """A running ``ceiling.py`` that has found the best way to compute."""
+    """A running ``ceiling.py`` that has found the best configuration."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._asks, self._answers = process.stdin, process.stdout
-        found = json.loads(self._answers.readline())
+        self._stdin, self._stdout = process.stdin, process.stdout
+        found = json.loads(self._stdout.readline())
         self.backend: str = found["backend"]
         self.how: str = found["how"]
 
     def measure(self) -> float:
-        """Images a second."""
-        print(file=self._asks, flush=True)
-        rate: float = json.loads(self._answers.readline())
+        """Measure images/s."""
+        print(file=self._stdin, flush=True)
+        rate: float = json.loads(self._stdout.readline())
         return rate
 
 
@@ -130,11 +129,11 @@ class Ceiling:
 def ceiling(
     spec: Mapping[str, object], seconds: float, settle: float, pooled: bool = False, latency: bool = False
 ) -> Iterator[Ceiling]:
-    """``ceiling.py`` for an extractor, ready to measure for ``seconds`` at a time."""
+    """Run ``ceiling.py`` for an extractor, with measurements of ``seconds``."""
     command = [sys.executable, str(HERE / "ceiling.py"), json.dumps(spec)]
     command += ["--seconds", str(seconds), "--settle", str(settle)]
     command += [*(["--pooled"] if pooled else []), *(["--latency"] if latency else [])]
-    # As the service sets for itself, before torch is loaded.
+    # As the service sets for itself before torch is loaded.
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

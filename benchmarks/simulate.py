@@ -1,10 +1,10 @@
-"""What breaks first as replicas and extractors grow: a simulation, fed with measurements and estimates.
+"""Simulate which resource runs out first as replicas and extractors grow, from measurements and estimates.
 
     python benchmarks/simulate.py > benchmarks/results/scale.md
 
-Nothing here was run on more than one machine. Requests choose extractors by Zipf's law; a balancer spreads them over
-replicas at random, or each extractor over a few replicas of its own; each replica keeps what was used last under its
-memory budget, and builds anew what it does not have.
+Nothing here was measured on more than one machine. The popularity of extractors follows Zipf's law. A load balancer
+spreads requests over all replicas at random, or those of each extractor over a few replicas. Each replica keeps the
+most recently used extractors within its memory budget, and rebuilds the others.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ POPULARITY = 1.1
 BUDGET = 8 * 1024**3
 CORES = 2
 NETWORK = 10e9 / 8
-"""Bytes a second of one node's 10 Gbit/s."""
+"""Bytes/s of a node: 10 Gbit/s."""
 
 REGISTRY = 1e9 / 8
-"""Bytes a second that one source of weights gives, to all together."""
+"""Bytes/s of the server that weights are downloaded from: 1 Gbit/s for all replicas together."""
 
 S3_READS = 5500
-"""Reads a second that S3 promises for one prefix."""
+"""Reads/s that S3 supports for one prefix."""
 
 POLLS = 1 / 1.5
-"""Listings a second of each replica on a bucket."""
+"""Listings/s of a bucket by each replica."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Rates and bytes are measured on 2 cores (benchmarks/results/serve-2-cores.md, union-2-cores.md); what an
-    extractor takes beside its weights, and seconds to build and load, are estimates.
+    """Figures of a model.
+
+    Rates and response sizes are measured (benchmarks/results/serve-2-cores.md, union-2-cores.md), sizes of extractors
+    and times to build and load are estimates.
 
     Attributes:
-        rate: images a second of a replica.
+        rate: images/s of a replica.
         answer: bytes of C4 and C5 in float32.
-        pooled: bytes of the same as vectors.
-        weights: bytes.
-        extractor: bytes that one more extractor over the same weights takes.
-        build: seconds, with the weights in memory.
-        load: seconds from the disk.
+        pooled: bytes of the pooled C4 and C5.
+        weights: bytes of the weights.
+        extractor: bytes of each further extractor over the same weights.
+        build: seconds to build an extractor, with the weights in memory.
+        load: seconds to load the weights from disk.
     """
 
     name: str
@@ -66,13 +68,13 @@ MODELS = (
 
 
 def cold_share(model: Model, replicas: int, routed: bool, requests: int, seed: int = 0) -> float:
-    """The share of requests that reach a replica without their extractor in memory, once it has settled.
+    """Simulate the share of requests that reach a replica without their extractor in memory, in steady state.
 
-    Of many replicas that are asked at random each sees the same law, so one stands for all; where extractors are
-    routed, one replica has the share of them that a hash gives it.
+    One replica is simulated for all: with random balancing, each sees the same distribution; with routing, each has the
+    share of extractors that a hash assigns to it.
     """
     source = random.Random(seed)
-    places = max(1, (BUDGET - model.weights) // model.extractor)
+    capacity = max(1, (BUDGET - model.weights) // model.extractor)
     ranks = range(1, EXTRACTORS + 1)
     mine = [rank for rank in ranks if not routed or replicas == 1 or source.random() < 1 / replicas] or [1]
     chosen = source.choices(mine, [rank**-POPULARITY for rank in mine], k=requests)
@@ -84,13 +86,13 @@ def cold_share(model: Model, replicas: int, routed: bool, requests: int, seed: i
             continue
         missed += number >= requests // 2  # the first half fills the memory
         kept[rank] = None
-        if len(kept) > places:
+        if len(kept) > capacity:
             kept.popitem(last=False)
     return missed / (requests - requests // 2)
 
 
 def rate_with_builds(model: Model, cold: float) -> float:
-    """Requests of one image a second of a replica whose builds take its cores from computing."""
+    """Requests/s of a replica, for one image each, when builds take time from computing."""
     return 1 / (1 / model.rate + cold * model.build)
 
 
@@ -105,7 +107,7 @@ def figure(value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=200_000, help="of one replica, for each case")
+    parser.add_argument("--requests", type=int, default=200_000, help="simulated requests per case")
     requests = parser.parse_args().requests
     print("# Past one machine: a simulation\n")
     print(

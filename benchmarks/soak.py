@@ -1,17 +1,16 @@
-"""A long mixed load against a real server, and what it leaves behind: memory, threads, files, children and tasks.
+"""Soak test: a long mixed load on a real server, checked for growth of memory, threads, files, children and tasks.
 
     python benchmarks/soak.py                    half an hour
     python benchmarks/soak.py --seconds 120      the short form
 
-Clients ask for many extractors over many models, with photographs of many sizes, bad images, wrong names, bodies that
-break off, and leave before they are answered. A pinned extractor is asked throughout. It fails (exit status 1) where
+Clients use many extractors over many models, with photographs of many sizes, bad images, wrong names and truncated
+bodies, and some disconnect early. One pinned extractor is used throughout. The test fails (exit status 1) if
 
-- an answer is not one that the request may get, or the pinned extractor's values change;
-- the pinned extractor is ever evicted, or the weights and extractors exceed the budget once nothing is in flight;
-- resident memory, threads, files, children or unfinished tasks grow from the second fifth of the time to the last.
+- a response is not one of those expected, or the pinned extractor's values change;
+- the pinned extractor is evicted, or weights and extractors exceed the budget with nothing in flight;
+- resident memory, threads, files, children or unfinished tasks grow between the second and the last fifth of the time.
 
-Where the machine stands still (a suspended laptop, processes that were stopped) for over five seconds, that time does
-not count, and requests that it caught may have been too late.
+If the machine is suspended for over five seconds, that time does not count, and requests in flight may time out.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rich.console import Console
 
 MiB = 1024**2
 
-# Forty small and middling models of all families: 520 MB of weights, more than twice the budget below.
+# Forty small and medium models of all families, whose weights exceed the budget below.
 # fmt: off
 MODELS = (
     "alexnet", "convnext_tiny", "densenet121", "densenet169", "densenet201", "efficientnet_b0", "efficientnet_b1",
@@ -52,8 +51,8 @@ MODELS = (
 # fmt: on
 EXTRACTORS = 300
 BUDGET = 512 * MiB
-STILL = 5.0
-"""Seconds for one of sleep after which the machine is taken to have stood still."""
+SUSPENDED_SECONDS = 5.0
+"""How long a sleep of one second takes if the machine counts as suspended."""
 
 PINNED = "mobilenet_v3_small@random:features.8"
 PINNED_PATH = "/v1/models/mobilenet_v3_small/features?weights=random&nodes=features.8&pool=avg"
@@ -63,7 +62,7 @@ FEW_MODELS = ("squeezenet1_1", "squeezenet1_0", "mobilenet_v3_small", "shufflene
 
 @dataclass
 class Sample:
-    """What the server holds at a time; the first two in bytes."""
+    """Resources that the server holds; ``memory`` and ``kept`` in bytes."""
 
     memory: float
     kept: float
@@ -82,7 +81,7 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What the clients and the watcher saw."""
+    """Results of the clients and the sampling."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -90,7 +89,7 @@ class Outcome:
     stood_still: float = 0.0
 
     def note(self, answer: httpx.Response, allowed: Sequence[str], what: str, stood_still: float) -> None:
-        """Take an answer into account; ``stood_still`` is as it was when that was asked for."""
+        """Count a response; ``stood_still`` is the suspended time at its request."""
         status = str(answer.status_code)
         self.statuses[status] += 1
         late = ("503", "504") if self.stood_still > stood_still else ()
@@ -102,9 +101,9 @@ class Soak:
     """The clients of one run.
 
     Args:
-        server: where they ask.
-        models: what they ask for.
-        extractors: how many different extractors.
+        server: the server.
+        models: the models to use.
+        extractors: number of different extractors.
     """
 
     def __init__(self, server: servers.Server, models: Sequence[str], extractors: int) -> None:
@@ -118,7 +117,7 @@ class Soak:
         self.pinned_id: str = extractor["id"]
 
     def run(self, seconds: float, clients: int) -> Outcome:
-        """Ask for so long, with so many clients, and watch."""
+        """Run ``clients`` clients for ``seconds`` and sample the server."""
         threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
         for thread in threads:
             thread.start()
@@ -133,13 +132,13 @@ class Soak:
         return self.outcome
 
     def _wait(self, seconds: float) -> float:
-        """Sleep so long while the machine moves; the seconds for which it did."""
+        """Sleep, without counting time that the machine is suspended; returns the seconds slept."""
         passed = 0.0
         while passed < seconds:
             began = time.monotonic()
             time.sleep(min(1.0, seconds - passed))
             slept = time.monotonic() - began
-            if slept > STILL:
+            if slept > SUSPENDED_SECONDS:
                 self.outcome.stood_still += slept
             else:
                 passed += slept
@@ -161,7 +160,7 @@ class Soak:
         )
 
     def _specs(self, models: Sequence[str], extractors: int) -> list[str]:
-        """Paths of the one-step route: different nodes of the models in turn."""
+        """Build paths of the one-step route with different nodes of all models."""
         nodes = {}
         for model in models:
             listed = self.server.http.get(f"/v1/models/{model}/graph").json()["nodes"]
@@ -219,7 +218,7 @@ class Soak:
         return client.post(path, content=photo, headers=headers)
 
     def _leave(self, path: str, photo: bytes, sent: int) -> None:
-        """Send (a part of) a request and go."""
+        """Send all or part of a request and disconnect."""
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(photo)}\r\n\r\n"
         self.outcome.statuses["left"] += 1
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.server.port)) as connection:
@@ -227,7 +226,7 @@ class Soak:
 
 
 def _photos() -> list[bytes]:
-    """Photographs of 48 to 1,500 pixels, as JPEG."""
+    """Encode photographs 48 to 1,500 pixels wide as JPEG."""
     photos = []
     for name, sides in (("chelsea", (224, 48, 640)), ("coffee", (320, 1500)), ("rocket", (97, 500))):
         for side in sides:
@@ -239,13 +238,13 @@ def _photos() -> list[bytes]:
 
 
 def _same(one: bytes, other: bytes) -> bool:
-    """Whether two answers hold equal values, to what batching changes."""
+    """Whether two responses hold equal values, within the rounding of batching."""
     a, b = safetensors.numpy.load(one), safetensors.numpy.load(other)
     return a.keys() == b.keys() and all(abs(a[key] - b[key]).max() < 1e-4 * abs(b[key]).max() for key in a)
 
 
 def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
-    """What is wrong: with the answers, with what is left, and with what grew."""
+    """List what is wrong with responses, with the settled state and with growth."""
     wrong = [f"{count} x {what}" for what, count in Counter(outcome.wrong).most_common(20)]
     if settled.inflight:
         wrong.append(f"{settled.inflight:.0f} requests are still in flight")
@@ -263,7 +262,7 @@ def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
 
 
 def main(seconds: float, clients: int, models: Sequence[str], extractors: int, budget: int) -> int:
-    """Run it and print what was seen; the exit status."""
+    """Run the test and print the results; returns the exit status."""
     console = Console()
     with servers.fxserve(memory_budget=budget, preload=PINNED, lowering=False) as server:
         soak = Soak(server, models, extractors)
@@ -287,7 +286,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--small", action="store_true", help="six small models and 24 extractors, as the tests run it")
+    parser.add_argument("--small", action="store_true", help="six small models and 24 extractors, as in the test suite")
     given = parser.parse_args()
     chosen = (FEW_MODELS, 24, 64 * MiB) if given.small else (MODELS, EXTRACTORS, BUDGET)
     sys.exit(main(given.seconds, given.clients, *chosen))

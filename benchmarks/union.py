@@ -2,8 +2,8 @@
 
     python benchmarks/union.py
 
-One asks for C3 and the other for C5, each of its own images. A batch each runs two smaller batches, and the first stops
-at C3. The union runs one larger batch, all of it up to C5. Prints milliseconds for the same images, and the ratio.
+One extracts C3 and the other C5, each of its own images. Separate batches are smaller, and the first stops at C3; the
+union runs one larger batch up to C5. Prints milliseconds for the same images, and the ratio.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def milliseconds(run: Callable[[], object], runs: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="mobilenet_v3_small,resnet50")
-    parser.add_argument("--images", default="1,8", help="of each extractor")
+    parser.add_argument("--images", default="1,8", help="images of each extractor")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
     threads = torch.get_num_threads()
