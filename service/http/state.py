@@ -19,7 +19,7 @@ from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.registry.served import is_served, may_serve, require_served
 from service.http.lookups import Lookups
-from service.observability.metrics import STAGES, STAGES_TAKEN, Metrics
+from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings
 
@@ -104,7 +104,7 @@ class State:
 
         Weights may have a file's name, in any script, and headers are ASCII: the name is percent-encoded.
         """
-        scope[STAGES_TAKEN] = milliseconds
+        scope[STAGE_TIMES] = milliseconds
         if self.traces is not None:
             self.traces.stages(milliseconds)
         return {

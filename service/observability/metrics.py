@@ -1,8 +1,8 @@
-"""Counts and times for Prometheus. One registry a service, so that two in one process do not mix.
+"""Prometheus metrics. Each service has its own registry, so that two in one process do not mix.
 
-With several server processes, whichever is asked answers for all: ``PROMETHEUS_MULTIPROC_DIR`` names the folder that
-they share (prometheus_client's multiprocess mode), counters and histograms are summed over it and so are the gauges of
-the processes that live. The ``process_*`` metrics are of one process and are left out then.
+Of several server processes, each reports the metrics of all: they share the folder ``PROMETHEUS_MULTIPROC_DIR``
+(prometheus_client's multiprocess mode). Counters and histograms are summed over all processes, gauges over those alive.
+The ``process_*`` metrics describe a single process and are left out then.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from starlette.types import Scope
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SHARED_DIR = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable that names the folder shared by several processes; prometheus_client reads it when it is imported."""
+"""Environment variable with the folder shared by server processes; prometheus_client reads it on import."""
 
-# From a cached list of nodes to a cold model.
+# From a cached list of nodes to a cold start of a model.
 _REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 STAGES = ("decode", "queue", "compute", "encode")
 
-STAGES_TAKEN = "fxserve.stages"
-"""Where the scope of a request with features says how many milliseconds each took."""
+STAGE_TIMES = "fxserve.stages"
+"""Key in the scope of a feature request: milliseconds of each stage."""
 
 
 class Metrics:
-    """Everything that is counted. Counters and histograms may be used from any thread."""
+    """The metrics of a service. Counters and histograms are thread-safe."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -55,47 +55,58 @@ class Metrics:
         self._requests = counter("requests", "Requests answered.", ("method", "route", "status"))
         self._request_seconds = Histogram(
             "fxserve_request_duration_seconds",
-            "From the request's head to the end of its answer.",
+            "Time from the head of a request to the end of its response.",
             ("method", "route"),
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
-        # Finding a series by its labels takes as long as counting in it.
+        # Cached: looking up a series by its labels takes as long as counting in it.
         self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._stage_seconds = {
             "decode": seconds("decode", "Decoding and preprocessing the images of a request."),
             "queue": seconds("queue", "Waiting of a decoded request for the device."),
-            "compute": seconds("compute", "The batches that held rows of a request."),
-            "encode": seconds("encode", "Writing the answer to a request."),
+            "compute": seconds("compute", "Computing the batches with rows of a request."),
+            "encode": seconds("encode", "Encoding the response to a request."),
         }
-        self.batch_size = Histogram(
-            "fxserve_batch_size", "Rows of a batch that was computed.", buckets=_ROWS, registry=registry
-        )
+        self.batch_size = Histogram("fxserve_batch_size", "Rows per computed batch.", buckets=_ROWS, registry=registry)
         self.batch_failures = counter("batch_failures", "Batches that failed, by cause.", ("cause",))
-        self.worker_restarts = counter("worker_restarts", "Device threads that died and were replaced.")
+        self.worker_restarts = counter("worker_restarts", "Device workers that died and were replaced.")
         self.evictions = counter(
-            "evictions", "What was put out of memory (weights, extractor, graph, record), and why.", ("kind", "reason")
+            "evictions",
+            "Evictions from memory, by kind (weights, extractor, graph, record) and reason.",
+            ("kind", "reason"),
         )
-        self.store_errors = counter("store_errors", "What the store of extractors failed at.", ("operation",))
-        self.store_up = gauge("store_up", "Processes that can read the store of extractors.")
-        self.inflight_requests = gauge("inflight_requests", "Requests admitted and not answered yet.")
-        self.inflight_bytes = gauge("inflight_bytes", "Bytes that these decode to and answer with, by prediction.")
-        self.queue_size = gauge("queue_size", "Items that wait for the device.")
+        self.store_errors = counter("store_errors", "Failed operations of the extractor store.", ("operation",))
+        self.store_up = gauge("store_up", "Processes that can read the extractor store.")
+        self.inflight_requests = gauge("inflight_requests", "Requests in flight: admitted and not answered yet.")
+        self.inflight_bytes = gauge(
+            "inflight_bytes", "Predicted bytes of decoded inputs and responses of requests in flight."
+        )
+        self.queue_size = gauge("queue_size", "Items waiting for the device.")
         self.tasks = gauge("tasks", "Unfinished tasks of the event loop.")
         self.models_loaded = gauge("models_loaded", "Sets of weights in memory.")
-        self.extractors = gauge("extractors", "Extractors, by state; evicted ones are built again.", ("state",))
-        self.memory_bytes = gauge("memory_bytes", "What weights, extractors and graphs take of the memory budget.")
+        self.extractors = gauge("extractors", "Extractors, by state; evicted ones are rebuilt on demand.", ("state",))
+        self.memory_bytes = gauge(
+            "memory_bytes", "Bytes of the memory budget in use by weights, extractors and graphs."
+        )
         self.memory_budget_bytes = gauge("memory_budget_bytes", "The memory budget.")
-        self.ready = gauge("ready", "Processes that are ready, as /readyz says.")
-        self.gpu_memory_allocated_bytes = gauge("gpu_memory_allocated_bytes", "In tensors, by torch.", ("device",))
-        self.gpu_memory_reserved_bytes = gauge("gpu_memory_reserved_bytes", "Held by torch's allocator.", ("device",))
-        self.gpu_memory_used_bytes = gauge("gpu_memory_used_bytes", "Used on the device by anyone.", ("device",))
-        self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "The device's memory.", ("device",))
+        self.ready = gauge("ready", "Processes that are ready, as reported by /readyz.")
+        self.gpu_memory_allocated_bytes = gauge(
+            "gpu_memory_allocated_bytes", "GPU memory in torch tensors.", ("device",)
+        )
+        self.gpu_memory_reserved_bytes = gauge(
+            "gpu_memory_reserved_bytes", "GPU memory held by torch's allocator.", ("device",)
+        )
+        self.gpu_memory_used_bytes = gauge("gpu_memory_used_bytes", "GPU memory used by all processes.", ("device",))
+        self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "Total GPU memory.", ("device",))
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one finished request and its stages; ``status`` 0 is one that broke off before its answer began.
+        """Count a finished request and its stages. Called after the response is sent.
 
-        The client has its answer by then, and does not wait for this.
+        Args:
+            scope: of the request.
+            status: of the response; 0 if the request broke off before its response began.
+            seconds: duration of the request.
         """
         route = route_template(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -106,26 +117,26 @@ class Metrics:
         requests, request_seconds = series
         requests.inc()
         request_seconds.observe(seconds)
-        milliseconds = scope.get(STAGES_TAKEN)
+        milliseconds = scope.get(STAGE_TIMES)
         if milliseconds is not None:
             for stage, histogram in self._stage_seconds.items():
                 histogram.observe(milliseconds.get(stage, 0.0) / 1000)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format. Takes milliseconds: not for the event loop."""
+        """Render all metrics in Prometheus' text format. Slow, so not for the event loop."""
         if self.shared_dir is None:
             return generate_latest(self.registry)
-        _forget_the_dead(Path(self.shared_dir))
+        _drop_dead_processes(Path(self.shared_dir))
         registry = CollectorRegistry()
         registry.register(_AllProcesses(Path(self.shared_dir)))
         return generate_latest(registry)
 
 
 class _AllProcesses(Collector):
-    """What all processes that share ``folder`` counted.
+    """Collects the metrics of all processes that share ``folder``.
 
-    A file is empty between its creation and its first value, and stays so if its process is killed there;
-    prometheus_client would fail on it, and with it every answer to ``/metrics``.
+    Skips empty files, on which prometheus_client fails: a file is empty until its first value is written, and stays so
+    if its process is killed before.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,7 +145,7 @@ class _AllProcesses(Collector):
     def collect(self) -> Iterable[Metric]:
         files = []
         for file in self._folder.glob("*.db"):
-            with contextlib.suppress(FileNotFoundError):  # another process forgets the dead at the same time
+            with contextlib.suppress(FileNotFoundError):  # another process removed it first
                 if file.stat().st_size:
                     files.append(str(file))
         merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
@@ -142,15 +153,15 @@ class _AllProcesses(Collector):
 
 
 def route_template(scope: Scope) -> str:
-    """``/v1/models/{model}``; paths themselves would let a stranger make series without end."""
+    """Path template of the request's route, such as ``/v1/models/{model}``: raw paths would be unbounded labels."""
     return getattr(scope.get("route"), "path", None) or "unmatched"
 
 
-def _forget_the_dead(folder: Path) -> None:
-    """Take the gauges of processes that ended, however that was, out of the sums."""
+def _drop_dead_processes(folder: Path) -> None:
+    """Remove the gauges of processes that have ended."""
     for file in folder.glob("gauge_live*_*.db"):
         process = int(file.stem.rpartition("_")[2])
-        # It lives, as somebody else; or another process is first.
+        # The id was reused by another user's process, or another process removed the file first.
         with contextlib.suppress(PermissionError, FileNotFoundError):
             try:
                 os.kill(process, 0)

@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span for each request, and in it one for each stage (extra ``otel``).
+"""OpenTelemetry tracing: a span per request, with a child span per stage. Needs the extra ``otel``.
 
-Where spans go, and how many, is told by OpenTelemetry's own variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
-``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``, …
+OpenTelemetry's own variables configure exporter and sampling: ``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_SERVICE_NAME``,
+``OTEL_TRACES_SAMPLER``, …
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Traces:
-    """Sends spans from a thread of its own until :meth:`close`."""
+    """Creates spans and exports them from a background thread until :meth:`close`."""
 
     def __init__(self) -> None:
         resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "fxserve")})
@@ -36,19 +36,19 @@ class Traces:
 
     @contextmanager
     def request(self, scope: Scope) -> Iterator[trace.Span]:
-        """The span of a request, under the one that its ``traceparent`` names. Call :meth:`answered` before its end."""
+        """Open a request's span as a child of the one in its ``traceparent``. Call :meth:`answered` before it ends."""
         sent = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"] if key in _HEADERS}
-        known = {
+        attributes = {
             "http.request.method": scope["method"],
             "url.path": scope["path"],
             "fxserve.request_id": scope["request_id"],
         }
         context = _PROPAGATOR.extract(sent)
-        with self._tracer.start_as_current_span(scope["method"], context, SpanKind.SERVER, known) as span:
+        with self._tracer.start_as_current_span(scope["method"], context, SpanKind.SERVER, attributes) as span:
             yield span
 
     def answered(self, span: trace.Span, scope: Scope, status: int) -> None:
-        """Say how a request ended."""
+        """Set the route and the status of a request's span."""
         route = route_template(scope)
         span.update_name(f"{scope['method']} {route}")
         span.set_attributes({"http.route": route, "http.response.status_code": status})
@@ -56,7 +56,7 @@ class Traces:
             span.set_status(Status(StatusCode.ERROR))
 
     def stages(self, milliseconds: Mapping[str, float]) -> None:
-        """Spans of the current request's stages, which follow one another and end now."""
+        """Add child spans of the current request's stages, consecutive and ending now."""
         end = time.time_ns()
         spent = {stage: int(milliseconds.get(stage, 0.0) * 1e6) for stage in STAGES}
         start = end - sum(spent.values())
@@ -65,7 +65,7 @@ class Traces:
             start += nanoseconds
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Embeddings as they go over the wire, in OpenAI's shape."""
+"""JSON bodies of ``/v1/embeddings``, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.schemas.problem_kinds import KINDS
 from service.schemas.problems import status_without_422
 
 PATH = "/v1/embeddings"
-"""The route whose errors have OpenAI's shape."""
+"""Path of the route whose errors have OpenAI's shape."""
 
 _EXAMPLE_IMAGE = "data:image/jpeg;base64,/9j/4AAQSkZJRg…"
 
@@ -29,15 +29,15 @@ def _listed(value: Any) -> Any:
 
 
 class EmbeddingsRequest(BaseModel):
-    """What to embed, and how to answer."""
+    """An embeddings request."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(
         min_length=1,
         max_length=1024,
-        description="The id or the name of an extractor with one output, or a model and one of its nodes: "
-        "`resnet50:avgpool`, with weights `resnet50@random:C5`.",
+        description="Id or name of an extractor with one output, or a model and one of its nodes: `resnet50:avgpool`, "
+        "or with weights `resnet50@random:C5`.",
         examples=["resnet50:avgpool"],
     )
     input: Annotated[
@@ -53,81 +53,85 @@ class EmbeddingsRequest(BaseModel):
             }
         ),
     ] = Field(
-        description="One encoded image, or a list of them: data URLs, or bare base64. Nothing is fetched from URLs of "
-        "other schemes.",
+        description="One encoded image or a list of them, as data URLs or plain base64. Other URLs are refused, never "
+        "fetched.",
         examples=[_EXAMPLE_IMAGE],
     )
     encoding_format: Literal["float", "base64"] = Field(
         default="float",
-        description="`base64`: the little-endian float32 values, which is what OpenAI's clients ask for by default.",
+        description="`base64`: little-endian float32 values, the default of OpenAI's clients.",
         examples=["float"],
     )
     dimensions: int | None = Field(
-        default=None, ge=1, strict=True, description="The first values only, made unit length.", examples=[256]
+        default=None,
+        ge=1,
+        strict=True,
+        description="Keep only the first values, and scale them to unit length.",
+        examples=[256],
     )
     user: str | None = Field(default=None, description="Ignored.", examples=["alice"])
 
 
 class Embedding(BaseModel):
-    """The vector of one image."""
+    """The embedding of one image."""
 
     object: Literal["embedding"] = "embedding"
-    index: int = Field(description="The place of its image in the input.", examples=[0])
+    index: int = Field(description="Index of its image in the input.", examples=[0])
     embedding: list[float | None] | str = Field(
-        description="`null` for NaN and infinities, which JSON has no numbers for; a string with "
+        description="The values, with `null` for NaN and infinities, which JSON lacks; a string with "
         "`encoding_format=base64`.",
         examples=[[0.0132, 0.4471, 0.0]],
     )
 
 
 class Usage(BaseModel):
-    """Images have no tokens."""
+    """Token counts, which are 0 for images."""
 
     prompt_tokens: Literal[0] = 0
     total_tokens: Literal[0] = 0
 
 
 class EmbeddingsDocument(BaseModel):
-    """The vectors, in the order of the images."""
+    """The embeddings, in the order of the images."""
 
     object: Literal["list"] = "list"
     data: list[Embedding]
-    model: str = Field(description="As the request names it.", examples=["resnet50:avgpool"])
+    model: str = Field(description="The model as named in the request.", examples=["resnet50:avgpool"])
     usage: Usage
 
 
 class OpenAIFault(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str = Field(examples=[KINDS["bad-image"].example])
     type: str = Field(examples=["invalid_request_error"])
     param: str | None = Field(description="The field of the body that is wrong.", examples=["input"])
     code: str = Field(
-        description="The end of the problem's type, with underscores; OpenAI's own where it has one.",
+        description="OpenAI's code, or the end of the problem's type with underscores.",
         examples=["bad_image"],
     )
 
 
 class OpenAIError(BaseModel):
-    """An error of this route."""
+    """An error in OpenAI's shape."""
 
     error: OpenAIFault
 
 
-# Kinds of problem for which OpenAI has a code.
+# Problem types for which OpenAI has a code.
 _CODES = {
     "unauthorized": "invalid_api_key",
     "admission-full": "rate_limit_exceeded",
     "unknown-model": "model_not_found",
     "unknown-extractor": "model_not_found",
 }
-# The field that a problem is about, where the problem does not say.
+# Problem types and the request field that they concern.
 _OF_MODEL = frozenset(("unknown-model", "unknown-extractor", "unknown-node", "unknown-weights", "not-traceable"))
 _OF_INPUT = frozenset(("bad-image", "image-too-large", "bad-tensor"))
 
 
 def openai_error(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """A problem document in OpenAI's shape.
+    """Convert a problem document to OpenAI's shape.
 
     >>> problem = {"type": "/problems/unknown-model", "status": 404, "detail": "there is no model 'x'"}
     >>> openai_error(problem)["error"]["code"], openai_error(problem)["error"]["param"]
@@ -157,7 +161,7 @@ def _type(status: int) -> str:
 
 
 def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of the route that may answer these problems, with an example of each."""
+    """The OpenAPI ``responses`` of the route for these problems, with an example of each."""
     responses: dict[int | str, dict[str, Any]] = {}
     for slug in slugs:
         kind = KINDS[slug]

@@ -1,4 +1,4 @@
-"""What goes over the wire when features are asked for and answered under ``/v1``."""
+"""Queries and JSON bodies of feature requests and responses under ``/v1``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from service.schemas.v1 import Backend, Precision, WeightsName
 
 MAX_IMAGES = 1024
-"""The most images a request may hold, in whatever form it has them as a list."""
+"""Maximum images of a request in any form that lists them."""
 
 MAX_DIMENSIONS = 8
-"""The most dimensions a tensor of a request may have: more than any model takes."""
+"""Maximum dimensions of a tensor in a request."""
 
 MAX_BOXES = 16384
-"""The most boxes a request may hold."""
+"""Maximum boxes of a request."""
 
 ROI_SIZE = 7
-"""Positions a side of what `pool=roi` makes of a box, where the request does not say."""
+"""Default side of the pooled boxes of `pool=roi`."""
 
 Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 FeatureDtype = Literal["float32", "float16", "bfloat16"]
@@ -28,11 +28,11 @@ Encoding = Literal["json", "base64"]
 
 
 class FeatureQuery(BaseModel):
-    """The query of a request for features."""
+    """Query of a feature request."""
 
     pool: Pool = Field(
         default="none",
-        description="Make one vector an image of each map; `roi`: a small map of each of the boxes in a JSON body, by "
+        description="Pool each map to one vector per image; `roi` pools each box of a JSON body to a small map, by "
         "`torchvision.ops.roi_align`.",
         examples=["avg"],
     )
@@ -40,28 +40,32 @@ class FeatureQuery(BaseModel):
         default=ROI_SIZE,
         ge=1,
         le=64,
-        description="With `pool=roi`: positions a side of what each box becomes; 1 makes it a vector.",
+        description="With `pool=roi`: side of each pooled box; 1 gives a vector.",
         examples=[1],
     )
     dtype: FeatureDtype | None = Field(
-        default=None, description="Of floating outputs in the answer; as computed without it.", examples=["float16"]
+        default=None,
+        description="Dtype of floating-point outputs in the response; by default as computed.",
+        examples=["float16"],
     )
     normalize: Normalize | None = Field(
-        default=None, description="`l2`: unit length over the channels.", examples=["l2"]
+        default=None, description="`l2` scales to unit length over the channels.", examples=["l2"]
     )
     preprocess: Preprocess = Field(
         default="default",
         description="`default` is the weights' own transform of the decoded tensor, as torchvision documents it, "
-        "unless the server is set to another, which `GET /v1/models/{model}` says; `pil` is that of the PIL image; "
-        "`fast` decodes large JPEG files at a half or a quarter, on CUDA with less exact colours; `none` only scales "
+        "unless the server is configured otherwise (see `GET /v1/models/{model}`); `pil` is that of the PIL image; "
+        "`fast` decodes large JPEG files at half or quarter size, on CUDA with less exact colours; `none` only scales "
         "pixels to [0, 1].",
         examples=["fast"],
     )
-    encoding: Encoding = Field(default="json", description="Of the data in a JSON answer.", examples=["base64"])
+    encoding: Encoding = Field(
+        default="json", description="Encoding of the values in a JSON response.", examples=["base64"]
+    )
 
 
 class OneStepQuery(FeatureQuery):
-    """The query of a request for features that names the extractor too."""
+    """Query of a feature request that also specifies the extractor."""
 
     nodes: str = Field(
         min_length=1,
@@ -83,7 +87,7 @@ class ImagesBody(BaseModel):
     images: list[str] = Field(
         min_length=1,
         max_length=MAX_IMAGES,
-        description="Base64 of one encoded image each.",
+        description="Encoded images as base64.",
         examples=[["/9j/4AAQ…"]],
     )
     boxes: (
@@ -104,24 +108,25 @@ class ImagesBody(BaseModel):
         | None
     ) = Field(
         default=None,
-        description="With `pool=roi`: for each image a list of boxes `[x1, y1, x2, y2]`, in its pixels as it was sent, "
-        "after its EXIF orientation. Each is carried through resize and crop.",
+        description="With `pool=roi`: for each image a list of boxes `[x1, y1, x2, y2]` in pixels of the image as "
+        "sent, after its EXIF orientation. They are mapped through resize and crop.",
         examples=[[[[48, 32, 310, 290]]]],
     )
 
 
 class FeatureTensor(BaseModel):
-    """One output tensor; the first dimension is the number of images, with `pool=roi` that of boxes."""
+    """One output tensor. The first dimension is the images, or with `pool=roi` the boxes."""
 
     name: str = Field(
-        description="Its key. With `pool=roi` there is also `box_image`: whose image each box is of.", examples=["C5"]
+        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image.",
+        examples=["C5"],
     )
-    node: str | None = Field(description="null for `box_image`, which is of no node.", examples=["layer4"])
+    node: str | None = Field(description="Its node; null for `box_image`.", examples=["layer4"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
     data: list[float | None] | list[int] | list[bool] | str = Field(
-        description="Flat and row-major, `null` for NaN and infinities, which JSON has no numbers for; with "
-        "`encoding=base64` a base64 string of the little-endian bytes.",
+        description="The values in row-major order, with `null` for NaN and infinities, which JSON lacks; with "
+        "`encoding=base64` the little-endian bytes as a base64 string.",
         examples=[[0.0, 0.3126, 1.0417]],
     )
 
@@ -129,6 +134,6 @@ class FeatureTensor(BaseModel):
 class FeatureDocument(BaseModel):
     model: str = Field(examples=["resnet50"])
     extractor: str = Field(examples=["3f9a1c5be07d"])
-    weights: str = Field(description="`random` where the values come from untrained weights.", examples=["random"])
+    weights: str = Field(description="The weights used; `random` means untrained.", examples=["random"])
     images: int = Field(examples=[1])
     outputs: list[FeatureTensor]

@@ -1,4 +1,4 @@
-"""Graphs and what was measured of them, as :mod:`service.schemas.v1` has the rest."""
+"""JSON bodies of ``/v1`` for graphs and their profiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"
 
 
 class GraphNode(BaseModel):
-    """One node of the eval graph, with what is known of its value."""
+    """One node of the eval graph, and its value."""
 
     name: str = Field(examples=["layer3.0.conv1"])
     fx_name: str = Field(examples=["layer3_0_conv1"])
@@ -29,13 +29,17 @@ class GraphNode(BaseModel):
     level: str | None = Field(examples=[None])
     params: int = Field(examples=[131072])
     flops: int = Field(examples=[205520896])
-    bytes: int | None = Field(description="Size of the value for one image; null for no tensor.", examples=[802816])
-    extractable: bool = Field(description="Whether the value can be asked for.", examples=[True])
+    bytes: int | None = Field(
+        description="Bytes of the value for one image; null if it is not a tensor.", examples=[802816]
+    )
+    extractable: bool = Field(description="Whether the value can be extracted.", examples=[True])
     rows_per_image: int = Field(
-        description="Rows of the first dimension that belong to one image: 1, but for attention windows.", examples=[1]
+        description="Rows of the first dimension per image: 1 except for attention windows.", examples=[1]
     )
     tokens: TokenGrid | None = Field(
-        default=None, description="The places that tokens stand for; null where it is something else.", examples=[None]
+        default=None,
+        description="The grid of patches, if the value is tokens or their attention weights.",
+        examples=[None],
     )
 
 
@@ -46,39 +50,39 @@ class GraphTotals(BaseModel):
 
 
 class NodeMeasured(BaseModel):
-    """What one node takes, as a median over runs on a photograph."""
+    """Time and memory of one node: medians over runs on a photograph."""
 
     name: str = Field(examples=["layer3.0.conv1"])
     fx_name: str = Field(examples=["layer3_0_conv1"])
     op: str = Field(examples=["call_module"])
     target: str = Field(examples=["layer3.0.conv1"])
     milliseconds: float = Field(examples=[0.71])
-    share: float = Field(description="Of the sum over all nodes.", examples=[0.014])
-    bytes: int = Field(description="Memory that its value takes anew; 0 for a view.", examples=[802816])
-    live_bytes: int = Field(description="Memory of all values still needed once it has run.", examples=[3211264])
-    peak_bytes: int | None = Field(description="Most allocated while it ran; on a GPU.", examples=[None])
+    share: float = Field(description="Share of the total time of all nodes.", examples=[0.014])
+    bytes: int = Field(description="Memory allocated for its value; 0 for a view.", examples=[802816])
+    live_bytes: int = Field(description="Memory of all values that are live after it has run.", examples=[3211264])
+    peak_bytes: int | None = Field(description="Peak memory allocated while it ran; GPU only.", examples=[None])
 
 
 class ServingMeasured(BaseModel):
-    """What answers requests, on the same photograph."""
+    """The backend that serves requests, on the same photograph."""
 
     backend: str = Field(examples=["openvino"])
-    milliseconds: float = Field(description="Of a whole pass.", examples=[21.3])
+    milliseconds: float = Field(description="Time of a whole pass.", examples=[21.3])
 
 
 class GraphMeasured(BaseModel):
-    """An extractor in eager, node by node, one photograph at a time."""
+    """Profile of an extractor in eager, node by node, with batches of one photograph."""
 
-    backend: Literal["eager"] = Field(description="What ran the nodes: compiled backends have none.")
+    backend: Literal["eager"] = Field(description="The backend profiled: compiled ones have no nodes.")
     precision: Precision = Field(
-        description="In which the nodes compute. `int8` where eager serves int8, whose graph has nodes of its own; an "
-        "int8 extractor that another backend serves is measured in `float32`.",
+        description="Precision of the nodes. An int8 extractor is profiled in `int8` if eager serves it, and in "
+        "`float32` if another backend does.",
         examples=["float32"],
     )
     serving: ServingMeasured
-    runs: int = Field(description="That each figure is the median of.", examples=[5])
-    milliseconds: float = Field(description="Of a whole pass, unwatched.", examples=[42.5])
-    peak_bytes: int = Field(description="The largest `live_bytes`.", examples=[12845056])
+    runs: int = Field(description="Number of runs that each figure is the median of.", examples=[5])
+    milliseconds: float = Field(description="Time of a whole pass, without profiling.", examples=[42.5])
+    peak_bytes: int = Field(description="Maximum of `live_bytes`.", examples=[12845056])
     nodes: list[NodeMeasured]
 
 
@@ -89,5 +93,5 @@ class GraphDocument(BaseModel):
     totals: GraphTotals
     closed: list[ClosedPart] = Field(default_factory=list)
     profile: GraphMeasured | None = Field(
-        default=None, description="Of an extractor, with `profile=true`: what each node takes.", examples=[None]
+        default=None, description="Time and memory of each node, of extractors with `profile=true`.", examples=[None]
     )

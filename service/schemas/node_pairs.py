@@ -1,4 +1,4 @@
-"""Nodes and their keys in one line of text, as a query and a command line have them."""
+"""Parse nodes and keys from one line of text, for queries and the command line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from service.schemas.v1 import MAX_NAME_LENGTH, MAX_NODES, key_fault
 
 
 def node_pairs(text: str) -> list[tuple[str, str]]:
-    """``"layer3:C4,layer4"`` → pairs of node and key, in order; without a key of its own a node is its key.
+    """Parse ``"layer3:C4,layer4"`` into pairs of node and key, in order. The key defaults to the node.
 
     Raises:
-        ValueError: an empty or overlong name, a key that no output can have, or too many nodes.
+        ValueError: a name is empty or too long, a key is not allowed, or there are too many nodes.
 
     >>> node_pairs("layer3:C4, layer4")
     [('layer3', 'C4'), ('layer4', 'layer4')]
@@ -20,11 +20,11 @@ def node_pairs(text: str) -> list[tuple[str, str]]:
         if not node or (colon and not key):
             raise ValueError(f"{part[:100]!r} is not NODE or NODE:KEY")
         if max(len(node), len(key)) > MAX_NAME_LENGTH:
-            raise ValueError(f"no name or key has over {MAX_NAME_LENGTH} characters")
+            raise ValueError(f"names and keys have at most {MAX_NAME_LENGTH} characters")
         fault = key_fault(key or node)
         if fault is not None:
             raise ValueError(fault)
         pairs.append((node, key or node))
     if len(pairs) > MAX_NODES:
-        raise ValueError(f"at most {MAX_NODES} nodes are taken")
+        raise ValueError(f"at most {MAX_NODES} nodes are allowed")
     return pairs

@@ -1,4 +1,4 @@
-"""Every kind of error: its slug, which is the end of ``type``, its status, its title and an example."""
+"""Problem types: the slug that ends ``type``, with status, title and an example."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of error, with an example for the OpenAPI document."""
+    """A problem type, with an example for the OpenAPI document."""
 
     status: int
     title: str

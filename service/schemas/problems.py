@@ -1,7 +1,7 @@
-"""Errors as they go over the wire: RFC 9457 problems, and ``{"error": …}`` under ``/v2``.
+"""Problem documents (RFC 9457).
 
-Every kind of error has one entry in :data:`KINDS`: its slug (the end of ``type``), status and title. What fxcore and
-the engine raise finds its kind by its class name: ``UnknownNode`` is ``/problems/unknown-node``.
+Every problem type has an entry in :data:`KINDS`: its slug (the end of ``type``), status and title. Exceptions of fxcore
+and the engine map to theirs by class name: ``UnknownNode`` is ``/problems/unknown-node``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class Refusal(Exception):
-    """A request that this layer refuses, by a slug of :data:`KINDS`; ``extra`` goes into the problem."""
+    """A request refused by the HTTP layer, with a slug of :data:`KINDS`; ``extra`` adds fields to the problem."""
 
     def __init__(self, slug: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> None:
         super().__init__(detail)
@@ -32,12 +32,12 @@ class Refusal(Exception):
 
 
 def slug_of(error: FxError) -> str:
-    """The slug of an error's class: ``UnknownNode`` → ``unknown-node``."""
+    """Slug of an exception's class: ``UnknownNode`` → ``unknown-node``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
 
 
 def problem(error: FxError | Refusal) -> dict[str, Any]:
-    """The problem document of ``error``."""
+    """Build the problem document of ``error``."""
     slug = error.slug if isinstance(error, Refusal) else slug_of(error)
     kind = KINDS.get(slug) or Kind(getattr(error, "status", 422), slug.replace("-", " ").capitalize(), "")
     return {
@@ -50,21 +50,21 @@ def problem(error: FxError | Refusal) -> dict[str, Any]:
 
 
 def invalid_request(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """What pydantic found wrong, as one sentence and as a list for programs."""
-    said: list[dict[str, str]] = []
+    """Turn pydantic's errors into a refusal: the first as a sentence, all as a list for programs."""
+    found: list[dict[str, str]] = []
     for error in _without_wrong_branches(errors):
         where, *path = (str(part) for part in error["loc"])
         message = error["msg"]
         if error["type"] == "json_invalid":
-            path, message = [], f"it is not JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
-        said.append({"in": where, "field": _field(path), "message": message})
-    first = said[0]
+            path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
+        found.append({"in": where, "field": _field(path), "message": message})
+    first = found[0]
     noun = {"query": "query parameter", "path": "path parameter", "header": "header", "body": "field"}.get(
         first["in"], ""
     )
     subject = f"{noun} {first['field']!r}" if first["field"] else "the body"
-    more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-    return Refusal("invalid-request", f"{subject}: {first['message']}{more}", errors=said)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return Refusal("invalid-request", f"{subject}: {first['message']}{more}", errors=found)
 
 
 def invalid_body(error: ValidationError) -> Refusal:
@@ -73,8 +73,10 @@ def invalid_body(error: ValidationError) -> Refusal:
 
 
 def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For a field that may be a list or a map, pydantic reports errors of both kinds. Keep those of the kind that was
-    sent; where it was neither, make one of them."""
+    """Clean up the errors of a field that may be a list or a map, of which pydantic reports both.
+
+    Keep those of the type that was sent; if it was neither, merge them into one.
+    """
     shown: list[Mapping[str, Any]] = []
     for _, group in groupby(errors, key=lambda error: [str(part) for part in error["loc"][:2]]):
         members = list(group)
@@ -92,7 +94,7 @@ def _field(path: Sequence[Any]) -> str:
 
 
 def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route that may answer these problems, with an example of each."""
+    """The OpenAPI ``responses`` of a route for these problems, with an example of each."""
     responses: dict[int | str, dict[str, Any]] = {}
     for slug in slugs:
         kind = KINDS[slug]
@@ -119,5 +121,5 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
 
 
 def status_without_422(status: int) -> int:
-    """The status of a problem in a protocol that knows no 422 and has 400 instead: V2, OpenAI's."""
+    """Map 422 to 400, for protocols without it: V2 and OpenAI's."""
     return 400 if status == 422 else status

@@ -1,4 +1,4 @@
-"""Extractors in one line of text, as ``FXSERVE_PRELOAD`` and the model of an embedding name them."""
+"""Parse an extractor from one line of text, for ``FXSERVE_PRELOAD`` and the model of an embedding."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 
 from service.schemas.v1 import ExtractorSpec
 
-_WRITTEN = re.compile(r"(?P<model>[^:@]+)(@(?P<weights>file:[^:]+|(?!file:)[^:]*))?:(?P<nodes>.*)")
+_PATTERN = re.compile(r"(?P<model>[^:@]+)(@(?P<weights>file:[^:]+|(?!file:)[^:]*))?:(?P<nodes>.*)")
 
 
 def spec_of_text(text: str) -> ExtractorSpec:
-    """``MODEL[@WEIGHTS]:NODE[=KEY],…`` → the extractor it means.
+    """Parse ``MODEL[@WEIGHTS]:NODE[=KEY],…`` into a spec.
 
     Raises:
-        ValueError: it is not written like that.
+        ValueError: the text has another form.
 
     >>> spec_of_text("resnet50@random:layer3=C4,C5").return_nodes
     {'layer3': 'C4', 'C5': 'C5'}
     >>> spec_of_text("resnet50@file:mine.safetensors:C4").weights
     'file:mine.safetensors'
     """
-    written = _WRITTEN.fullmatch(text.strip())
-    pairs = [node.partition("=") for node in written["nodes"].split(",") if node.strip()] if written else []
-    if written is None or not written["model"].strip() or not pairs:
-        raise ValueError(f"{text[:200]!r} is no extractor; write MODEL:NODE,NODE as in resnet50:C4,C5")
+    match = _PATTERN.fullmatch(text.strip())
+    pairs = [node.partition("=") for node in match["nodes"].split(",") if node.strip()] if match else []
+    if match is None or not match["model"].strip() or not pairs:
+        raise ValueError(f"{text[:200]!r} is not MODEL:NODE,NODE, such as resnet50:C4,C5")
     return ExtractorSpec(
-        model=written["model"].strip(),
-        weights=(written["weights"] or "").strip() or "DEFAULT",
+        model=match["model"].strip(),
+        weights=(match["weights"] or "").strip() or "DEFAULT",
         return_nodes={node.strip(): key.strip() or node.strip() for node, _, key in pairs},
     )

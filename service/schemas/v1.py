@@ -1,4 +1,4 @@
-"""What goes over the wire as JSON: one class a shape, with an example each, as the OpenAPI document shows them."""
+"""JSON bodies of ``/v1``: models, nodes, extractors, errors, with the examples of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_NAME_LENGTH = 256
-"""Most characters of a node, key or weights name; torchvision's longest node name has fewer than 100."""
+"""Maximum characters of the name of a node, key or weights."""
 
 NodeName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
-# Not a tensor in safetensors files.
+# Reserved for metadata in safetensors files.
 _RESERVED_KEY = "__metadata__"
-# An npz file is a zip, whose names end at NUL; the others break lines and terminals that keys are shown on.
+# NUL ends names in npz files; other control characters break lines of logs and terminals.
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def key_fault(key: str) -> str | None:
-    """Why no output can have this key, if so."""
+    """Return why an output cannot have this key, or None if it can."""
     if key == _RESERVED_KEY:
-        return f"no output can have the key {key!r}; choose another"
+        return f"no output can have the key {key!r}, which is reserved; choose another"
     if _CONTROL_CHARACTER.search(key):
-        return f"no output can have the key {key[:100]!r}, which has control characters; choose another"
+        return f"no output can have the key {key[:100]!r}, which contains control characters; choose another"
     return None
 
 
@@ -43,7 +43,7 @@ _Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
 ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
 
 MAX_NODES = 1024
-"""The most nodes one extractor may return: more than any model's levels, fewer than a request could hide work in."""
+"""Maximum nodes of an extractor."""
 
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
@@ -51,7 +51,7 @@ State = Literal["building", "ready", "failed"]
 
 
 class TransformStep(BaseModel):
-    """A transform with parameters: names of nodes and operations, and numbers; never code."""
+    """A transform with its parameters, which are names of nodes and operations, and numbers; never code."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,12 +62,12 @@ class TransformStep(BaseModel):
         default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
     )
     optional: bool = Field(
-        default=False, description="Accept that it finds nothing to change, which is refused otherwise."
+        default=False, description="Accept a graph in which it finds nothing to change, which is an error otherwise."
     )
 
 
 class ExtractorSpec(BaseModel):
-    """What an extractor is made from. Two equal specs are one extractor."""
+    """Specification of an extractor. Equal specs are the same extractor."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -103,11 +103,13 @@ class ExtractorSpec(BaseModel):
     )
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
         default=None,
-        description="A name of your own to address the extractor by, beside its id. It keeps the last 32 names given.",
+        description="An alias for its id. An extractor keeps the last 32 names it was given.",
     )
     precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
     backend: Backend = Field(
-        default="auto", description="What runs the model; one that is named is used or refused, never replaced."
+        default="auto",
+        description="What runs the model. A named backend is used or refused, never replaced; `auto` picks the fastest "
+        "that agrees with eager.",
     )
     transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
         default_factory=list,
@@ -115,12 +117,12 @@ class ExtractorSpec(BaseModel):
         "`params` and `optional`.",
     )
     image_size: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = Field(
-        default=None, description="Side in pixels of the square that images are cropped to; null: the weights' own."
+        default=None, description="Side in pixels of the square that images are cropped to; null for the weights' own."
     )
 
 
 class ModelSummary(BaseModel):
-    """One line of the list of models."""
+    """An entry of the list of models."""
 
     name: str = Field(examples=["resnet50"])
     task: str = Field(examples=["classification"])
@@ -130,26 +132,28 @@ class ModelSummary(BaseModel):
 
 
 class OpenAIModel(BaseModel):
-    """A model as OpenAI lists it."""
+    """A model in OpenAI's shape."""
 
     id: str = Field(description="Its name; `NAME:NODE` is a model of `POST /v1/embeddings`.", examples=["resnet50"])
     object: Literal["model"] = "model"
-    created: int = Field(description="0: when weights were made is not known.", examples=[0])
+    created: int = Field(description="Always 0: the time is not known.", examples=[0])
     owned_by: str = Field(description="Where it comes from.", examples=["torchvision"])
 
 
 class CountedModels(BaseModel):
-    """Models that are not listed for being many."""
+    """Models that are counted instead of listed."""
 
     models: int = Field(description="How many there are.", examples=[1371])
-    list: str = Field(description="Where they are listed.", examples=["/v1/models?source=timm"])
+    list: str = Field(description="URL of their list.", examples=["/v1/models?source=timm"])
 
 
 class ModelList(BaseModel):
-    """The models, and once more in OpenAI's shape."""
+    """The models, also in OpenAI's shape."""
 
     models: list[ModelSummary]
-    timm: CountedModels | None = Field(description="timm's; null where timm is not installed, or not asked for.")
+    timm: CountedModels | None = Field(
+        description="timm's models; null if timm is not installed, or filtered out by `source`."
+    )
     object: Literal["list"] = "list"
     data: list[OpenAIModel]
 
@@ -158,22 +162,22 @@ class WeightsSummary(BaseModel):
     """One set of trained weights."""
 
     num_params: int | None = Field(
-        description="Of the model that they are for; null where that is not published and they are not the default.",
+        description="Parameters of the model; null if not published, for weights other than the default.",
         examples=[25557032],
     )
     url: str | None = Field(examples=["https://download.pytorch.org/models/resnet50-11ad3fa6.pth"])
     metrics: dict[str, Any] = Field(examples=[{"ImageNet-1K": {"acc@1": 80.858, "acc@5": 95.434}}])
-    categories: int = Field(description="How many classes the weights were trained on.", examples=[1000])
-    cached: bool = Field(description="Whether the file is on this machine.", examples=[True])
+    categories: int = Field(description="Number of classes that the weights were trained on.", examples=[1000])
+    cached: bool = Field(description="Whether the file is in the server's cache.", examples=[True])
     revision: str | None = Field(
         None,
-        description="Which of its versions that is, of a file of the Hugging Face hub.",
+        description="Revision of the cached file, for weights of the Hugging Face hub.",
         examples=["0d2d6b4fdd5e7fb5cf1a2b5d5d5b0a2c5f3f6f1a"],
     )
 
 
 class InputSpec(BaseModel):
-    """One input tensor of a model; null in a shape is a size of your choice."""
+    """One input tensor of a model; null in a shape is a free dimension."""
 
     name: str = Field(examples=["x"])
     layout: str = Field(examples=["NCHW"])
@@ -181,7 +185,7 @@ class InputSpec(BaseModel):
 
 
 class LevelInfo(BaseModel):
-    """The node that stands for one pyramid level."""
+    """The node of one pyramid level."""
 
     node: str = Field(examples=["layer3"])
     channels: int | None = Field(examples=[1024])
@@ -189,7 +193,7 @@ class LevelInfo(BaseModel):
 
 
 class ClosedPart(BaseModel):
-    """A part of a model that torch.fx cannot look into, and why."""
+    """A submodule that could not be traced, and why."""
 
     path: str = Field(examples=["rpn"])
     reason: str = Field(examples=["its forward loops over a list of images"])
@@ -200,7 +204,7 @@ class DefaultPreprocess(BaseModel):
 
     way: Literal["default", "pil", "fast"] = Field(description="`FXSERVE_PREPROCESS`.", examples=["default"])
     meaning: str = Field(
-        description="As Python says it, or in words.",
+        description="As a Python expression, or in words.",
         examples=['weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))'],
     )
 
@@ -236,42 +240,44 @@ class NodeList(BaseModel):
     eval_nodes: list[str] = Field(examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]])
     levels: dict[str, LevelInfo] = Field(examples=[{"C4": {"node": "layer3", "channels": 1024, "stride": 16}}])
     leaf_modules: list[str] = Field(
-        description="Classes of the modules that are nodes themselves.", examples=[["BatchNorm2d", "Conv2d", "Linear"]]
+        description="Classes of the modules that are traced as single nodes.",
+        examples=[["BatchNorm2d", "Conv2d", "Linear"]],
     )
     fingerprint: str = Field(description="Hash of the eval graph.", examples=["b0f1c6d2a4e8"])
     closed: list[ClosedPart] = Field(
-        default_factory=list, description="Parts that could not be traced; their inner nodes cannot be asked for."
+        default_factory=list, description="Submodules that could not be traced; their inner nodes cannot be extracted."
     )
 
 
 class TokenGrid(BaseModel):
-    """The grid of patches, row by row, that tokens `[N, L, C]` are, or tokens of attention `[N, heads, L, L]`."""
+    """The grid of patches, in row-major order, behind tokens `[N, L, C]` or attention weights `[N, heads, L, L]`."""
 
     node: str = Field(description="The map that was flattened.", examples=["conv_proj"])
     height: int = Field(examples=[14])
     width: int = Field(examples=[14])
-    prefix: int = Field(description="Tokens before the positions: a class token, registers.", examples=[1])
-    class_token: bool = Field(description="Whether the first of those is a class token.", examples=[True])
+    prefix: int = Field(description="Number of tokens before the patches: a class token, registers.", examples=[1])
+    class_token: bool = Field(description="Whether the first of them is a class token.", examples=[True])
 
 
 class AttentionGrid(BaseModel):
-    """The map whose positions attend to each other, in weights `[N, heads, L, L]` or `[N, windows, heads, L, L]`."""
+    """The map whose positions attend to each other, for weights `[N, heads, L, L]` or `[N, windows, heads, L, L]`."""
 
     height: int = Field(examples=[56])
     width: int = Field(examples=[56])
-    prefix: int = Field(description="Tokens before the positions; they attend, too.", examples=[0])
+    prefix: int = Field(description="Number of tokens before the positions, which also attend.", examples=[0])
     window: tuple[int, int] | None = Field(
-        description="Height and width of the windows that the map, padded below and on the right to whole ones, is cut "
-        "into, row by row; null where every position attends to all.",
+        description="Height and width of the windows that the map is split into, in row-major order, after padding at "
+        "the bottom and right; null if every position attends to all.",
         examples=[[7, 7]],
     )
     shift: tuple[int, int] = Field(
-        description="By how many rows and columns it is rolled, up and to the left, before that.", examples=[[3, 3]]
+        description="Rows and columns that the map is rolled by, up and to the left, before splitting.",
+        examples=[[3, 3]],
     )
 
 
 class OutputDetail(BaseModel):
-    """One output of an extractor; null in a shape is the number of images, or a size that follows the input."""
+    """One output of an extractor; null in a shape is the number of images, or a size that depends on the input."""
 
     key: str = Field(examples=["C4"])
     node: str = Field(examples=["layer3"])
@@ -282,15 +288,17 @@ class OutputDetail(BaseModel):
     bytes_per_image: int | None = Field(examples=[802816])
     rows_per_image: int = Field(examples=[1])
     tokens: TokenGrid | None = Field(
-        default=None, description="The places that tokens stand for; null where it is something else.", examples=[None]
+        default=None,
+        description="The grid of patches, if the output is tokens or their attention weights.",
+        examples=[None],
     )
     attention: AttentionGrid | None = Field(
-        default=None, description="The places that attention weights stand for.", examples=[None]
+        default=None, description="The positions that attend, if the output is attention weights.", examples=[None]
     )
 
 
 class ExtractorDetail(BaseModel):
-    """An extractor and the state it is in."""
+    """An extractor and its state."""
 
     id: str = Field(examples=["3f9a1c5be07d"])
     name: str | None = Field(examples=["r50-c4c5"])
@@ -304,30 +312,30 @@ class ExtractorDetail(BaseModel):
     preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
     checks: dict[str, Any] | None = Field(
-        description="How far the backend's values are from the model's own in eager PyTorch, nothing folded, on "
-        "photographs. Errors are null until they are measured.",
+        description="Errors of the backend's values relative to the unmodified model in eager PyTorch, on photographs; "
+        "null until measured.",
         examples=[{"reference": "eager float32", "max_abs_error": 1.9e-06, "max_rel_error": 3.2e-07}],
     )
     problem: dict[str, Any] | None = Field(
-        default=None, description="Why the build failed, where the state is `failed`.", examples=[None]
+        default=None, description="Why the build failed, if the state is `failed`.", examples=[None]
     )
 
 
 class TransformDetail(BaseModel):
-    """A pass over graphs."""
+    """A graph transform."""
 
     name: str = Field(examples=["remove"])
     description: str = Field(examples=["Take out operations that do nothing in eval mode."])
     parameters: dict[str, dict[str, Any]] = Field(
-        description="JSON Schema by parameter; one without a `default` must be given.",
+        description="JSON Schema of each parameter; those without a `default` are required.",
         examples=[{"dropout": {"type": "boolean", "default": True}}],
     )
-    exact: bool = Field(description="The values stay what they were, up to rounding.", examples=[True])
+    exact: bool = Field(description="Whether it preserves the values, up to rounding.", examples=[True])
     changes_input: bool = Field(
-        description="The model takes another input afterwards; an extractor's preprocessing follows.", examples=[False]
+        description="Whether it changes the model's input, and with it the extractor's preprocessing.", examples=[False]
     )
     adds_nodes: bool = Field(
-        description="It brings new nodes, which `return_nodes` may name; it runs before all others.", examples=[False]
+        description="Whether it adds nodes that `return_nodes` may name; such transforms run first.", examples=[False]
     )
 
 
@@ -340,7 +348,7 @@ class ExtractorList(BaseModel):
 
 
 class Problem(BaseModel):
-    """An error, as RFC 9457 has it; kinds of error add fields of their own."""
+    """An error (RFC 9457); each type may add fields of its own."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's JSON: one class a shape, with an example each, as the OpenAPI document shows them."""
+"""JSON bodies of the Open Inference Protocol (``/v2``), with the examples of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 
 
 def _unset(value: Any) -> Any:
-    """Serializers of other languages write null for what is not set."""
+    """Treat null as unset, as serializers of other languages write it."""
     return {} if value is None else value
 
 
@@ -49,7 +49,7 @@ class TensorMetadata(BaseModel):
 
 
 class ModelMetadata(BaseModel):
-    """Of the inputs, one kind is sent: ``image``, or the others."""
+    """A model's tensors. Requests send either the input ``image`` or all others."""
 
     name: str = Field(examples=["r50-c4c5"])
     versions: list[str] = Field(examples=[["1"]])
@@ -59,7 +59,7 @@ class ModelMetadata(BaseModel):
 
 
 class RequestInput(BaseModel):
-    """One input tensor; its values are in ``data``, or after the JSON with their size in ``binary_data_size``."""
+    """One input tensor. Its values are in ``data``, or follow the JSON and are ``binary_data_size`` bytes long."""
 
     name: Name = Field(examples=["image"])
     shape: Annotated[list[Size], Field(max_length=MAX_DIMENSIONS)] = Field(examples=[[1]])
@@ -67,7 +67,7 @@ class RequestInput(BaseModel):
     parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
     data: Any = Field(
         default=None,
-        description="Row-major numbers, flat or nested; for BYTES base64 strings.",
+        description="Values in row-major order, flat or nested; base64 strings for BYTES.",
         examples=[["/9j/4AAQ…"]],
     )
 
@@ -78,9 +78,11 @@ class RequestedOutput(BaseModel):
 
 
 class InferRequest(BaseModel):
-    """Of the parameters, these mean something here: ``binary_data_output``, ``timeout`` (microseconds), ``pool``,
-    ``dtype``, ``normalize`` and ``preprocess`` as in the query of ``/v1`` features, and, where a model is named and not
-    an extractor, ``weights``."""
+    """An inference request.
+
+    Supported parameters: ``binary_data_output``; ``timeout`` in microseconds; ``pool``, ``dtype``, ``normalize`` and
+    ``preprocess`` as in feature requests of ``/v1``; and ``weights`` if a model is named instead of an extractor.
+    """
 
     id: str | None = Field(default=None, max_length=4096, examples=["42"])
     parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_output": True}])
@@ -95,8 +97,8 @@ class ResponseOutput(BaseModel):
     parameters: dict[str, int] | None = Field(default=None, examples=[{"binary_data_size": 401408}])
     data: list[float | None] | list[int] | list[bool] | None = Field(
         default=None,
-        description="Flat and row-major, `null` for NaN and infinities, which JSON has no numbers for; left out where "
-        "the values come after the JSON.",
+        description="Values in row-major order, with `null` for NaN and infinities, which JSON lacks; absent if the "
+        "values follow the JSON.",
         examples=[[0.0, 0.3126, 1.0417]],
     )
 
@@ -109,7 +111,7 @@ class InferResponse(BaseModel):
 
 
 class IndexRequest(BaseModel):
-    ready: bool = Field(default=False, strict=True, description="Only what is ready.")
+    ready: bool = Field(default=False, strict=True, description="List only what is ready.")
 
 
 class RepositoryEntry(BaseModel):
@@ -125,8 +127,8 @@ class LoadParameters(BaseModel):
     config: str | None = Field(
         default=None,
         max_length=2**20,
-        description="An extractor's spec as a JSON string. The extractor gets the name in the path; `model` may be "
-        "left out where that is a model's name, and `return_nodes` where the model's levels are meant.",
+        description="An extractor's spec as a JSON string. The extractor gets the name in the path. `model` defaults "
+        "to that name, `return_nodes` to the model's levels.",
         examples=['{"model": "resnet50", "return_nodes": ["C4", "C5"]}'],
     )
 

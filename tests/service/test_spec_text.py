@@ -22,5 +22,5 @@ def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: dict[st
 
 @pytest.mark.parametrize("text", ["resnet50", "resnet50:", ":C4", "@random:C4", "resnet50@file:mine.pth", "a@file:b:"])
 def test_what_names_no_nodes_of_a_model(text: str) -> None:
-    with pytest.raises(ValueError, match="write MODEL:NODE,NODE as in resnet50:C4,C5"):
+    with pytest.raises(ValueError, match="is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
         spec_of_text(text)

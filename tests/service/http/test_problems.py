@@ -116,7 +116,7 @@ def answer(method, path, **options):
     [
         ({"json": {"names": []}}, "/v1/things/x", "path parameter 'size': ", ["size"]),
         ({"json": {"names": []}}, "/v1/things/1?limit=x", "query parameter 'limit': ", ["limit"]),
-        ({"content": b"{"}, "/v1/things/1", "the body: it is not JSON: ", [""]),
+        ({"content": b"{"}, "/v1/things/1", "the body: not valid JSON: ", [""]),
         ({"content": b"[" * 100_000}, "/v1/things/1", "the body cannot be parsed", None),
         ({"json": {"names": 3}}, "/v1/things/1", "a list of names or a map", ["names"]),
         ({"json": {"names": ["a", 3]}}, "/v1/things/1", "field 'names.1': ", ["names.1"]),
