@@ -1,7 +1,6 @@
-"""Authentication and authorisation.
+"""Authentication and authorization, with safe defaults.
 
-Every route needs a key, and every change one of scope admin, unless it is listed here: a forgotten route is closed, not
-open.
+Where keys are configured, every route needs one, and every writing route one of scope admin, unless listed here.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from service.http.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.schemas.problems import Refusal
 
-# Probes and load balancers send no keys, and learn only whether the server is ready. The page and the reference are
-# public files that ask for a key; the requests they make need it.
+# Probes and load balancers send no key, and learn only whether the server is ready. The page and the reference are
+# public files that prompt for a key; the requests that they send need it.
 OPEN = frozenset(
     (
         *page.PATHS,
@@ -35,21 +34,20 @@ OPEN = frozenset(
 )
 
 _READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-# POSTs that change nothing: they carry images or a query.
+# POST requests that change nothing: their bodies are images or queries.
 _READ_POSTS = ("/features", "/infer", "/embeddings", "/v2/repository/index")
 
 _KEY = "fxserve.key"
 
 
 class Access:
-    """Identifies each request's client for admission, and refuses what its key, its ``Host`` or its ``Origin`` does not
-    allow.
+    """Middleware that checks each request's ``Host``, ``Origin`` and API key, and identifies its client for admission.
 
     Args:
         app: the next middleware.
-        keys: None if clients need none.
-        hosts: the names that the server answers to without keys.
-        origins: of web pages that may send writing requests: those that CORS allows.
+        keys: the API keys; None if none are needed.
+        hosts: the host names allowed where there are no keys.
+        origins: origins of web pages that may send writing requests: those that CORS allows.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()) -> None:
@@ -100,9 +98,9 @@ class Access:
         return key
 
     def _check_origin(self, scope: Scope, host: str | None) -> None:
-        """Refuse cross-site request forgery: browsers send simple POSTs from any page, without a preflight.
+        """Refuse cross-site request forgery: browsers send simple POST requests from any page without a preflight.
 
-        They send ``Sec-Fetch-Site`` only to servers with TLS and to loopback addresses.
+        ``Origin`` decides; browsers send ``Sec-Fetch-Site`` only over TLS and to loopback addresses.
         """
         if "*" in self.origins:
             return
@@ -112,18 +110,20 @@ class Access:
         else:
             allowed = origin in self.origins or (host is not None and is_own_origin(origin, host))
         if not allowed:
-            raise Refusal("forbidden", "web pages of other origins may not do this; FXSERVE_CORS_ORIGINS lists who may")
+            raise Refusal(
+                "forbidden", "pages of other origins may not send this request; FXSERVE_CORS_ORIGINS allows them"
+            )
 
 
 def _misdirected(host: str) -> Refusal:
     return Refusal(
         "misdirected",
-        f"this server does not know that it is called {host[:200]!r}; FXSERVE_HOSTS lists the names it answers to",
+        f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists them",
     )
 
 
 def forbidden(key: Key, what: str) -> Refusal:
-    """The refusal of a request that ``key`` does not allow."""
+    """Build the refusal of a request that ``key`` does not allow."""
     return Refusal(
         "forbidden",
         f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
@@ -132,13 +132,13 @@ def forbidden(key: Key, what: str) -> Refusal:
 
 
 def may_build(request: Request) -> bool:
-    """Whether a request may make extractors and load weights, also on the way to its answer."""
+    """Whether a request may build extractors and load weights, also implicitly."""
     key: Key | None = request.scope.get(_KEY)
     return key is None or key.scope == "admin"
 
 
 async def require_admin(request: Request) -> None:
-    """A dependency of GET routes that need a key of scope admin.
+    """FastAPI dependency of GET routes that need scope admin.
 
     Raises:
         Refusal: 403.
@@ -149,7 +149,7 @@ async def require_admin(request: Request) -> None:
 
 
 def address(scope: Scope) -> str:
-    """The IP address of a request's client; of IPv6 its /64 network, which belongs to one client."""
+    """IP address of a request's client; for IPv6 its /64 network, which one client controls."""
     client = scope.get("client")
     return "" if client is None else _network(client[0])
 

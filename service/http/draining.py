@@ -1,4 +1,4 @@
-"""Graceful shutdown on SIGTERM and SIGINT: refuse new work, finish accepted requests, then end."""
+"""Graceful shutdown on SIGTERM and SIGINT: refuse new work, finish accepted requests, then stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Accepted:
     """Middleware that registers each request with the engine, so that draining waits for it.
 
-    A request that the server cancels before its answer has begun is answered with 503.
+    A request that the server cancels before its response has started is answered 503.
     """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
@@ -51,11 +51,11 @@ class Accepted:
 
 @contextmanager
 def drained_on_signals(engine: Engine) -> Iterator[None]:
-    """Handle signals before the server's own handlers do, inside the application's lifespan.
+    """Drain the engine on a signal, before the server's own handler runs. For the application's lifespan.
 
-    On the first signal the engine refuses new work, while the server still accepts connections: clients get a 503
-    instead of a closed connection. The server gets the signal, and closes, once all accepted requests are answered, at
-    the end of the grace period, or at a second signal. Does nothing if the event loop does not run in the main thread.
+    On the first signal the engine refuses new work, while the server still accepts connections: clients get 503 instead
+    of a closed connection. The server's handler runs once all accepted requests are answered, at the end of the grace
+    period, or on a second signal. Does nothing if the event loop does not run in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -82,7 +82,7 @@ def drained_on_signals(engine: Engine) -> Iterator[None]:
         nonlocal first
         if first == number:
             pass_on(number, frame)
-        elif not first:  # else a supervisor's SIGTERM after the terminal's SIGINT
+        elif not first:  # ignore another signal, such as a supervisor's SIGTERM after SIGINT
             first = number
             engine.draining = True
             loop.call_soon_threadsafe(start, number, frame)

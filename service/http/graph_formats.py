@@ -1,4 +1,4 @@
-"""Answers with a graph in the requested format, for models and extractors."""
+"""Responses with the graph of a model or an extractor, in the requested format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.http.headers import joined_header
 from service.schemas.graphs import GraphDocument, GraphFormat
 from service.schemas.problems import Refusal
 
-# The media type of each format, and the format for a media type in Accept; the first answers */*.
+# The media type of each format, and the format of each media type in Accept; the first is the default.
 MEDIA_TYPES: dict[GraphFormat, str] = {
     "json": "application/json",
     "table": "text/plain",
@@ -37,7 +37,7 @@ _BY_ACCEPT: dict[str, GraphFormat] = {
     "text/vnd.mermaid": "mermaid",
 }
 
-# The 200 of the OpenAPI document.
+# The response of status 200 in the OpenAPI document.
 RESPONSE: dict[str, Any] = {
     "model": GraphDocument,
     "description": "The graph, in the format that `format` or `Accept` asks for.",
@@ -51,7 +51,7 @@ RESPONSE: dict[str, Any] = {
 
 
 def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
-    """The format named by ``format``, else by the request's Accept.
+    """Choose the format by ``format``, else by the request's Accept.
 
     Raises:
         Refusal: 406.
@@ -60,14 +60,14 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
 
 
 def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
-    """The answer in the format ``wanted``; it varies with Accept unless the query named a ``format``."""
+    """Build the response in the format ``wanted``, which varies with Accept unless the query has a ``format``."""
     return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
 
 
 Depth = Annotated[
     int | None,
     Query(
-        ge=1, le=64, description="Drawings show modules of as many parts as one box each: 1 is `layer1`.", examples=[1]
+        ge=1, le=64, description="Depth of the modules that drawings show as one box each: 1 is `layer1`.", examples=[1]
     ),
 ]
 
@@ -77,37 +77,37 @@ Opened = Annotated[
     Query(
         alias="open",
         max_length=65536,
-        description="With `format=layout`: the modules that are shown with their parts, separated by commas; all where "
-        "this and `depth` are left out.",
+        description="With `format=layout`: the modules to expand, separated by commas; by default all, unless `depth` "
+        "is given.",
         examples=["layer3,layer3.0"],
     ),
 ]
 
 
 def opened_modules(opened: str | None, wanted: GraphFormat, depth: int | None) -> list[str] | None:
-    """The modules that ``open`` names.
+    """Parse the modules to expand.
 
     Raises:
-        Refusal: 422: another format, or a depth beside it.
+        Refusal: 422: the format is not ``layout``, or ``depth`` is given too.
     """
     if opened is None:
         return None
     if wanted != "layout" or depth is not None:
-        reason = "leave depth out" if wanted == "layout" else "ask for format=layout"
-        detail = f"query parameter 'open': it names modules of a layout; {reason}"
+        reason = "cannot be combined with depth" if wanted == "layout" else "needs format=layout"
+        detail = f"query parameter 'open': {reason}"
         raise Refusal("invalid-request", detail, field="open")
     return sorted({module for module in opened.split(",") if module})
 
 
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
-    """The parts of a model that did not trace, and why."""
+    """List the submodules that could not be traced, and why."""
     return [{"path": part.path, "reason": part.reason} for part in graph.closed]
 
 
 def write(
     graph: ModelGraph, format: GraphFormat, depth: int | None = None, opened: Sequence[str] | None = None
 ) -> bytes:
-    """The whole eval graph of a model."""
+    """Render the eval graph of a model."""
     if format == "json":
         return _document(graph, graph.nodes, graph.totals)
     return render(graph, format, depth, opened).encode()
@@ -116,7 +116,7 @@ def write(
 def write_part(
     graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
 ) -> bytes:
-    """The part of ``graph`` that an extractor runs, as JSON with its profile."""
+    """Render the part of ``graph`` that an extractor runs, as JSON with its profile if ``measured``."""
     if format != "json":
         return render(part, format, depth).encode()
     kept = {node.meta.get(PATH) for node in part.nodes}

@@ -1,4 +1,4 @@
-"""Request headers by name, indexed once for a request."""
+"""Request headers, indexed by name once per request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _HEADERS = "fxserve.headers"
 
 
 def headers_of(scope: Scope) -> dict[bytes, list[bytes]]:
-    """The values of each request header, in the order sent, by its name in lower case."""
+    """Map the names of request headers, in lower case, to their values in the order sent."""
     known: dict[bytes, list[bytes]] | None = scope.get(_HEADERS)
     if known is None:
         known = scope[_HEADERS] = {}
@@ -18,12 +18,12 @@ def headers_of(scope: Scope) -> dict[bytes, list[bytes]]:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first value of a request header; ``name`` in lower case."""
+    """Return the first value of a request header; ``name`` in lower case."""
     values = headers_of(scope).get(name)
     return values[0].decode("latin-1") if values else None
 
 
 def joined_header(scope: Scope, name: bytes) -> str | None:
-    """All values of a list header, joined as RFC 9110, 5.3 has it; ``name`` in lower case."""
+    """Return all values of a list header, joined by commas (RFC 9110, 5.3); ``name`` in lower case."""
     values = headers_of(scope).get(name)
     return b", ".join(values).decode("latin-1") if values else None

@@ -1,4 +1,4 @@
-"""Checks of a request's head that RFC 9110 and 9112 ask for and the parser does not make."""
+"""Checks of request heads that RFC 9110 and 9112 require and the parser does not do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from service.schemas.problem_kinds import KINDS
 from service.schemas.problems import Refusal
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of the request line and all header lines, without white space around values."""
+"""Maximum bytes of the request line and all header lines, without white space around values."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -17,40 +17,42 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([/?][^#]*)?(#.*)?", re.ASCII | re.I
 
 
 def not_http(detail: str = KINDS["not-http"].example) -> Refusal:
-    """400."""
+    """Build a refusal with status 400."""
     return Refusal("not-http", detail)
 
 
 def too_large() -> Refusal:
-    """431."""
+    """Build a refusal with status 431."""
     return Refusal("head-too-large", f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes")
 
 
 def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
-    """The target as a path and a query. Where it names a host, that replaces the one in ``headers`` (RFC 9112, 3.2.2).
+    """Check a request's head and return its target as path and query.
+
+    The host of an absolute target replaces the one in ``headers`` (RFC 9112, 3.2.2).
 
     Args:
-        version: of HTTP, such as "1.1".
-        method: in capitals.
-        target: as it was sent.
-        headers: names in lower case.
+        version: HTTP version, such as "1.1".
+        method: in upper case.
+        target: as sent.
+        headers: with names in lower case; may be modified.
 
     Raises:
         Refusal: 400, 431 or 505.
     """
-    # "GET / HTTP/1.1" and a line break, lines with ": " and a break each, and an empty line.
+    # The request line with spaces, "HTTP/1.1" and CRLF; header lines with ": " and CRLF; the empty line.
     size = len(method) + len(target) + 12 + sum(len(name) + len(value) + 4 for name, value in headers) + 2
     if size > MAX_HEAD_BYTES:
         raise too_large()
     if version not in ("1.0", "1.1"):
-        raise Refusal("http-version", f"this server speaks HTTP/1.1 and 1.0, and not {version[:10]}")
+        raise Refusal("http-version", f"this server speaks HTTP/1.1 and 1.0, not {version[:10]}")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise not_http(f"a request has one Host line, and this one has {len(hosts)}")
+        raise not_http(f"a request must have one Host header, and this one has {len(hosts)}")
     if hosts and _HOST.fullmatch(hosts[0]) is None:
-        raise not_http("the Host line is not a host and a port")
+        raise not_http("the Host header is not a host with an optional port")
     if method == b"CONNECT":
-        raise not_http("CONNECT is for proxies, and this is none")
+        raise not_http("CONNECT is for proxies, which this server is not")
     if target.startswith(b"/"):
         return target
     if target == b"*":
@@ -64,7 +66,7 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
 
 
 def without_upgrade(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
-    """The head without its offer of an upgrade to another protocol."""
+    """Serialize a head without its request to upgrade the protocol."""
     lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
     for name, value in headers:
         if name == b"connection":

@@ -1,7 +1,7 @@
-"""The names that a server answers to: a guard against DNS rebinding.
+"""Checks of the ``Host`` header, against DNS rebinding.
 
-A web page can point its own domain name at this server's address. The browser then treats the server as the page's own
-origin and lets the page read and change everything. The ``Host`` that it sends is still the page's name.
+A web page can point its own domain at this server's address. The browser then treats the server as the page's origin
+and lets the page read and change everything. But it still sends the page's domain as ``Host``.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-_LONGEST = 253
-"""Characters of a name, as DNS has it."""
+_MAX_LENGTH = 253
+"""Maximum characters of a name in DNS."""
 
 # Nobody can register a name under these.
 _PRIVATE = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
 
 
 class Hosts:
-    """Accepts names that are the server's, or that nobody else can register.
+    """The allowed host names: configured ones, and those that cannot be registered in DNS.
 
-    Those are IP addresses, names of one label, names under ``.localhost``, ``.local``, ``.internal``, ``.svc`` and
-    ``.cluster.local``, and the machine's own.
+    The latter are IP addresses, names of one label, names under ``.localhost``, ``.local``, ``.internal``, ``.svc`` and
+    ``.cluster.local``, and the machine's own name.
 
     Args:
-        patterns: further names, or shell patterns of names.
+        patterns: configured names, or shell patterns of names.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -35,9 +35,9 @@ class Hosts:
         self._known = lru_cache(256)(self._is_known)
 
     def allow(self, host: str) -> bool:
-        """Whether requests with this ``Host`` may be answered; its port does not matter."""
+        """Whether requests with this ``Host`` are allowed, whatever its port."""
         name = name_of(host)
-        return len(name) <= _LONGEST and self._known(name)
+        return len(name) <= _MAX_LENGTH and self._known(name)
 
     def _is_known(self, name: str) -> bool:
         if "." not in name or name.endswith(_PRIVATE) or name == self._machine or _is_address(name):
@@ -46,16 +46,16 @@ class Hosts:
 
 
 def name_of(host: str) -> str:
-    """``Example.org.:8000`` → ``example.org``, ``[::1]:80`` → ``::1``."""
+    """Normalize a ``Host``: ``Example.org.:8000`` → ``example.org``, ``[::1]:80`` → ``::1``."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".").lower()
 
 
 def is_own_origin(origin: str, host: str) -> bool:
-    """Whether a page of ``origin``, such as ``https://example.org``, comes from the server that was asked as ``host``.
+    """Whether ``origin``, such as ``https://example.org``, is the server's own by the request's ``host``.
 
-    The scheme does not count: a proxy may have taken TLS off.
+    The scheme is ignored, since a proxy may terminate TLS.
     """
     scheme, _, authority = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)

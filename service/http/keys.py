@@ -1,7 +1,7 @@
 """API keys and their scopes.
 
-A key is 32 random bytes, so the file holds plain SHA-256 digests: slow hashes such as scrypt protect secrets that can
-be guessed, which 256 random bits cannot, and would slow down every request. The keys cannot be recovered from the file.
+The file of keys holds SHA-256 digests. Keys are 256 random bits, which cannot be guessed, so slow hashes such as scrypt
+would only slow down every request.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MAX_FILE_BYTES = 1024**2
 
 
 class KeysInvalid(ValueError):
-    """The file of keys cannot be read; the message names the line and never its content."""
+    """The file of keys is invalid. The message gives the line, never its content."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One line of the file.
+    """An API key.
 
     Attributes:
-        name: of its owner; letters, digits, ``.``, ``_`` and ``-``.
-        scope: ``read``, or ``admin``, which may do all that ``read`` may.
+        name: name of its owner: letters, digits, ``.``, ``_`` and ``-``.
+        scope: ``read``, or ``admin``, which includes ``read``.
         digest: SHA-256 of the secret.
     """
 
@@ -47,15 +47,15 @@ class Key:
 
     @property
     def line(self) -> str:
-        """The key as the file has it."""
+        """The key's line in the file."""
         return f"{self.name}:{self.scope}:{self.digest.hex()}"
 
 
 def make(name: str, scope: Scope) -> tuple[Key, str]:
-    """A new key and its secret, which is not stored.
+    """Create a key; returns it with its secret, which is not stored.
 
     Raises:
-        ValueError: ``name`` has other characters, or more than 64.
+        ValueError: ``name`` is empty, too long, or has characters that are not allowed.
     """
     if not _NAME.fullmatch(name):
         raise ValueError("a key's name has 1 to 64 letters, digits, dots, hyphens and underscores")
@@ -64,13 +64,13 @@ def make(name: str, scope: Scope) -> tuple[Key, str]:
 
 
 class Keys:
-    """The keys of a file, one ``name:scope:sha256`` a line; empty lines and ``#`` comments are skipped.
+    """The keys of a file: one ``name:scope:sha256`` per line, with empty lines and ``#`` comments.
 
     Args:
-        file: read now, and again by :meth:`reload`.
+        file: the file.
 
     Raises:
-        KeysInvalid: it cannot be read.
+        KeysInvalid: the file cannot be read or is invalid.
     """
 
     def __init__(self, file: Path) -> None:
@@ -81,7 +81,7 @@ class Keys:
         return len(self._keys)
 
     def find(self, secret: str) -> Key | None:
-        """The key with that secret. All are compared, each in constant time, against timing attacks."""
+        """Find the key of a secret; against timing attacks, all keys are compared, each in constant time."""
         digest = _digest(secret)
         found = None
         for key in self._keys:
@@ -90,13 +90,13 @@ class Keys:
         return found
 
     def reload(self) -> None:
-        """Read the file again. If it cannot be read, the keys stay as they are, and the log says why."""
+        """Read the file again. If it is invalid, keep the current keys and log why."""
         try:
             self._keys = _read(self._file)
         except KeysInvalid as error:
-            log.error("the API keys stay as they were: %s", error)
+            log.error("the API keys were not reloaded: %s", error)
         else:
-            log.warning("%d API keys were read again", len(self._keys))
+            log.warning("reloaded %d API keys", len(self._keys))
 
 
 def _digest(secret: str) -> bytes:
@@ -106,7 +106,7 @@ def _digest(secret: str) -> bytes:
 def _read(file: Path) -> list[Key]:
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
-            raise KeysInvalid(f"{file} has over {_MAX_FILE_BYTES:,} bytes")
+            raise KeysInvalid(f"{file} is larger than {_MAX_FILE_BYTES:,} bytes")
         lines = file.read_text("utf-8").splitlines()
     except OSError as error:
         raise KeysInvalid(f"{file} cannot be read: {error.strerror}") from error
@@ -118,9 +118,9 @@ def _read(file: Path) -> list[Key]:
         if text:
             keys.append(_parse(text, f"{file}, line {number}"))
             if any(keys[-1].name == key.name for key in keys[:-1]):
-                raise KeysInvalid(f"{file}, line {number}: there is a key of that name above")
+                raise KeysInvalid(f"{file}, line {number}: duplicate name")
     if not keys:
-        raise KeysInvalid(f"{file} holds no key; fxserve key NAME makes a line for it")
+        raise KeysInvalid(f"{file} has no keys; fxserve key NAME creates one")
     return keys
 
 
@@ -128,6 +128,6 @@ def _parse(text: str, where: str) -> Key:
     name, _, rest = text.partition(":")
     scope, _, digest = rest.partition(":")
     if not _NAME.fullmatch(name) or scope not in get_args(Scope) or not _DIGEST.fullmatch(digest):
-        # The line may hold the secret itself: it is not shown.
-        raise KeysInvalid(f"{where}: not NAME:read:SHA256 or NAME:admin:SHA256; fxserve key NAME makes such a line")
+        # The line is not shown, since it may be the secret itself.
+        raise KeysInvalid(f"{where}: not NAME:read:SHA256 or NAME:admin:SHA256; fxserve key NAME creates such a line")
     return Key(name, "admin" if scope == "admin" else "read", bytes.fromhex(digest))

@@ -1,4 +1,4 @@
-"""Slow GETs, such as graphs, drawings and exports, run in threads, bounded in number and in time."""
+"""Run slow GET requests, such as graphs, drawings and exports, in threads, limited in number and time."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
 
 
 class Lookups:
-    """Runs the slow GETs in threads of their own, each with a place in admission. For one event loop.
+    """Runs slow GET requests in threads, each with a place in admission. For one event loop.
 
-    The threads are not those that build extractors or answer features, so that neither waits for a graph. Their
-    priority is low, as tracing or drawing a large model takes a core for seconds.
+    These threads are separate from those that build extractors and encode features, so that neither waits for a graph.
+    Their priority is low, since tracing or drawing a large model takes a core for seconds.
 
     Args:
-        seconds: after which a request fails. The work that a thread has begun for it goes on, and occupies the thread.
-        at_once: threads.
-        most: requests at a time; clients share them and take turns as in :class:`Admission`.
+        seconds: time limit of a request. Work that a thread has begun continues past it, and occupies the thread.
+        threads: number of threads.
+        max_requests: maximum requests in flight, shared fairly between clients as in :class:`Admission`.
     """
 
-    def __init__(self, seconds: float, at_once: int = 2, most: int = 16) -> None:
+    def __init__(self, seconds: float, threads: int = 2, max_requests: int = 16) -> None:
         self._seconds = seconds
-        self._admission = Admission(most, 0, at_once)
-        self._pool = Pool(at_once, "fxserve-lookup", run_at_low_priority)
+        self._admission = Admission(max_requests, 0, threads)
+        self._pool = Pool(threads, "fxserve-lookup", run_at_low_priority)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
-        """Hold a place.
+        """Take a place, and limit the time of the block.
 
         Raises:
             AdmissionFull: all places, or this client's share of them, are taken.
-            DeadlineExceeded: the block took longer than is allowed.
+            DeadlineExceeded: the block exceeded the time limit.
         """
         with self._admission.enter() as ticket:
             try:
@@ -56,18 +56,18 @@ class Lookups:
         self._pool.start()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Stop the threads once their current work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Place:
-    """One request's place."""
+    """The place of one request."""
 
     def __init__(self, ticket: Ticket, pool: Pool) -> None:
         self._ticket = ticket
         self._pool = pool
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """What ``work()`` returns or raises in a thread, once it is this client's turn. To be called once."""
+        """Run ``work()`` in a thread once it is this client's turn. Call it only once."""
         await self._ticket.turn()
         return await in_pool(self._pool, work)

@@ -1,6 +1,6 @@
-"""Middleware for every request: its id, its metrics, limits on its body, and an answer even after a bug.
+"""Middleware for every request: its id, metrics, limits on its body, and a response even after a bug.
 
-Plain ASGI, because ``BaseHTTPMiddleware`` hides disconnects from the routes.
+Plain ASGI, since ``BaseHTTPMiddleware`` hides disconnects from the routes.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
 REFUSED = "fxserve.refused"
-"""Key in the scope of a request that admission refused: the ``Retry-After`` it was given, in seconds."""
+"""Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
 
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
-# Closing a connection with unread bytes resets it, and the client may lose the answer. So a client that is still
-# sending when it is refused gets this long to notice; what it sends is discarded, until it pauses or sends too much.
+# Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). So the rest of
+# a refused body is read and discarded, within these limits of time, pause and size.
 LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
 LINGER_BYTES = 16 * 1024**2
 
 MIN_BYTES_PER_SECOND = 64 * 1024
-"""Half a megabit a second; slower clients hold memory that others could use."""
+"""Minimum rate of a body, averaged: slower clients hold memory that others could use."""
 
 MAX_OTHER_BYTES = 2 * 1024**2
-"""Largest body without images: twice a spec of the most nodes with the longest names. Some bodies are parsed on the
-event loop, into objects of ten times their size."""
+"""Maximum body without images: twice the largest possible spec. Some of these are parsed on the event loop."""
 
 _WITH_IMAGES = ("/features", "/infer", "/embeddings")
 
-# JSON and images run no scripts and load nothing. Drawings have inline styles.
+# JSON and images need no scripts or resources; SVG drawings have inline styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def request_id(sent: str | None) -> str:
-    """The id to answer with: the one that was sent, without characters that could forge a log line, or a new one."""
+    """Return the request id that was sent, without characters that could forge log lines, or a new one."""
     return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
 
 
 class RequestContext:
-    """The outermost middleware: the request's id, its metrics, log line and span, and an answer if nothing inside gave
-    one.
+    """The outermost middleware: adds the request's id, metrics, log line and span, and answers unhandled exceptions.
 
     Args:
-        policies: the Content-Security-Policy of pages by path; all other paths have a strict one.
-        traces: where spans go, if anywhere.
+        app: the next middleware.
+        metrics: where requests are counted.
+        policies: Content-Security-Policy of pages by path; other paths get a strict one.
+        traces: where spans are created, if enabled.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RequestContext:
             logs.request_id.reset(entered)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """The status of the answer."""
+        """Answer a request; returns the status."""
         started = time.perf_counter()
         status = 0
-        identity = scope["request_id"]
+        own_id = scope["request_id"]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -110,7 +110,7 @@ class RequestContext:
                     scope[REFUSED] = float(dict(message["headers"]).get(b"retry-after", 1))
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", identity.encode("ascii")),
+                    (b"x-request-id", own_id.encode("ascii")),
                     *self._pages.get(scope["path"], self._others),
                 ]
             await send(message)
@@ -118,11 +118,11 @@ class RequestContext:
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            status = status or 499  # the client is gone; nginx's number, for the metrics
+            status = status or 499  # nginx's status for a client that closed the connection, for the metrics
         except Exception as error:
-            log.exception("request %s: %s %r failed", identity, scope["method"], scope["path"])
+            log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
             if status:
-                raise  # the answer has begun: only the connection can be closed
+                raise  # the response has started, so the connection is closed
             path = scope["path"]
             answer = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
             await answer(scope, receive, send_with_id)
@@ -156,7 +156,7 @@ def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:
 
 
 class HeadAsGet:
-    """Answers HEAD as GET; the server leaves out the body."""
+    """Middleware that answers HEAD as GET; the server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -165,27 +165,27 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
-        asked = {**scope, "method": "GET"}  # a copy: the server leaves out the body by the method in its own
+        as_get = {**scope, "method": "GET"}  # a copy, since the server goes by the method in its own scope
         try:
-            await self.app(asked, receive, send)
+            await self.app(as_get, receive, send)
         finally:
-            if "route" in asked:
-                scope["route"] = asked["route"]  # by which metrics and traces name it
+            if "route" in as_get:
+                scope["route"] = as_get["route"]  # for metrics and traces
 
 
 class BodyLimit:
-    """Limits each body: its bytes, its time, and its share of the memory for all requests.
+    """Middleware that limits request bodies in size, time and total memory.
 
-    One that is too large is refused by its Content-Length before a byte is read, a chunked one while it arrives. Bytes
-    count towards admission from their arrival until the answer is sent, so clients that never finish sending, or do not
-    read, take no more memory than admission allows.
+    A body that is too large is refused by its Content-Length before it is read, a chunked one while it arrives. Bytes
+    are reserved in admission from their arrival until the response is sent, so that clients that stall take no more
+    memory than admission allows.
 
     Args:
-        app: what comes next.
-        limit: most bytes of one body that carries images; others have a smaller limit.
-        timeout: seconds that a client may keep the server waiting for its body. Each 64 KiB extend the remaining time
-            by one second, at most to the whole.
-        admission: counts the bytes.
+        app: the next middleware.
+        limit: maximum bytes of a body with images; others have a smaller limit.
+        timeout: seconds that the server waits for a body. Each 64 KiB received extend the remaining time by a second,
+            up to ``timeout``.
+        admission: where the bytes are reserved.
     """
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float, admission: Admission) -> None:
@@ -203,7 +203,7 @@ class BodyLimit:
         if declared is not None and declared.isdigit() and int(declared) > limit:
             await _refuse(_too_large(limit), scope, receive, send)
             return
-        if scope["method"] in ("GET", "HEAD"):  # no route reads a body of these: it stays in the socket
+        if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
             await self.app(scope, receive, send)
             return
         with self.admission.reserve() as reservation:
@@ -211,18 +211,16 @@ class BodyLimit:
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
-        if (
-            body.refusal is not None and not body.answered
-        ):  # the bytes received so far are released, however long this takes
+        if body.refusal is not None and not body.answered:  # after the reservation is released: this may take long
             await _refuse(body.refusal, scope, receive, send)
 
 
 def _too_large(limit: int) -> Refusal:
-    return Refusal("body-too-large", f"the body is larger than {limit:,} bytes, the most that is taken", limit=limit)
+    return Refusal("body-too-large", f"the body is larger than the limit of {limit:,} bytes", limit=limit)
 
 
 class _Body:
-    """One body as it arrives. Once it is refused, that is the answer, whatever the route does."""
+    """A body as it arrives. Once it is refused, the route's response is dropped."""
 
     def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
         self.refusal: Refusal | FxError | None = None
@@ -232,21 +230,21 @@ class _Body:
         self._reservation = reservation
         self._receive = receive
         self._send = send
-        self._seen = 0
+        self._received = 0
         self._time_left = timeout
         self._complete = False
 
     async def receive(self) -> Message:
-        if self._complete:  # a further call waits for the disconnect
+        if self._complete:  # further calls wait for the disconnect
             return await self._receive()
         if self.refusal is not None:
             raise _Refused
-        message = await self._in_time()
+        message = await self._receive_in_time()
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
-            self._seen += size
-            if self._seen > self._limit:
+            self._received += size
+            if self._received > self._limit:
                 self._refuse(_too_large(self._limit))
             try:
                 self._reservation.claim(size)
@@ -259,8 +257,8 @@ class _Body:
             self.answered = True
             await self._send(message)
 
-    async def _in_time(self) -> Message:
-        """The next message. Only the time spent waiting for the client counts."""
+    async def _receive_in_time(self) -> Message:
+        """Receive the next message. Only time spent waiting for the client counts towards the timeout."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -268,8 +266,8 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             detail = (
-                f"{self._seen:,} bytes of the body came, and then nothing more or too little; a body may keep the "
-                f"server waiting {self._timeout:g} s, and {MIN_BYTES_PER_SECOND:,} bytes extend that by one"
+                f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, extended "
+                f"by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
             )
             self._refuse(Refusal("request-timeout", detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
@@ -282,21 +280,21 @@ class _Body:
 
 
 async def _refuse(refusal: Refusal | FxError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer although the client may still be sending, and close the connection."""
+    """Send an error although the client may still be sending, and close the connection."""
     response = error_response(scope["path"], refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # The answer is complete by its Content-Length.
-    thrown_away = 0
+    # By its Content-Length, the response is complete for the client.
+    discarded = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
-            while thrown_away < LINGER_BYTES:
+            while discarded < LINGER_BYTES:
                 async with asyncio.timeout(LINGER_PAUSE):
                     message = await receive()
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     break
-                thrown_away += len(message.get("body", b""))
+                discarded += len(message.get("body", b""))
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the routes' own documentation, completed by what the middleware answers."""
+"""The OpenAPI document: that of the routes, completed by the middleware's responses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from service.schemas.v1 import Problem
 _SECURITY_SCHEME = {
     "type": "http",
     "scheme": "bearer",
-    "description": "An API key, where the server has keys. Scope `read` asks; `admin` also makes, loads and deletes.",
+    "description": "An API key, if the server has keys. Scope `read` may query and compute; `admin` may also create, "
+    "load and delete.",
 }
 
 
 _OF_NO_ROUTE = ("not-http", "http-version", "head-too-large", "not-found", "method-not-allowed", "internal")
-"""Problems that any route may answer, or the middleware before it."""
+"""Problems of any route, or of the middleware before it."""
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app`` complete its document."""
+    """Make ``app`` complete its OpenAPI document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_refusals(path: str, operation: dict[str, Any]) -> None:
-    """The problems that the middleware may answer instead of a route."""
+    """Add the problems that the middleware may answer instead of a route."""
     slugs = ["misdirected"]
     if path not in OPEN:
         operation["security"] = [{"key": []}, {}]
@@ -73,10 +74,10 @@ def _add_refusals(path: str, operation: dict[str, Any]) -> None:
         documented, shape = routing.documented, "ErrorV2"
     elif path == embeddings.PATH:
         documented, shape = embeddings.documented, "OpenAIError"
-    # FastAPI adds it; these routes never answer it.
+    # FastAPI adds 422, which these routes never answer.
     if shape != "Problem" and operation["responses"].pop("422", None) is not None:
         slugs.append("invalid-request")
-    # FastAPI adds the schema of a response's model itself; here it is too late for that.
+    # FastAPI has already resolved the models of responses, so the schema is added here.
     schema = {"$ref": f"#/components/schemas/{shape}"}
     for status, response in documented(*slugs).items():
         response.pop("model", None)

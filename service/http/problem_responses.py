@@ -1,4 +1,4 @@
-"""Errors as answers: problems, ``{"error": …}`` under ``/v2``, and OpenAI's shape for embeddings."""
+"""Error responses: problem documents, ``{"error": …}`` under ``/v2``, and OpenAI's shape for embeddings."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ log = logging.getLogger("fxserve")
 
 
 def problem_response(path: str, document: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """``document`` as a response, with the shape and the status of errors on ``path``."""
+    """Build the response for a problem document, in the shape of errors on ``path``."""
     shown, status, media_type = document, int(document["status"]), MEDIA_TYPE
     headers = dict(headers or {})
     if path == "/v2" or path.startswith("/v2/"):
         shown, media_type, status = {"error": document["detail"]}, "application/json", status_without_422(status)
     elif path == embeddings.PATH:
         shown, media_type = embeddings.openai_error(document), "application/json"
-        if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients would retry all of these
+        if status >= 500 and "Retry-After" not in headers:  # OpenAI's clients retry 5xx unless told not to
             headers["X-Should-Retry"] = "false"
         status = status_without_422(status)
     return Response(json.dumps(finite(shown), default=str).encode(), status, headers, media_type)
 
 
 def error_response(path: str, error: FxError | Refusal) -> Response:
-    """The response to a request that failed with ``error``."""
+    """Build the response to a request that failed with ``error``."""
     headers = dict(error.headers) if isinstance(error, Refusal) else {}
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     document = problem(error)
-    if document["status"] >= 500 and document["status"] not in (503, 504, 505):  # no defects of ours
+    if document["status"] >= 500 and document["status"] not in (503, 504, 505):  # the others are bugs
         log.error("%s: %s", document["type"], error.detail, exc_info=error)
     return problem_response(path, document, headers)
 
 
 def internal_response(path: str) -> Response:
-    """The response after a bug; only the log has the details."""
+    """Build the response to an unexpected exception; only the log has the details."""
     return problem_response(path, problem(Refusal("internal", KINDS["internal"].example)))
 
 
 def install(app: FastAPI) -> None:
-    """Make ``app`` answer every error as a problem."""
+    """Register the handlers that turn exceptions into error responses."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, FxError | Refusal)
@@ -76,7 +76,7 @@ def install(app: FastAPI) -> None:
 
 
 def _from_http(request: Request, error: HTTPException) -> Refusal:
-    """Starlette's own errors: no such route, no such method, a body that cannot be parsed."""
+    """Convert Starlette's own errors: unknown route or method, a body that cannot be parsed."""
     path = request.url.path
     if error.status_code == 404:
         hint = "no path here ends in /" if len(path) > 1 and path.endswith("/") else "the routes are listed at /docs"
@@ -85,7 +85,7 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
         allowed = ", ".join(_allowed(request))
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         return Refusal("method-not-allowed", detail, {"Allow": allowed})
-    if error.status_code == 400:  # FastAPI's detail for a body that it could not parse
+    if error.status_code == 400:  # FastAPI could not parse the body
         return Refusal("invalid-request", "the body cannot be parsed: it is not UTF-8, or is nested too deeply")
     if error.status_code < 500:
         return Refusal("invalid-request", str(error.detail), error.headers)
@@ -93,8 +93,10 @@ def _from_http(request: Request, error: HTTPException) -> Refusal:
 
 
 def _allowed(request: Request) -> list[str]:
-    """The methods of a path. Starlette's error lists only those of the first route with this path, and lacks HEAD,
-    which is answered like GET."""
+    """List the methods of a path.
+
+    Starlette's error has only those of the first matching route, without HEAD.
+    """
     scope = dict(request.scope)
 
     def routed(method: str) -> bool:

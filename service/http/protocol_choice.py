@@ -1,7 +1,7 @@
-"""The HTTP protocol of a server process: our own over uvicorn's httptools protocol, if that is as expected.
+"""Choose the HTTP protocol class of a server process.
 
-:mod:`service.http.connection` builds on classes of uvicorn that are not public. If they have changed, uvicorn's own
-protocol over h11 serves instead: it reads the same requests, but waits forever for clients that stall.
+:mod:`service.http.connection` subclasses private classes of uvicorn. If they have changed, uvicorn's own h11 protocol
+is used instead, which has no timeouts for clients that stall.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 
 log = logging.getLogger("fxserve")
 
-OURS, PLAIN = "service.http.connection:Connection", "h11"
+OWN, FALLBACK = "service.http.connection:Connection", "h11"
 
 _METHODS = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "shutdown"),
@@ -27,16 +27,16 @@ _ATTRIBUTES = (
 
 
 def chosen() -> str:
-    """The protocol, as ``uvicorn.Config`` takes it by name."""
+    """Name of the protocol, for ``uvicorn.Config``."""
     fault = _fault()
     if fault is None:
-        return OURS
-    log.warning("clients that stall are not given up: uvicorn's protocol is not as this version knows it (%s)", fault)
-    return PLAIN
+        return OWN
+    log.warning("no timeouts for clients that stall: this version of uvicorn is not supported (%s)", fault)
+    return FALLBACK
 
 
 def _fault() -> str | None:
-    """The first thing that :mod:`service.http.connection` needs and does not find; None if all is there."""
+    """Return what :mod:`service.http.connection` needs and uvicorn lacks; None if it has everything."""
     try:
         importlib.import_module("uvicorn._types")
         module = importlib.import_module("uvicorn.protocols.http.httptools_impl")
@@ -46,4 +46,4 @@ def _fault() -> str | None:
         return f"{type(error).__name__}: {error}"
     missing = [name for name in _METHODS if not hasattr(protocol, name)]
     missing += [name for name in _ATTRIBUTES if name not in set_by_init]
-    return f"without {', '.join(missing)}" if missing else None
+    return f"it lacks {', '.join(missing)}" if missing else None

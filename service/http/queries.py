@@ -1,4 +1,4 @@
-"""Query strings: unknown parameters are refused, since ignoring one would answer another request."""
+"""Strict query strings: unknown parameters are refused, so that a typo is not ignored silently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Route(APIRoute):
 
 
 def _names(dependant: Dependant) -> Iterator[str]:
-    """The query parameters of a route and of its dependencies."""
+    """Yield the query parameters of a route and of its dependencies."""
     for field in dependant.query_params:
         kind = field.field_info.annotation
         if inspect.isclass(kind) and issubclass(kind, BaseModel):
@@ -49,10 +49,10 @@ def _check(request: Request, known: list[str]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            there = f"known are {', '.join(known)}" if known else "this route takes none"
-            raise _refusal(name, f"it is not known here: {there}{hint}", known)
+            expected = f"expected one of {', '.join(known)}" if known else "this route takes none"
+            raise _refusal(name, f"unknown parameter, {expected}{hint}", known)
         if times > 1:
-            raise _refusal(name, f"it is given {times} times; give it once", known)
+            raise _refusal(name, f"given {times} times; give it once", known)
 
 
 def _refusal(name: str, message: str, known: list[str]) -> Refusal:

@@ -1,4 +1,4 @@
-"""Passes a request's reservation in its scope, from the middleware that makes it to the routes that add to it."""
+"""Pass a request's reservation in its scope, from the middleware that creates it to the routes that extend it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _RESERVATION = "fxserve.reservation"
 
 
 def set_reservation(scope: Scope, reservation: Reservation) -> None:
-    """Store ``reservation`` in the scope."""
+    """Store the reservation of a request in its scope."""
     scope[_RESERVATION] = reservation
 
 
 def reservation_of(scope: Scope) -> Reservation:
-    """The reservation of the request with this ``scope``, which has a body."""
+    """Return the reservation of a request, which must have a body."""
     reservation = scope[_RESERVATION]
     assert isinstance(reservation, Reservation)
     return reservation

@@ -1,4 +1,4 @@
-"""Routes that cache their validated parameters, and the middleware that calls them from the cache."""
+"""A cache of validated route parameters, and the middleware that calls endpoints from it."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ from service.http.problem_responses import error_response
 from service.http.queries import Route
 from service.schemas.problems import Refusal
 
-_REMEMBERED = 1024
-_LONGEST = 1024
-"""Most characters of query and header together that are cached; the path is bounded by its parameters."""
+_MAX_ENTRIES = 1024
+_MAX_LENGTH = 1024
+"""Maximum characters of query and header together; the path is bounded by its parameters."""
 
-_PARAMETERS = b"x-request-timeout"
-"""The only header that such a route may take a parameter from."""
+_TIMEOUT_HEADER = b"x-request-timeout"
+"""The only header that a cached route may take a parameter from."""
 
 _CALLS = "fxserve.calls"
 
-Asked = tuple[str, str, bytes, str | None]
+CacheKey = tuple[str, str, bytes, str | None]
 Call = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class RouteCache:
-    """Innermost middleware, for :class:`CachedRoute`: a request whose path, query and timeout are known goes
-    straight to the endpoint.
+    """Innermost middleware: calls endpoints of :class:`CachedRoute` directly if path, query and timeout are cached.
 
-    Clients send the same parameters with image after image. In a request of a few milliseconds, routing, validation and
-    FastAPI's dependencies are a good part of the event loop's work.
+    Clients send the same parameters with image after image. For short requests, routing, validation and FastAPI's
+    dependencies are a large part of the event loop's work.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._calls: dict[Asked, tuple[APIRoute, Call]] = {}
+        self._calls: dict[CacheKey, tuple[APIRoute, Call]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        known = self._calls.get(_asked(scope))
-        if known is None:
+        cached = self._calls.get(_cache_key(scope))
+        if cached is None:
             scope[_CALLS] = self._calls
             await self.app(scope, receive, send)
             return
-        scope["route"], call = known  # by which metrics and traces name it
+        scope["route"], call = cached  # the route is for metrics and traces
         try:
             response = await call(Request(scope, receive, send))
         except (FxError, Refusal) as error:
@@ -60,39 +59,38 @@ class RouteCache:
 
 
 class CachedRoute(APIRoute):
-    """Validates the parameters of each distinct path, query and timeout once; after that :class:`RouteCache` calls the
-    endpoint with them.
+    """Validates the parameters of each distinct path, query and timeout once, for :class:`RouteCache`.
 
-    An endpoint takes ``request``, and parameters of the path, the query or ``X-Request-Timeout``, which it must not
-    change; it returns a response.
+    Its endpoint returns a response. It takes ``request``, and parameters from the path, the query or
+    ``X-Request-Timeout``, which it must not modify.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Response]], **options: Any) -> None:
         super().__init__(path, self._caching(endpoint), **options)
 
     def _caching(self, endpoint: Callable[..., Coroutine[Any, Any, Response]]) -> Callable[..., Any]:
-        """The endpoint with the same signature, which also caches its arguments."""
+        """Wrap an endpoint so that it also caches its arguments, keeping its signature."""
 
         @functools.wraps(endpoint)
         async def answer(request: Request, **parameters: Any) -> Response:
-            asked = _asked(request.scope)
-            if len(asked[2]) + len(asked[3] or "") <= _LONGEST:
+            key = _cache_key(request.scope)
+            if len(key[2]) + len(key[3] or "") <= _MAX_LENGTH:
                 calls = request.scope[_CALLS]
-                if len(calls) >= _REMEMBERED:
+                if len(calls) >= _MAX_ENTRIES:
                     calls.clear()
-                calls[asked] = self, functools.partial(endpoint, **parameters)
+                calls[key] = self, functools.partial(endpoint, **parameters)
             return await endpoint(request=request, **parameters)
 
-        # FastAPI would resolve annotations that are strings in this module, which does not have their names.
+        # FastAPI would resolve string annotations in this module, which lacks their names.
         signature, hints = inspect.signature(endpoint), get_type_hints(endpoint, include_extras=True)
-        known = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
-        answer.__signature__ = signature.replace(parameters=known, return_annotation=Response)  # type: ignore[attr-defined]
+        resolved = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
+        answer.__signature__ = signature.replace(parameters=resolved, return_annotation=Response)  # type: ignore[attr-defined]
         return answer
 
 
 class StrictCachedRoute(CachedRoute, Route):
-    """A cached route that refuses query parameters it does not have."""
+    """A cached route that refuses unknown query parameters."""
 
 
-def _asked(scope: Scope) -> Asked:
-    return scope["method"], scope["path"], scope["query_string"], header(scope, _PARAMETERS)
+def _cache_key(scope: Scope) -> CacheKey:
+    return scope["method"], scope["path"], scope["query_string"], header(scope, _TIMEOUT_HEADER)

@@ -1,20 +1,19 @@
-"""A time limit for clients to read what is written to them."""
+"""A timeout for clients that read their responses too slowly."""
 
 from __future__ import annotations
 
 import asyncio
 
 SECONDS, BYTES = 10.0, 256 * 1024
-"""A client that the server waits for must read so many bytes of its answer in so many seconds; answers are sent in
-pieces of that size."""
+"""A client that blocks writing must read this many bytes within this many seconds."""
 
 
 class SendTimeout:
     """Aborts a connection whose client reads too slowly.
 
     Args:
-        transport: of the connection.
-        loop: that it runs on.
+        transport: the connection's transport.
+        loop: its event loop.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -24,13 +23,13 @@ class SendTimeout:
         self._unread = 0
 
     def start(self) -> None:
-        """Start the time limit: writing waits for the client."""
+        """Start the timeout, when writing is paused."""
         self.stop()
         self._unread = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(SECONDS, self._check)
 
     def stop(self) -> None:
-        """End the time limit: the client has read what was written."""
+        """Cancel the timeout, when writing resumes."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -38,5 +37,5 @@ class SendTimeout:
     def _check(self) -> None:
         if self._unread - self._transport.get_write_buffer_size() >= BYTES:
             self.start()
-        else:  # closing would wait for it to read
+        else:  # closing would wait for the client to read
             self._transport.abort()

@@ -1,4 +1,4 @@
-"""Running server processes: their output, signals and end."""
+"""Run server processes: configuration of uvicorn, signals and exit."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from service.settings import Settings
 log = logging.getLogger("fxserve")
 
 KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection is kept: longer than proxies keep theirs, 60 s in nginx and in AWS's load balancers,
-which would otherwise send requests into connections that are being closed; and longer than any ``Retry-After``."""
+"""Timeout of idle connections: longer than that of nginx and AWS's load balancers (60 s), which would otherwise send
+requests over connections that are being closed, and longer than any ``Retry-After``."""
 
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGINT end the process at once, with exit code 0.
+    """Make SIGTERM and SIGINT exit the process at once with code 0.
 
-    While it serves, uvicorn's handlers drain first and then raise the signal for these. Before that these are the only
-    ones: the first process of a container ignores a signal without a handler.
+    While serving, uvicorn's handlers drain first and then raise the signal again for these. During startup there are
+    only these; without them, the first process of a container would ignore the signals.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
 
 
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
-    """Serve ``app`` until a signal, then finish accepted requests."""
+    """Serve ``app`` in this process until a signal, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings, log_level))
     _Server(config, device).run()
 
 
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
-    """Serve with several processes, which read their settings from the environment, until a signal.
+    """Serve in several processes, which read their settings from the environment, until a signal.
 
-    They share metrics: each answers ``/metrics`` for all. They share their extractors, in a temporary folder if the
-    settings name no store.
+    They share metrics, so that each answers ``/metrics`` for all, and extractors, in a temporary folder if the settings
+    name no store.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
         for name in ("metrics", "extractors"):
@@ -54,19 +54,19 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         os.environ.setdefault(SHARED_DIR, os.path.join(folder, "metrics"))
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
-        print(_greeting(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        # A process that does not answer for this long is replaced, and one started by SIGHUP has this long to be ready:
-        # it imports torch and tries the operator's models, on a busy machine.
+        print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
+        # A process that does not answer pings for this long is replaced. A new process does not answer them while it
+        # imports torch and loads the operator's models.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
         _supervise("service.app:create_app", factory=True, workers=settings.workers, **options)
 
 
 def _supervise(app: str, **options: Any) -> None:
-    """``uvicorn.run``, with ended server processes replaced at once if uvicorn's supervisor allows it."""
+    """Run uvicorn with our supervisor, or with its own if our subclass does not fit it."""
     try:
         from service.http.supervisor import Supervisor
     except ImportError as error:
-        log.warning("server processes that end are replaced later than they could be: %s", error)
+        log.warning("server processes that exit may be replaced late: %s", error)
         uvicorn.run(app, **options)
         return
     config = uvicorn.Config(app, **options)
@@ -79,25 +79,25 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         "port": settings.port,
         "log_config": logs.config(settings.log_format, log_level),
         "log_level": log_level,
-        "access_log": False,  # our own log line has the request's id and its duration
+        "access_log": False,  # replaced by our own, with the request's id and duration
         "server_header": False,
-        # By name: a server process gets these before it answers the supervisor, and the class imports torch.
+        # By name: the class imports torch, and server processes unpickle these options before they answer pings.
         "http": protocol_choice.chosen(),
         "ws": "none",
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        # Accepted requests have had their grace period by then; this is for clients that do not read their answers.
+        # After the grace period of accepted requests, for clients that do not read their responses.
         "timeout_graceful_shutdown": 2,
     }
 
 
-def _greeting(host: str, port: int, how: str) -> str:
+def _startup_line(host: str, port: int, details: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
-    return f"fxserve on {url} ({how}): open it in a browser; reference at {url}/docs, Ctrl-C ends it"
+    return f"fxserve on {url} ({details}): open it in a browser; reference at {url}/docs, Ctrl-C ends it"
 
 
 class _Server(uvicorn.Server):
-    """Prints the address in one line, once the server listens."""
+    """Prints the server's URL once it listens."""
 
     def __init__(self, config: uvicorn.Config, device: str) -> None:
         super().__init__(config)
@@ -107,11 +107,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(_greeting(host, port, self._device), flush=True)
+            print(_startup_line(host, port, self._device), flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # Python's own exit would collect every object of torch first, which takes seconds.
+    # A regular exit would free every object of torch first, which takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

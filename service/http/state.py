@@ -1,4 +1,4 @@
-"""Objects that the routes share: the engine, the settings, and cached answers that never change."""
+"""State shared by the routes: engine, settings, and cached responses that never change."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 EXPORT_SECONDS = 600.0
-"""Shortest time limit of an export, which includes waiting for others."""
+"""Minimum time limit of an export, which includes waiting for others."""
 
 
-KEPT_BYTES = 64 * 1024**2
-"""Most bytes of cached answers of one kind."""
+CACHE_BYTES = 64 * 1024**2
+"""Maximum bytes of each cache of response bodies."""
 
-KeptAnswers = ByteCache[tuple[object, ...], bytes]
+BodyCache = ByteCache[tuple[object, ...], bytes]
 
 
-def _kept_answers() -> KeptAnswers:
-    return ByteCache(KEPT_BYTES, len)
+def _body_cache() -> BodyCache:
+    return ByteCache(CACHE_BYTES, len)
 
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """The tensors of ``/v2`` under a model's name: its inputs, and the nodes answered if a request names none."""
+    """Default tensors of a model in ``/v2``: its inputs, and the nodes returned if a request names none."""
 
     inputs: list[TensorMetadata]
     nodes: list[str]
@@ -52,31 +52,31 @@ class OwnTensors:
 
 @dataclass
 class State:
-    """One service's shared objects, at ``app.state.fxserve``."""
+    """The shared objects of one service, at ``app.state.fxserve``."""
 
     settings: Settings
     engine: Engine
     metrics: Metrics
     traces: Traces | None = None
-    nodes: KeptAnswers = field(default_factory=_kept_answers)
-    graphs: KeptAnswers = field(default_factory=_kept_answers)
-    metadata: KeptAnswers = field(default_factory=_kept_answers)
+    nodes: BodyCache = field(default_factory=_body_cache)
+    graphs: BodyCache = field(default_factory=_body_cache)
+    metadata: BodyCache = field(default_factory=_body_cache)
     # By model and structure, of which there are few.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
-    # Two profiles at a time would disturb each other.
+    # Concurrent profiles would distort each other.
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.lookups = Lookups(self.settings.request_timeout)
-        # An export holds the weights a second time; one at a time.
-        self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), at_once=1, most=4)
+        # One at a time, since an export holds the weights a second time.
+        self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), threads=1, max_requests=4)
 
     def models(self, source: Source | None = None) -> list[ModelEntry]:
-        """The models served here, without timm's."""
+        """List the models served, without timm's unless ``source`` is timm."""
         return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
 
-    async def timms(self) -> list[ModelEntry]:
-        """The models of timm that are served here. The first call imports timm, which takes seconds, if any may be.
+    async def timm_models(self) -> list[ModelEntry]:
+        """List the models of timm that are served. The first call imports timm, which takes seconds.
 
         Raises:
             Unsupported: timm is not installed.
@@ -86,23 +86,23 @@ class State:
         return self.models("timm") if imported() else await self.in_thread(lambda: self.models("timm"))
 
     async def model(self, name: str) -> ModelEntry:
-        """The model called ``name``.
+        """Look up a model.
 
         Raises:
-            UnknownModel: there is none, or it is not served here.
-            Unsupported: it is timm's, which is not installed.
+            UnknownModel: it does not exist or is not served.
+            Unsupported: it is timm's, and timm is not installed.
         """
-        waits = name.startswith(PREFIX) and not imported()
-        entry = await self.in_thread(lambda: get_model(name)) if waits else get_model(name)
+        imports_timm = name.startswith(PREFIX) and not imported()
+        entry = await self.in_thread(lambda: get_model(name)) if imports_timm else get_model(name)
         require_served(name, self.settings.models)
         return entry
 
     def answer_headers(
         self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:
-        """The headers of every answer with features; also records the stages' times in metrics and traces.
+        """Build the headers of a response with features, and record the stages' times in metrics and traces.
 
-        Weights may have a file's name, in any script, and headers are ASCII: the name is percent-encoded.
+        The name of the weights is percent-encoded, since headers are ASCII and file names are not.
         """
         scope[STAGE_TIMES] = milliseconds
         if self.traces is not None:
@@ -113,7 +113,7 @@ class State:
         }
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run ``work``, which may trace a graph, in a thread of :attr:`lookups`.
+        """Run ``work``, which may trace a model, in a thread of :attr:`lookups`.
 
         Raises:
             AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
@@ -129,27 +129,27 @@ class State:
         self.exports.start()
 
     def close(self) -> None:
-        """Start no more lookups and exports."""
+        """Stop the threads of lookups and exports."""
         self.lookups.close()
         self.exports.close()
 
 
-@functools.cache  # of what is loaded here
+@functools.cache  # bounded by the weights in use
 def _percent_encoded(name: str) -> str:
     return quote(name, safe=":")
 
 
 def state_of(request: Request) -> State:
-    """The state of the application that answers ``request``."""
+    """Return the shared state of the application that serves ``request``."""
     state = request.app.state.fxserve
     assert isinstance(state, State)
     return state
 
 
 async def get_state(request: Request) -> State:
-    """:func:`state_of` as a dependency: async, since FastAPI would run a plain function in a thread.
+    """:func:`state_of` as a dependency; async, since FastAPI runs plain functions in a thread.
 
-    A dependency adds to FastAPI's time for each request, so the hottest routes call :func:`state_of`.
+    Dependencies cost time in each request, so the hottest routes call :func:`state_of` directly.
     """
     return state_of(request)
 

@@ -1,10 +1,7 @@
-"""Server processes that are replaced as soon as they have ended, by uvicorn's supervisor.
+"""A supervisor that replaces server processes as soon as they exit.
 
-Classes of uvicorn that are not public are used here. If they are not as expected, importing this module fails, and
+It subclasses private classes of uvicorn. If they have changed, importing this module raises ImportError, and
 :func:`service.http.server.run_workers` uses ``uvicorn.run``.
-
-Raises:
-    ImportError: with what is missing.
 """
 
 from __future__ import annotations
@@ -24,19 +21,19 @@ _MISSING = {
     *({"process", "parent_conn"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
-    raise ImportError(f"uvicorn's supervisor is without {', '.join(sorted(_MISSING))}")
+    raise ImportError(f"uvicorn's supervisor lacks {', '.join(sorted(_MISSING))}")
 
 
 class Supervisor(Multiprocess):
-    """Replaces a server process as soon as it has ended, even while another does not answer.
+    """Replaces a server process as soon as it exits, even while another does not answer pings.
 
-    uvicorn pings one process after another and waits for each. A process that is killed meanwhile is not noticed,
-    because the parent holds the other end of its pipe, too.
+    uvicorn pings one process after another and waits for each. It does not notice when a process is killed meanwhile,
+    since the parent holds the other end of the pipe too.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         super().__init__(config, sockets)
-        self._asked: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
+        self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
 
     def keep_subprocess_alive(self) -> None:
         for process in self.processes:
@@ -44,16 +41,16 @@ class Supervisor(Multiprocess):
         super().keep_subprocess_alive()
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
-        """Whether ``process`` runs, and answered a ping within the last ``timeout`` seconds."""
+        """Whether ``process`` runs and has answered its last ping, or still has time to, within ``timeout`` seconds."""
         if not process.process.is_alive():
             return False
         try:
             while process.parent_conn.poll():
                 process.parent_conn.recv()
-                self._asked.pop(process, None)
-            if process not in self._asked:
+                self._pinged.pop(process, None)
+            if process not in self._pinged:
                 process.parent_conn.send(b"ping")
-                self._asked[process] = time.monotonic()
+                self._pinged[process] = time.monotonic()
         except (OSError, EOFError):
             return False
-        return time.monotonic() - self._asked[process] < timeout
+        return time.monotonic() - self._pinged[process] < timeout

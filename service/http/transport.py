@@ -1,6 +1,6 @@
-"""A transport that sends an answer's head together with the first piece of its body.
+"""A transport that sends a response's head together with the first chunk of its body.
 
-uvicorn writes the head by itself: an extra packet, for which the client wakes up without need.
+uvicorn writes the head separately, in an extra packet that wakes up the client for nothing.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import asyncio
 
 
 class HeadWithBody:
-    """The transport for one answer.
+    """Wraps the transport for one response.
 
-    The first write is held back until the next, at most until the event loop's next iteration. Later ones go straight
-    to the wrapped transport, which pauses writing for a client that does not read.
+    The first write is delayed until the second, at most until the event loop's next iteration. Later writes pass
+    through to the wrapped transport, which pauses writing for slow clients.
     """
 
-    __slots__ = ("_begun", "_head", "_loop", "_transport", "is_closing")
+    __slots__ = ("_head", "_loop", "_started", "_transport", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.is_closing = transport.is_closing
         self._transport = transport
         self._loop = loop
-        self._begun = False
+        self._started = False
         self._head: bytes | None = None
 
     def write(self, data: bytes | memoryview) -> None:
         if self._head is not None:
             head, self._head = self._head, None
             self._transport.writelines((head, data))
-        elif self._begun:
+        elif self._started:
             self._transport.write(data)
         else:
-            self._begun = True
+            self._started = True
             self._head = bytes(data)
             self._loop.call_soon(self._flush)
 

@@ -39,16 +39,16 @@ KINDS: dict[str, Kind] = {
     "misdirected": Kind(
         421,
         "Misdirected request",
-        "this server does not know that it is called 'fx.example.org'; FXSERVE_HOSTS lists the names it answers to",
+        "'fx.example.org' is not a host name of this server; FXSERVE_HOSTS lists them",
     ),
     "request-timeout": Kind(
         408,
         "Request timeout",
-        "4,096 bytes of the body came, and then nothing more or too little; a body may keep the server waiting for "
-        "20 s, and each 65,536 bytes received extend that by one",
+        "the body arrives too slowly: 4,096 bytes so far; the limit is 20 s, extended by 1 s for each 65,536 bytes "
+        "received",
     ),
-    "not-http": Kind(400, "Not HTTP", "what came is not a request as HTTP/1.1 has it"),
-    "http-version": Kind(505, "HTTP version not supported", "this server speaks HTTP/1.1 and 1.0, and not 2.0"),
+    "not-http": Kind(400, "Not HTTP", "this is not a valid HTTP/1.1 request"),
+    "http-version": Kind(505, "HTTP version not supported", "this server speaks HTTP/1.1 and 1.0, not 2.0"),
     "head-too-large": Kind(431, "Head too large", "the request line and the headers have more than 65,536 bytes"),
     "not-found": Kind(404, "Not found", "there is nothing at /v1/model; the routes are listed at /docs"),
     "method-not-allowed": Kind(405, "Method not allowed", "DELETE is not allowed on /v1/models; allowed: GET, HEAD"),
@@ -168,7 +168,7 @@ KINDS: dict[str, Kind] = {
         {"available": ["image/*", "multipart/form-data"]},
     ),
     "body-too-large": Kind(
-        413, "Body too large", "the body is larger than 67,108,864 bytes, the most that is taken", {"limit": 67108864}
+        413, "Body too large", "the body is larger than the limit of 67,108,864 bytes", {"limit": 67108864}
     ),
     "image-too-large": Kind(
         413,

@@ -66,7 +66,7 @@ async def list_models(
     are asked for by `source=timm`."""
     loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
-    timms = await state.timms() if with_timm else []
+    timms = await state.timm_models() if with_timm else []
     entries = [
         entry
         for entry in (timms if source == "timm" else state.models(source))
