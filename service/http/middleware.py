@@ -266,8 +266,8 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             detail = (
-                f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, extended "
-                f"by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
+                f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, "
+                f"extended by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
             )
             self._refuse(Refusal("request-timeout", detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""Embeddings: images in, one vector each, in OpenAI's shape."""
+"""Embeddings of images in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from service.schemas.v1 import ExtractorSpec
 
 router = APIRouter(tags=["features"], route_class=StrictCachedRoute)
 
-_TAKEN = ("application/json",)
+_MEDIA_TYPES = ("application/json",)
 
-_WRITTEN_AT_ONCE = 16 * 1024
-"""Values that are written in less time than going to another thread and back takes."""
+_INLINE_VALUES = 16 * 1024
+"""Maximum values that are encoded on the event loop, faster than by handing them to a thread."""
 
-_REMEMBERED = 1024
+_CACHED_SPECS = 1024
 
 _DOCUMENTATION: dict[str, Any] = {
     "response_model": None,
@@ -54,7 +54,7 @@ _DOCUMENTATION: dict[str, Any] = {
         }
     },
     "responses": {
-        200: {"model": EmbeddingsDocument, "description": "A vector for each image."},
+        200: {"model": EmbeddingsDocument, "description": "One vector per image."},
         **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, "unknown-extractor"),
     },
 }
@@ -62,13 +62,15 @@ _DOCUMENTATION: dict[str, Any] = {
 
 @router.post(PATH, **_DOCUMENTATION)
 async def embed(request: Request, timeout: Timeout = None) -> Response:
-    """One vector an image, in OpenAI's shape, so that its clients work with this server as their `base_url`.
+    """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
-    A map is averaged over its positions; of tokens it is the class token, where there is one, and else their mean.
-    Values are as the model gives them; `dimensions` makes them unit length.
+    Maps are averaged over their positions; of tokens, the class token is taken, or the mean if there is none. Values
+    are not normalized unless `dimensions` is given, which makes them unit length.
     """
     state = state_of(request)
-    bodies.check(header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _TAKEN)
+    bodies.check(
+        header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
+    )
     state.engine.admission.check()
     async with in_time(state, timeout) as deadline:
         chunks = [chunk async for chunk in request.stream()]
@@ -86,7 +88,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
     if ":" in model:
         spec = _spec(model)
-        await state.model(spec.model)  # refuses what is not served
+        await state.model(spec.model)  # raises if it is not served
         return await made_on_the_way(request, state, spec)
     try:
         record = await state.engine.extractors.look_up(model)
@@ -95,24 +97,26 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
         if name.startswith(PREFIX) or name in {entry.name for entry in state.models()}:
             raise Refusal(
                 "unknown-extractor",
-                f"{model!r} is a model: say which of its nodes, as in {model}:NODE; GET /v1/models/"
+                f"{model!r} is a model: name one of its nodes, as in {model}:NODE; GET /v1/models/"
                 f"{model.partition('@')[0]}/nodes lists them",
                 suggestions=[],
             ) from None
         raise error
     if len(record.return_nodes) != 1:
         keys = ", ".join(record.return_nodes)
-        detail = f"the extractor {model!r} has {len(record.return_nodes)} outputs ({keys}), and an embedding is of one"
+        detail = (
+            f"the extractor {model!r} has {len(record.return_nodes)} outputs ({keys}); an embedding needs exactly one"
+        )
         raise Refusal("invalid-request", detail, field="model")
     return record
 
 
-@functools.lru_cache(_REMEMBERED)  # clients ask the same again and again
+@functools.lru_cache(_CACHED_SPECS)  # clients repeat themselves
 def _spec(text: str) -> ExtractorSpec:
-    """The extractor that ``text`` names: ``resnet50:avgpool``, ``resnet50@random:C5``.
+    """Parse an extractor with one node: ``resnet50:avgpool``, ``resnet50@random:C5``.
 
     Raises:
-        Refusal: it is not written like that, or has several nodes.
+        Refusal: the text has another form, or several nodes.
     """
     try:
         spec = spec_of_text(text)
@@ -121,7 +125,7 @@ def _spec(text: str) -> ExtractorSpec:
     if spec is None or len(spec.return_nodes) != 1:
         raise Refusal(
             "invalid-request",
-            f"{text[:200]!r} is not MODEL:NODE; write it as in resnet50:avgpool or resnet50@random:C5, with one node",
+            f"{text[:200]!r} is not MODEL:NODE with one node, such as resnet50:avgpool or resnet50@random:C5",
             field="model",
         )
     return spec
@@ -131,7 +135,7 @@ async def _embed(
     request: Request, state: State, record: ExtractorRecord, asked: embeddings.Asked, deadline: float
 ) -> Response:
     tokens = record.outputs[0].tokens
-    of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid, too
+    of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid too
     options = _POOLED["cls" if of_tokens and tokens is not None and tokens.class_token else "avg"]
     result = await state.engine.features(
         record, asked.images, options, deadline, reservation=reservation_of(request.scope)
@@ -139,7 +143,7 @@ async def _embed(
     started = time.perf_counter()
     vectors = _shortened(result.outputs[record.outputs[0].key].reshape(result.images, -1), asked.dimensions)
     writing = (vectors, asked.model, asked.encoding)
-    if vectors.numel() <= _WRITTEN_AT_ONCE:
+    if vectors.numel() <= _INLINE_VALUES:
         parts = embeddings.write(*writing)
     else:
         reservation_of(request.scope).claim(json.most_bytes(vectors))
@@ -152,14 +156,14 @@ _POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}
 
 
 def _shortened(vectors: Tensor, dimensions: int | None) -> Tensor:
-    """The first values of each of ``vectors`` ``[n, values]``, unit length.
+    """Cut ``vectors`` ``[n, values]`` to their first ``dimensions`` values, and scale them to unit length.
 
     Raises:
-        Refusal: there are not so many.
+        Refusal: they have fewer values.
     """
     if dimensions is None:
         return vectors
     if dimensions > vectors.shape[1]:
-        detail = f"these embeddings have {vectors.shape[1]} dimensions and {dimensions} are asked for: ask for fewer"
+        detail = f"these embeddings have {vectors.shape[1]} dimensions, fewer than the {dimensions} requested"
         raise Refusal("invalid-request", detail, field="dimensions")
     return functional.normalize(vectors[:, :dimensions], dim=1)

@@ -1,4 +1,4 @@
-"""Downloads of extractors that run without this service."""
+"""Exports: downloads of extractors that run without this service."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 @router.get(
     "/{extractor}/export",
-    dependencies=[Depends(require_admin)],  # it hands out the weights, and takes long
+    dependencies=[Depends(require_admin)],  # it discloses the weights, and takes long
     response_class=Response,
     responses={
         200: {
             "description": "The file.",
             "headers": {
                 "Content-Disposition": {
-                    "description": "A name for the file.",
+                    "description": "The name of the file.",
                     "schema": {"type": "string"},
                     "example": 'attachment; filename="resnet50-3f9a1c5be07d-fx.zip"',
                 }
@@ -60,13 +60,13 @@ async def download(
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
             "`openvino`: a zip with the IR; `torchscript`, which torch has deprecated. All run without this service "
-            "and take any number of images. An extractor in int8 is exported in int8, which one format can hold: "
-            "`openvino` where that backend serves it, `torchscript` where eager does.",
+            "and take any number of images. An int8 extractor can be exported only in the format of its backend: "
+            "`openvino`, or `torchscript` for eager.",
             examples=["onnx"],
         ),
     ] = "fx",
 ) -> Response:
-    """An extractor as a file: its graph with its transforms and weights, before any backend lowered it."""
+    """Export an extractor as a file: its graph with transforms and weights, before lowering by a backend."""
     record = await state.engine.extractors.look_up(extractor)
     async with state.exports.place() as place:
         with record.in_use():
@@ -75,7 +75,7 @@ async def download(
             try:
                 data = await place.run(lambda: _written(state, record, built, format, cancelled))
             finally:
-                cancelled.set()  # where nobody waits any more
+                cancelled.set()  # also when the client has left
     chosen = FORMATS[format]
     name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
@@ -84,10 +84,10 @@ async def download(
 def _written(
     state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
 ) -> bytes:
-    """The bytes of the export: of the int8 graph where eager serves one, else of the extractor itself.
+    """Export the int8 graph if eager serves one, else the extractor itself.
 
     Raises:
-        CannotExport: ``format`` cannot hold the int8 that serves.
+        CannotExport: ``format`` cannot hold the int8 model in use.
     """
     if record.spec.precision != "int8":
         return export(built, format, cancelled)

@@ -1,4 +1,4 @@
-"""Extractors: making, listing, showing and deleting them."""
+"""Extractors: create, list, show and delete them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Rou
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0
 CHECK_SECONDS = 1.0
-"""How long the answer about a new extractor waits for its errors to be measured."""
+"""How long the response about a new extractor waits for its checks."""
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
-# Problems that a build may end in. Every route that needs a built extractor documents them: an evicted one is built
-# anew.
+# Problems of building an extractor. Every route that needs a built one has them, since evicted ones are rebuilt.
 BUILD_PROBLEMS = (
     "unknown-weights",
     "bad-parameter",
@@ -48,7 +47,7 @@ BUILD_PROBLEMS = (
     "extractor-failed",
 )
 
-# Problems that making an extractor may end in, as features of a model in one step make one on the way.
+# Problems of creating an extractor, also implicitly, as feature requests of a model do.
 MAKING_PROBLEMS = (
     "unknown-model",
     "unknown-node",
@@ -72,11 +71,11 @@ COMPUTE_PROBLEMS = (
     "compute-failed",
     "deadline-exceeded",
 )
-"""What may be wrong with images that are sent through an extractor, whatever the shape of the answer."""
+"""Problems of sending images through an extractor, in any format."""
 
 
 def described(record: ExtractorRecord) -> dict[str, Any]:
-    """A record as :class:`service.schemas.v1.ExtractorDetail` says it."""
+    """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
     checks = record.checks
     if record.transformed is not None and checks is not None and record.state == "ready":
         checks = record.transformed.checks(checks)
@@ -98,7 +97,7 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
 
 
 def described_elsewhere(stored: Stored, name: str | None) -> dict[str, Any]:
-    """An extractor that this process has not been asked for, as :func:`described` says it."""
+    """Describe an extractor of the store that this process has not built, like :func:`described`."""
     unknown = {"shape": None, "dtype": None, "layout": None, "stride": None, "bytes_per_image": None}
     return {
         "id": stored.id,
@@ -120,14 +119,14 @@ def described_elsewhere(stored: Stored, name: str | None) -> dict[str, Any]:
 
 
 async def described_once_built(state: State, record: ExtractorRecord) -> dict[str, Any]:
-    """:func:`described`, after its build where another process made it and this one has just been asked for it."""
+    """Describe a record, waiting for its build if this process has just loaded it from the store."""
     if record.build is not None and not record.outputs and record.adopted:
         await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
     return described(record)
 
 
 async def require_json(request: Request) -> None:
-    """A dependency that refuses bodies without a JSON content type, such as a browser's form.
+    """FastAPI dependency that refuses bodies without a JSON content type, such as forms of a browser.
 
     Raises:
         Refusal: 415.
@@ -136,17 +135,17 @@ async def require_json(request: Request) -> None:
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise Refusal(
             "unsupported-media-type",
-            f"a body of type {kind[:100] or '(none given)'!r} is not taken; send application/json",
+            f"a body of type {kind[:100] or '(none given)'!r} is not supported; send application/json",
             available=["application/json"],
         )
 
 
 async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extractor:
-    """What ``record`` runs, once it is built and in memory.
+    """Build or load a record's extractor if needed, and return it.
 
     Raises:
-        NotReady: that takes longer than ``wait`` seconds.
-        FxError: its build failed.
+        NotReady: it takes longer than ``wait`` seconds.
+        FxError: the build failed.
     """
     try:
         async with asyncio.timeout(wait):
@@ -163,10 +162,10 @@ async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extracto
     status_code=201,
     dependencies=[Depends(require_json)],
     responses={
-        200: {"model": ExtractorDetail, "description": "The same extractor was made before."},
+        200: {"model": ExtractorDetail, "description": "The extractor existed already."},
         201: {
-            "description": "Made.",
-            "headers": {"Location": {"description": "Where the extractor is.", "schema": {"type": "string"}}},
+            "description": "Created.",
+            "headers": {"Location": {"description": "URL of the extractor.", "schema": {"type": "string"}}},
         },
         202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
         **documented("body-too-large", "unsupported-media-type", *MAKING_PROBLEMS),
@@ -181,12 +180,12 @@ async def make_extractor(
             ge=0,
             le=MAX_WAIT,
             allow_inf_nan=False,
-            description="Seconds to wait for it to be ready, once its nodes are found.",
+            description="Seconds to wait for the build, after the nodes have been resolved.",
             examples=[60],
         ),
     ] = DEFAULT_WAIT,
 ) -> Response:
-    """Make an extractor: a model, cut down to what the chosen nodes need."""
+    """Create an extractor: a model pruned to what the chosen nodes need."""
     record, created = await state.engine.extractor(spec, wait, keep=True)
     if record.problem is not None:
         raise copy(record.problem)
@@ -200,8 +199,7 @@ async def make_extractor(
 
 @router.get("", response_model=ExtractorList, responses=documented("invalid-request"))
 async def list_extractors(state: Shared) -> Response:
-    """All extractors, in whatever state. Of those that only other processes were asked for, their outputs' shapes are
-    not known."""
+    """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
     others = await state.engine.extractors.elsewhere()
     answer = orjson.dumps(
         {
@@ -220,7 +218,7 @@ async def list_extractors(state: Shared) -> Response:
     responses=documented("unknown-extractor", "not-ready", "invalid-request"),
 )
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
-    """One extractor. The first process that is asked for what another made builds it before it answers."""
+    """Show an extractor. If another process created it, this one builds it before it responds."""
     record = await state.engine.extractors.look_up(extractor)
     return Response(orjson.dumps(await described_once_built(state, record)), media_type="application/json")
 
@@ -232,7 +230,7 @@ async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "not-ready", "invalid-request")},
 )
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
-    """Forget an extractor; requests that it is working on are still answered."""
+    """Delete an extractor; requests in flight are still answered."""
     await state.engine.extractors.delete(extractor)
     return Response(status_code=204)
 
@@ -250,22 +248,22 @@ async def show_graph(
     extractor: IdOrName,
     format: Annotated[
         GraphFormat | None,
-        Query(description="`table` and `code` are plain text; without it Accept decides.", examples=["svg"]),
+        Query(description="`table` and `code` are plain text. By default as Accept says.", examples=["svg"]),
     ] = None,
     profile: Annotated[
         bool,
         Query(
-            description="With each node's time and memory on a photograph, as medians over runs, between requests; "
-            "JSON only. Nodes are measured in eager, one by one, whatever backend serves; its time is told, too.",
+            description="Measure each node's time and memory on a photograph, as medians over runs between requests. "
+            "JSON only. Nodes are measured one by one in eager; the serving backend's time is reported too.",
             examples=[True],
         ),
     ] = False,
     depth: graph_formats.Depth = None,
 ) -> Response:
-    """The graph that an extractor runs: the model's, without what its nodes do not need."""
+    """Show the graph that an extractor runs: the model's, pruned to its nodes."""
     wanted = graph_formats.chosen_format(format, request)
     if profile and wanted != "json":
-        raise Refusal("invalid-request", f"profile=true is answered as JSON, not as {wanted}; leave one of the two out")
+        raise Refusal("invalid-request", f"profile=true needs JSON, not {wanted}; leave out one of the two")
     record = await state.engine.extractors.look_up(extractor)
     answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
     return graph_formats.response(answer, wanted, format)
@@ -283,7 +281,7 @@ async def show_graph(
     },
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
-    """The Python that torch.fx generated for an extractor's forward."""
+    """Show the Python code that torch.fx generated for an extractor's forward."""
     record = await state.engine.extractors.look_up(extractor)
     return Response(await _drawn(state, record, "code"), media_type="text/plain")
 

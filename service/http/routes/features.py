@@ -1,4 +1,4 @@
-"""Features: images in, tensors out."""
+"""Features: send images, get tensors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRout
 
 Result = TypeVar("Result")
 
-_UNWATCHED_SECONDS = 0.1
-"""How long a request runs before it is watched for its client's leaving."""
+_WATCH_AFTER_SECONDS = 0.1
+"""How long a request runs before it is watched for a disconnect of its client."""
 
 _BOX_IMAGE = "box_image"
-_NO_REGIONS = FeatureOptions.roi_size
-"""A size where no regions are asked for; requests share a batch's work where all options are equal."""
+_DEFAULT_ROI_SIZE = FeatureOptions.roi_size
+"""Used without ``pool=roi``, whatever the query says: requests with equal options share a batch's pooling."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
@@ -94,7 +94,7 @@ def _documentation(*problems: str) -> dict[str, Any]:
                         "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
                     },
                     "X-Fxserve-Weights": {
-                        "description": "The weights that the values come from, percent-encoded.",
+                        "description": "Name of the weights, percent-encoded.",
                         "schema": {"type": "string"},
                         "example": "IMAGENET1K_V2",
                     },
@@ -111,7 +111,7 @@ Timeout = Annotated[
         alias="X-Request-Timeout",
         gt=0,
         allow_inf_nan=False,
-        description="Seconds after which the answer is of no more use.",
+        description="Deadline of the request, in seconds from its start.",
         examples=[10],
     ),
 ]
@@ -124,7 +124,7 @@ Timeout = Annotated[
 async def extract(
     request: Request, extractor: IdOrName, asked: Annotated[FeatureQuery, Query()], timeout: Timeout = None
 ) -> Response:
-    """Features of one or more images from an extractor that was made before."""
+    """Compute features of one or more images with an extractor."""
     state = state_of(request)
 
     async def find() -> ExtractorRecord:
@@ -137,9 +137,9 @@ async def extract(
 async def extract_in_one_step(
     request: Request, model: Model, asked: Annotated[OneStepQuery, Query()], timeout: Timeout = None
 ) -> Response:
-    """Features of one or more images from a model's nodes; the extractor is made, or found, on the way."""
+    """Compute features of one or more images at a model's nodes, creating the extractor if needed."""
     state = state_of(request)
-    await state.model(model)  # a name may be longer here than in a spec
+    await state.model(model)  # refuses unknown models before the spec is validated
     spec = ExtractorSpec(
         model=model,
         weights=asked.weights,
@@ -153,16 +153,16 @@ async def extract_in_one_step(
 
 
 async def made_on_the_way(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
-    """The extractor that a request names by its spec, made if there is none yet and its key may."""
+    """Look up the extractor of a spec, or create it if the request's key allows that."""
     record, _ = await state.engine.extractor(spec, build=may_build(request))
     return record
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:
-    """``"layer3:C4,layer4"`` → the ``return_nodes`` of a spec.
+    """Parse ``"layer3:C4,layer4"`` into the ``return_nodes`` of a spec.
 
     Raises:
-        Refusal: 422: an empty name, a key that no output can have, a name given twice with different keys, or too many.
+        Refusal: 422: a name or key is invalid, a node is named twice with different keys, or there are too many.
     """
     try:
         pairs = node_pairs(text)
@@ -175,7 +175,7 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
         twice = next(node for node, _ in pairs if sum(node == other for other, _ in pairs) > 1)
         raise Refusal(
             "duplicate-key",
-            f"{twice!r} is named twice; ask for it once, its tensor would be the same",
+            f"{twice!r} is named twice; name it once, since both tensors would be equal",
             key=named[twice],
         )
     return named
@@ -188,7 +188,7 @@ async def _answer(
     asked: FeatureQuery,
     timeout: float | None,
 ) -> Response:
-    """Answer a request of either route within its deadline."""
+    """Serve a request of either route within its deadline."""
     encoding = joined_header(request.scope, b"content-encoding")
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
@@ -203,11 +203,10 @@ async def _answer(
 
 @asynccontextmanager
 async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
-    """Limit a request to its ``X-Request-Timeout`` and the service's own limit. Gives its deadline, on the clock of
-    ``time.monotonic()``.
+    """Limit a request to its ``X-Request-Timeout`` and the service's limit; yields the deadline (``time.monotonic()``).
 
     Raises:
-        DeadlineExceeded: it took longer.
+        DeadlineExceeded: the block exceeded the deadline.
     """
     seconds = min(timeout or math.inf, state.settings.request_timeout)
     try:
@@ -221,9 +220,7 @@ async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
 
 def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
     if asked.pool == "roi" and _BOX_IMAGE in record.return_nodes:
-        detail = (
-            f"the answer of pool=roi has a {_BOX_IMAGE!r} of its own: give that output of the extractor another key"
-        )
+        detail = f"pool=roi adds an output {_BOX_IMAGE!r}: give the extractor's output of that name another key"
         raise Refusal("duplicate-key", detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs)
@@ -251,13 +248,13 @@ async def _extract(
             "a heat-map is drawn over one encoded image: send one",
             available=list(answers.OFFERED[:-1]),
         )
-    roi_size = asked.roi_size if asked.pool == "roi" else _NO_REGIONS
+    roi_size = asked.roi_size if asked.pool == "roi" else _DEFAULT_ROI_SIZE
     options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess, roi_size)
     result = await state.engine.features(record, images, options, deadline, sent.boxes, reservation_of(request.scope))
     started = time.perf_counter()
     source = _source(record)
     outputs = result.outputs
-    if result.box_image is not None:  # an npy file has no room for it, and the first output alone
+    if result.box_image is not None:  # npy answers hold only the first output, so they lack it
         outputs[_BOX_IMAGE] = result.box_image
     if drawn:
         assert not isinstance(images, Mapping)
@@ -297,42 +294,42 @@ def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: st
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await ``work``, and cancel it when the client leaves. The request's body must have been read.
+    """Await ``work``, and cancel it if the client disconnects. The request's body must have been read.
 
-    Short work is not watched, since it is not worth a task of its own.
+    Short work is not watched, which saves a task.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: the client disconnected.
     """
     task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
     watching: asyncio.Task[None] | None = None
-    left = False
+    disconnected = False
 
-    def leave(gone: asyncio.Task[None]) -> None:
-        nonlocal left
-        if not gone.cancelled():
-            left = True
+    def cancel(watcher: asyncio.Task[None]) -> None:
+        nonlocal disconnected
+        if not watcher.cancelled():
+            disconnected = True
             task.cancel()
 
     def watch() -> None:
         nonlocal watching
-        watching = asyncio.create_task(_disconnected(request))
-        watching.add_done_callback(leave)
+        watching = asyncio.create_task(_wait_for_disconnect(request))
+        watching.add_done_callback(cancel)
 
-    long = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, watch)
+    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_SECONDS, watch)
     try:
         return await work
     except asyncio.CancelledError:
-        if left and task.uncancel() == 0:
+        if disconnected and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:
-        long.cancel()
+        timer.cancel()
         if watching is not None:
-            watching.remove_done_callback(leave)
+            watching.remove_done_callback(cancel)
             watching.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,5 +1,7 @@
-"""Discovery: which models there are, and what is inside them. No weights are loaded for it; those asked for decide
-details of a model's structure, such as which heads it has."""
+"""Discovery: models, their weights, nodes and graphs.
+
+No weights are loaded; the name of the weights decides details of a model's structure, such as its heads.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,21 @@ from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 
-# No model needs a larger input. Annotating a graph runs it on meta tensors: that takes time, if no memory.
+# Annotating a graph runs it on meta tensors, which takes time but no memory. No model needs larger inputs.
 MAX_SIDE = 4096
 
 Model = Annotated[
     str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=MAX_NAME_LENGTH)
 ]
 Side = Annotated[
-    int | None, Query(ge=1, le=MAX_SIDE, description="Pixels to annotate the graph for; both or none.", examples=[480])
+    int | None,
+    Query(ge=1, le=MAX_SIDE, description="Size of the input in pixels, for shapes; give both or none.", examples=[480]),
 ]
 Weights = Annotated[
     WeightsName,
     Query(
-        description="Describe the model that has these weights: `DEFAULT`, a name from the model's list, `random` or "
-        "`file:NAME`. None are loaded.",
+        description="Weights, which decide the model's structure: `DEFAULT`, a name from the model's list, `random` or "
+        "`file:NAME`. They are not loaded.",
         examples=["IMAGENET1K_V1"],
     ),
 ]
@@ -49,27 +52,26 @@ async def list_models(
         str | None,
         Query(
             max_length=64,
-            description="Only models made for this: classification, quantization, segmentation, detection, video, "
+            description="Only models for this task: classification, quantization, segmentation, detection, video, "
             "optical_flow.",
             examples=["classification"],
         ),
     ] = None,
     source: Annotated[
         Source | None,
-        Query(description="Only models that come from there; `own` are the operator's.", examples=["torchvision"]),
+        Query(description="Only models from this source; `own` are the operator's.", examples=["torchvision"]),
     ] = None,
     q: Annotated[
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
     ] = None,
 ) -> Response:
-    """All models that are served, by name. Those of timm are over a thousand: they are counted, and listed where they
-    are asked for by `source=timm`."""
+    """List the models served, by name. timm's, over a thousand, are listed only with `source=timm` and else counted."""
     loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
-    timms = await state.timm_models() if with_timm else []
+    timm_models = await state.timm_models() if with_timm else []
     entries = [
         entry
-        for entry in (timms if source == "timm" else state.models(source))
+        for entry in (timm_models if source == "timm" else state.models(source))
         if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
     ]
     found = [
@@ -82,9 +84,9 @@ async def list_models(
         }
         for entry in entries
     ]
-    # The same as OpenAI lists models, so that its clients can.
+    # Also in OpenAI's shape, for its clients.
     data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)} for entry in entries]
-    counted = {"models": len(timms), "list": "/v1/models?source=timm"} if with_timm else None
+    counted = {"models": len(timm_models), "list": "/v1/models?source=timm"} if with_timm else None
     return _json(orjson.dumps({"models": found, "timm": counted, "object": "list", "data": data}))
 
 
@@ -94,7 +96,7 @@ async def list_models(
     responses=documented("unknown-model", "unsupported", "invalid-request", *LOOKUP_PROBLEMS),
 )
 async def show_model(state: Shared, model: Model) -> Response:
-    """One model: its weights; and with its default ones, its input, its preprocessing and its pyramid levels."""
+    """Show a model: its weights, and for its default weights the inputs, preprocessing and pyramid levels."""
     entry = await state.model(model)
     return _json(await state.in_thread(lambda: _detail(entry, state.settings.preprocess)))
 
@@ -112,10 +114,10 @@ async def list_nodes(
     weights: Weights = "DEFAULT",
     transforms: Annotated[
         Literal["attention_maps"] | None,
-        Query(description="List the eval nodes that this transform brings, too.", examples=["attention_maps"]),
+        Query(description="Also list the eval nodes that this transform adds.", examples=["attention_maps"]),
     ] = None,
 ) -> Response:
-    """The names of a model's nodes, in order of execution: those of torchvision's `get_graph_node_names`."""
+    """List the names of a model's nodes in order of execution, as torchvision's `get_graph_node_names` does."""
     entry = await state.model(model)
     structure = entry.structure(weights)
     key = (model, structure, transforms)
@@ -152,15 +154,15 @@ async def show_graph(
     format: Annotated[
         GraphFormat | None,
         Query(
-            description="`table` and `code` are plain text, `layout` is JSON: boxes within boxes and where they lie; "
-            "without it Accept decides.",
+            description="`table` and `code` are plain text; `layout` is JSON with the positions of nested boxes, one "
+            "per module. By default as Accept says.",
             examples=["svg"],
         ),
     ] = None,
     depth: graph_formats.Depth = None,
     opened: graph_formats.Opened = None,
 ) -> Response:
-    """The eval graph of a model, with shape, layout, stride, parameters and FLOPs of each node."""
+    """Show a model's eval graph, with shape, layout, stride, parameters and FLOPs of each node."""
     entry = await state.model(model)
     wanted = graph_formats.chosen_format(format, request)
     if (height is None) != (width is None):
@@ -169,13 +171,13 @@ async def show_graph(
             "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
         )
     size = None if height is None or width is None else (height, width)
-    shown = graph_formats.opened_modules(opened, wanted, depth)
+    expanded = graph_formats.opened_modules(opened, wanted, depth)
     structure = entry.structure(weights)
-    key = (model, structure, size, wanted, depth, None if shown is None else tuple(shown))
+    key = (model, structure, size, wanted, depth, None if expanded is None else tuple(expanded))
     answer = state.graphs.get(key)
     if answer is None:
         answer = await state.in_thread(
-            lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth, shown)
+            lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth, expanded)
         )
         state.graphs.put(key, answer)
     return graph_formats.response(answer, wanted, format)

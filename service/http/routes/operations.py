@@ -1,4 +1,4 @@
-"""For those who run the service."""
+"""Health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ async def readyz(state: Shared) -> Readiness:
     },
 )
 async def show_metrics(state: Shared) -> Response:
-    """Counters, levels and histograms for Prometheus."""
+    """Counters, gauges and histograms for Prometheus."""
     state.engine.sample()
     return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)

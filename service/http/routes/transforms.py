@@ -1,4 +1,4 @@
-"""The transforms that an extractor can be made with."""
+"""The graph transforms that an extractor can use."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Rou
 
 @router.get("", response_model=TransformList, responses=documented("invalid-request"))
 async def show_transforms() -> Response:
-    """Every pass over a graph, with its parameters in an extractor's `transforms` as JSON Schema."""
+    """List the graph transforms, with the JSON Schema of their parameters."""
     found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]
     return Response(orjson.dumps({"transforms": found}), media_type="application/json")

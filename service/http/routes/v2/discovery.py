@@ -1,4 +1,4 @@
-"""What is served, by the Open Inference Protocol, version 2: the server, its health, and each model."""
+"""Metadata and health of the server and its models, in the Open Inference Protocol (V2)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _READY: dict[str, Any] = {
 
 @router.get("", response_model=ServerMetadata)
 async def server_metadata() -> ServerMetadata:
-    """What this server is, and which extensions of the protocol it has."""
+    """Name, version and protocol extensions of this server."""
     return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
 
 
@@ -66,25 +66,25 @@ async def server_ready(state: Shared) -> Ready:
 
 @router.get("/models/{name}", **_METADATA)
 async def model_metadata(state: Shared, name: Name, target: Found) -> Response:
-    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
     return await _described(state, name, target)
 
 
 @router.get("/models/{name}/versions/{version}", **_METADATA)
 async def version_metadata(state: Shared, name: Name, target: FoundVersion) -> Response:
-    """Names, datatypes and shapes of what goes in and what comes out. Needs no weights."""
+    """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
     return await _described(state, name, target)
 
 
 @router.get("/models/{name}/ready", **_READY)
 async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
-    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
     return _ready(state, name, target)
 
 
 @router.get("/models/{name}/versions/{version}/ready", **_READY)
 async def version_ready(state: Shared, name: Name, target: FoundVersion) -> ModelReady:
-    """It is loaded. One that is not is loaded by the first request for it, or by ``/v2/repository``."""
+    """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
     return _ready(state, name, target)
 
 

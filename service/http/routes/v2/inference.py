@@ -1,4 +1,4 @@
-"""Inference by the Open Inference Protocol, version 2: JSON, with raw tensors after it where they are asked for."""
+"""Inference in the Open Inference Protocol (V2): JSON, optionally followed by raw tensors."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _INFER: dict[str, Any] = {
     ),
     "responses": {
         200: {
-            "description": "The outputs, in JSON or after it.",
+            "description": "The outputs, in JSON or as raw tensors after it.",
             "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
             "headers": {
                 "Inference-Header-Content-Length": {
-                    "description": "Where the JSON ends and raw tensors begin.",
+                    "description": "Length of the JSON, after which raw tensors begin.",
                     "schema": {"type": "integer"},
                     "example": 172,
                 }
@@ -62,13 +62,13 @@ _INFER: dict[str, Any] = {
 
 @router.post("/models/{name}/infer", **_INFER)
 async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
-    """Outputs for encoded images, or for the model's own input."""
+    """Compute outputs for encoded images, or for the model's own input."""
     return await _answer(request, name, named.VERSION, timeout)
 
 
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer_version(request: Request, name: Name, version: Version, timeout: Timeout = None) -> Response:
-    """Outputs for encoded images, or for the model's own input."""
+    """Compute outputs for encoded images, or for the model's own input."""
     return await _answer(request, name, version, timeout)
 
 
@@ -124,7 +124,7 @@ async def _infer(
     if asked.id is not None:
         document["id"] = asked.id
     outputs = {key: result.outputs[key] for key in wanted}
-    if all(wanted.values()):  # raw tensors are sent from where they are
+    if all(wanted.values()):  # raw tensors are sent without copying
         parts, length = v2.write(document, outputs, wanted)
     else:
         reservation_of(request.scope).claim(
@@ -148,10 +148,12 @@ async def _extractor(
     weights = asked.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in asked.parameters:
-            raise Refusal("invalid-request", "parameter 'weights' goes with a model's name; an extractor has its own")
+            raise Refusal(
+                "invalid-request", "parameter 'weights' needs a model's name; an extractor has its own weights"
+            )
         return target
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
-        raise Refusal("invalid-request", "parameter 'weights' is the name of weights, such as DEFAULT or random")
+        raise Refusal("invalid-request", "parameter 'weights' must be the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in asked.outputs if output.name is not None]
     spec = await named.own_spec(state, target, weights, nodes)
     record, _ = await state.engine.extractor(spec, build=may_build(request))
@@ -159,7 +161,7 @@ async def _extractor(
 
 
 def _wanted(record: ExtractorRecord, name: str, asked: v2.Request, options: FeatureOptions) -> dict[str, bool]:
-    """Key → whether it is answered as raw bytes, in the order asked."""
+    """Map the keys of requested outputs, in order, to whether they are returned as raw bytes."""
     wanted: dict[str, bool] = {}
     for output in asked.outputs:
         for key in record.return_nodes if output.name is None else [output.name]:
@@ -168,14 +170,14 @@ def _wanted(record: ExtractorRecord, name: str, asked: v2.Request, options: Feat
                 detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
                 raise Refusal("unknown-node", detail, name=key, suggestions=there)
             if key in wanted:
-                raise Refusal("duplicate-key", f"the output {key!r} is asked for twice", key=key)
+                raise Refusal("duplicate-key", f"the output {key!r} is requested twice", key=key)
             wanted[key] = output.binary
     for info in record.outputs:
         dtype = options.dtype if options.dtype is not None and "float" in info.dtype else info.dtype
         if dtype == "bfloat16" and not wanted.get(info.key, True):
             raise Refusal(
                 "invalid-request",
-                f"output {info.key!r} is BF16, which JSON cannot hold: ask for binary_data, or dtype=float32",
+                f"output {info.key!r} is BF16, which JSON cannot hold: use binary_data, or dtype=float32",
             )
     return wanted
 
@@ -188,22 +190,22 @@ def _options(asked: v2.Request) -> FeatureOptions:
 
 
 def _own_timeout(asked: v2.Request) -> float:
-    """The protocol's own deadline, microseconds in the body; seconds here."""
+    """Seconds of the protocol's own deadline, which is a parameter in microseconds."""
     value = asked.parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
-        raise Refusal("invalid-request", "parameter 'timeout' is a number of microseconds")
+        raise Refusal("invalid-request", "parameter 'timeout' must be an integer number of microseconds")
     return value / 1e6 if value else math.inf
 
 
 def _check_query(request: Request) -> None:
-    """The protocol has no query. What a gateway adds to it means nothing here, but our own parameters are meant.
+    """Refuse our own parameters in the query: the protocol has them in the body. What gateways add is ignored.
 
     Raises:
-        Refusal: 400: the query has some of those that belong into the body.
+        Refusal: 400: the query has a parameter that belongs in the body.
     """
     for name in request.query_params if request.scope["query_string"] else ():
         if name in _PARAMETERS:
-            detail = f'query parameter {name!r} is not read here: send it as one of the "parameters" in the JSON'
+            detail = f'query parameter {name!r} is not supported: send it in "parameters" of the JSON body'
             raise Refusal("invalid-request", detail)
 
 
@@ -217,7 +219,7 @@ def _encoding(request: Request) -> str:
     if encoding not in compression.ENCODINGS:
         raise Refusal(
             "unsupported-media-type",
-            f"Content-Encoding {encoding[:40]!r} is not taken; send one of {', '.join(compression.ENCODINGS)}, or none",
+            f"Content-Encoding {encoding[:40]!r} is not supported; use {', '.join(compression.ENCODINGS)} or none",
             available=list(compression.ENCODINGS),
         )
     return encoding

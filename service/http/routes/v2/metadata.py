@@ -1,7 +1,7 @@
-"""What ``/v2`` serves under a name: an extractor, or a model with outputs of its own.
+"""Resolve names in ``/v2``, which are extractors or models, and describe their tensors.
 
-A model's own outputs are its levels, or where it has none its last value; a request that names outputs may name any
-node. Its weights are ``DEFAULT``.
+A model's default outputs are its levels, or its last value if it has none; requests may name any node. Its weights are
+``DEFAULT``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VERSION = "1"
 
 
 async def find(state: State, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
-    """The extractor of that id or name, else the model. A failed extractor does not hide a model of its name.
+    """Find an extractor by id or name, else a model. A failed extractor does not hide a model of its name.
 
     Raises:
         Refusal: 404: there is neither, or not in that version.
-        NotReady: there is no such model, there may be such an extractor, and the store cannot be read.
+        NotReady: there is neither in memory, and the store of extractors cannot be read.
     """
     target = await _any_version(state, name)
     if version != VERSION:
@@ -55,14 +55,14 @@ async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
             return await state.engine.extractors.look_up(name)
         except UnknownExtractor as no_extractor:
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
-            hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists what there is"
+            hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists all"
             detail = f"there is no extractor or model {name!r}{hint}"
             raise Refusal("unknown-model", detail, suggestions=near) from None
     return await state.engine.extractors.namesake(name) or model if record is None else model
 
 
 def own_nodes(graph: ModelGraph) -> list[str]:
-    """The nodes that a model answers with where a request names none."""
+    """List the nodes that a model returns if a request names none."""
     if graph.levels:
         return list(graph.levels)
     return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
@@ -71,21 +71,24 @@ def own_nodes(graph: ModelGraph) -> list[str]:
 async def own_spec(
     state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = ()
 ) -> ExtractorSpec:
-    """The extractor that answers for a model."""
+    """Build the spec of the extractor that serves a model."""
     if not nodes:
         nodes = (await _own(state, entry, entry.structure(weights))).nodes
     return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
 
 
 async def inputs_of(state: State, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
-    """The ways to give ``target`` an input."""
+    """List the inputs that ``target`` accepts."""
     if isinstance(target, ExtractorRecord):
         return inputs(target.inputs, target.preprocessing)
     return (await _own(state, target, target.structure())).inputs
 
 
 async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
-    """Looked up once for each structure of a model, where extractors are built: no GET may hold up inference."""
+    """Get the default tensors of a model, cached for each structure.
+
+    Runs in the builder threads, so that slow GET requests do not delay inference.
+    """
     key = entry.name, structure
     own = state.own_tensors.get(key)
     if own is None:
@@ -100,14 +103,14 @@ async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What goes in and what comes out under a name."""
+    """The input and output tensors of an extractor or a model."""
 
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 
 
 def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
-    """The tensors of an extractor, built or not, or of a model. Needs no weights, but may trace: run it in a thread."""
+    """Describe the tensors of an extractor, built or not, or of a model. May trace the model: run it in a thread."""
     if isinstance(target, ExtractorRecord):
         graph, nodes, dtype = graph_of(target), target.return_nodes, target.dtype
         return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
@@ -117,7 +120,7 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
 
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
-    """The ways to give an input: encoded images where a model takes single ones, or the model's own tensors."""
+    """List the accepted inputs: encoded images if the model takes single ones, or the model's own tensors."""
     size = list(preprocessing.nominal_size()) if preprocessing.fixed_size else [-1, -1]
     tensors = [
         TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:-2]), *size])
@@ -151,33 +154,33 @@ def _outputs(
 def _values(
     graph: ModelGraph, nodes: dict[str, str], height: int, width: int
 ) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Key → shape of one image's value, and dtype."""
+    """Map each key to the shape of one image's value, and its dtype."""
     rows = [(*(n or 1 for n in spec.shape[1:-2]), height, width) for spec in graph.inputs]
     found = {}
     values = graph.values_at(rows, set(nodes.values()))
     for key, node in nodes.items():
         shape, dtype = values[node]
-        # Attention windows have several rows an image, and are answered with a dimension of their own.
+        # Attention windows have several rows per image, and are returned with a separate dimension for them.
         found[key] = (shape[1:] if shape[0] == 1 else shape, dtype)
     return found
 
 
 def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
-    """The state of each extractor, and of each model that of its default weights."""
+    """Yield the state of each extractor, and of each model's default weights."""
     loaded = state.engine.models.loaded_weights()
     records = state.engine.records.list()
     building = {(record.spec.model, record.weights) for record in records if record.build is not None}
     for target in targets:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem
-            is_ready, is_coming = target.run is not None, target.build is not None
+            is_ready, is_building = target.run is not None, target.build is not None
         else:
             name, problem = target.name, None
             weights = (target.name, target.default_weights)
-            is_ready, is_coming = weights in loaded, weights in building
+            is_ready, is_building = weights in loaded, weights in building
         if is_ready:
             yield RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
-        elif is_coming:
+        elif is_building:
             yield RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
         else:
             reason = problem.detail if problem is not None else "it is not loaded"
@@ -185,14 +188,14 @@ def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> It
 
 
 def elsewhere(stored: Stored, name: str | None) -> RepositoryEntry:
-    """An extractor that only other processes were asked for."""
+    """Entry of an extractor that only other processes have loaded."""
     return RepositoryEntry(
         name=name or stored.id, version=VERSION, state="UNAVAILABLE", reason="it is not loaded in this process"
     )
 
 
 def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
-    """The extractors over a model's default weights that have no name of their own."""
+    """List the extractors over a model's default weights that have no name."""
     return [
         record
         for record in state.engine.records.list()

@@ -1,4 +1,4 @@
-"""The protocol's model repository: what there is, loading and unloading it."""
+"""The protocol's model repository: list, load and unload extractors and models."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     responses=documented("invalid-request", "body-too-large"),
 )
 async def repository_index(request: Request, state: Shared) -> Response:
-    """Every extractor and every model. A model is ready where its default weights are loaded, both in the process that
-    answers: others have their own."""
+    """List every extractor and model. A model is ready if its default weights are loaded.
+
+    States are those of the process that responds.
+    """
     asked = await small_json(request, state, IndexRequest)
     targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
     entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
@@ -52,10 +54,10 @@ async def load(
     state: Shared,
     name: Name,
     x_request_timeout: Annotated[
-        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait for it.", examples=[60])
+        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait.", examples=[60])
     ] = None,
 ) -> ModelReady:
-    """Load an extractor or a model's own outputs; with ``config`` make the extractor that has this name."""
+    """Load an extractor or a model; with ``config``, create an extractor of this name."""
     asked = await small_json(request, state, LoadRequest)
     config = asked.parameters.config
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
@@ -70,7 +72,7 @@ async def load(
                 record = target
             await state.engine.extractors.load(record)
     except TimeoutError:
-        raise DeadlineExceeded(f"{name} is still being loaded after {timeout:.0f} s; it goes on") from None
+        raise DeadlineExceeded(f"{name} is still loading after {timeout:.0f} s; loading continues") from None
     return ModelReady(name=name, ready=True)
 
 
@@ -80,10 +82,10 @@ async def load(
     responses=documented("unknown-model", "not-ready"),
 )
 async def unload(state: Shared, name: Name) -> ModelReady:
-    """Free what an extractor, or all extractors without a name over a model's default weights, hold in memory.
+    """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
 
-    Only in the process that answers. They stay in the index and can be loaded again. Requests on their way through them
-    are still answered.
+    Applies to the process that responds. They stay in the index and can be loaded again. Requests in flight are still
+    answered.
     """
     target = await named.find(state, name)
     for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
@@ -92,13 +94,13 @@ async def unload(state: Shared, name: Name) -> ModelReady:
 
 
 async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
-    """The extractor that a load request describes."""
+    """Build the spec that a load request describes."""
     try:
         fields = await state.engine.run_in_encoder(orjson.loads, config)
     except orjson.JSONDecodeError as error:
         raise Refusal("invalid-request", f"parameter 'config' is not JSON: {error.msg}") from error
     if not isinstance(fields, dict):
-        raise Refusal("invalid-request", "parameter 'config' is not a JSON object with the fields of an extractor")
+        raise Refusal("invalid-request", "parameter 'config' must be a JSON object with the fields of an extractor")
     fields = {"model": name, **fields, "name": name}
     try:
         if "return_nodes" not in fields and isinstance(fields["model"], str):

@@ -1,4 +1,4 @@
-"""What all routes under ``/v2`` have in common: their parameters, their documentation and small JSON bodies."""
+"""Shared by all routes under ``/v2``: parameters, documentation and small JSON bodies."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Name = Annotated[
     str, Path(description="An extractor's id or name, or a model's.", examples=["resnet50"], max_length=256)
 ]
 
-# The protocol has every route of a model twice, with a version and without.
+# The protocol has each route of a model with and without a version.
 Version = Annotated[str, Path(description="There is only version 1.", examples=["1"])]
 
 Body = TypeVar("Body", bound=BaseModel)
 
-_MOST_JSON = 2 * 1024**2
+_MAX_JSON_BYTES = 2 * 1024**2
 
 
 def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route that may answer these problems."""
+    """The OpenAPI ``responses`` of a route for these problems."""
     responses: dict[int | str, dict[str, Any]] = {}
     for slug in slugs:
         kind = KINDS[slug]
@@ -42,7 +42,7 @@ def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """A JSON schema without references, for a body that is documented by hand."""
+    """Inline the references of a JSON schema, for a body that is documented by hand."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
@@ -51,13 +51,13 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def body(model: type[BaseModel], example: Any, *binary: str, required: bool = True) -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that parses its body itself.
+    """Build the ``openapi_extra`` of a route that parses its body itself.
 
     Args:
         model: the JSON body.
-        example: of that body.
-        binary: media types that are taken beside JSON.
-        required: whether there must be a body.
+        example: an example of it.
+        binary: accepted media types beside JSON.
+        required: whether the body is required.
     """
     schema = model.model_json_schema()
     content: dict[str, Any] = {
@@ -68,16 +68,20 @@ def body(model: type[BaseModel], example: Any, *binary: str, required: bool = Tr
 
 
 async def small_json(request: Request, state: State, model: type[Body]) -> Body:
-    """A small JSON body, read and checked; none is an empty object.
+    """Read and validate a small JSON body; an empty body is an empty object.
 
     Raises:
-        Refusal: 413 over 2 MiB, 422 where it is no JSON or another object.
+        Refusal: 413 over 2 MiB, 422 if it is not valid.
     """
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > _MOST_JSON:
-            raise Refusal("body-too-large", f"this body has more than {_MOST_JSON:,} bytes", limit=_MOST_JSON)
+        if len(data) > _MAX_JSON_BYTES:
+            raise Refusal(
+                "body-too-large",
+                f"the body is larger than the limit of {_MAX_JSON_BYTES:,} bytes",
+                limit=_MAX_JSON_BYTES,
+            )
     try:
         return model.model_validate(await state.engine.run_in_encoder(orjson.loads, bytes(data) or b"{}"))
     except orjson.JSONDecodeError as error:

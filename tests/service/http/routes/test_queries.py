@@ -65,4 +65,4 @@ def test_parameters_of_v2_belong_into_the_body(client):
     raw = {**png(), "headers": {"Inference-Header-Content-Length": "0"}}
     answer = client.post("/v2/models/squeezenet1_1/infer?weights=random", **raw)
     assert answer.status_code == 400
-    assert "'weights' is not read here" in answer.json()["error"]
+    assert "'weights' is not supported" in answer.json()["error"]
