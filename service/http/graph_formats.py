@@ -59,9 +59,9 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
     return format or _BY_ACCEPT[choose(joined_header(request.scope, b"accept"), list(_BY_ACCEPT))]
 
 
-def response(answer: bytes, wanted: GraphFormat, format: GraphFormat | None) -> Response:
-    """Build the response in the format ``wanted``, which varies with Accept unless the query has a ``format``."""
-    return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[wanted])
+def response(answer: bytes, chosen: GraphFormat, format: GraphFormat | None) -> Response:
+    """Build the response in the format ``chosen``, which varies with Accept unless the query has a ``format``."""
+    return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[chosen])
 
 
 Depth = Annotated[
@@ -72,7 +72,7 @@ Depth = Annotated[
 ]
 
 
-Opened = Annotated[
+Expanded = Annotated[
     str | None,
     Query(
         alias="open",
@@ -84,19 +84,19 @@ Opened = Annotated[
 ]
 
 
-def opened_modules(opened: str | None, wanted: GraphFormat, depth: int | None) -> list[str] | None:
+def parse_expanded(expanded: str | None, chosen: GraphFormat, depth: int | None) -> list[str] | None:
     """Parse the modules to expand.
 
     Raises:
         Refusal: 422: the format is not ``layout``, or ``depth`` is given too.
     """
-    if opened is None:
+    if expanded is None:
         return None
-    if wanted != "layout" or depth is not None:
-        reason = "cannot be combined with depth" if wanted == "layout" else "needs format=layout"
+    if chosen != "layout" or depth is not None:
+        reason = "cannot be combined with depth" if chosen == "layout" else "needs format=layout"
         detail = f"query parameter 'open': {reason}"
         raise Refusal("invalid-request", detail, field="open")
-    return sorted({module for module in opened.split(",") if module})
+    return sorted({module for module in expanded.split(",") if module})
 
 
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
@@ -105,12 +105,12 @@ def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
 
 
 def write(
-    graph: ModelGraph, format: GraphFormat, depth: int | None = None, opened: Sequence[str] | None = None
+    graph: ModelGraph, format: GraphFormat, depth: int | None = None, expanded: Sequence[str] | None = None
 ) -> bytes:
     """Render the eval graph of a model."""
     if format == "json":
         return _document(graph, graph.nodes, graph.totals)
-    return render(graph, format, depth, opened).encode()
+    return render(graph, format, depth, expanded).encode()
 
 
 def write_part(

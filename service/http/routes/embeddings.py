@@ -19,7 +19,7 @@ from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout, in_time, made_on_the_way, while_connected
+from service.http.routes.features import Timeout, get_or_create, in_time, while_connected
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
 from service.schemas.problems import Refusal
@@ -75,21 +75,21 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
     async with in_time(state, timeout) as deadline:
         chunks = [chunk async for chunk in request.stream()]
         if sum(map(len, chunks)) < bodies.SMALL:
-            asked = embeddings.read(chunks)
+            body = embeddings.read(chunks)
         else:
-            asked = await state.engine.run_in_encoder(embeddings.read, chunks)
+            body = await state.engine.run_in_encoder(embeddings.read, chunks)
         del chunks
-        record = await _extractor(request, state, asked.model)
+        record = await _extractor(request, state, body.model)
         if record.run is None:
             await state.engine.extractors.load(record)
-        return await while_connected(request, _embed(request, state, record, asked, deadline))
+        return await while_connected(request, _embed(request, state, record, body, deadline))
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
     if ":" in model:
         spec = _spec(model)
         await state.model(spec.model)  # raises if it is not served
-        return await made_on_the_way(request, state, spec)
+        return await get_or_create(request, state, spec)
     try:
         record = await state.engine.extractors.look_up(model)
     except UnknownExtractor as error:
@@ -132,17 +132,17 @@ def _spec(text: str) -> ExtractorSpec:
 
 
 async def _embed(
-    request: Request, state: State, record: ExtractorRecord, asked: embeddings.Asked, deadline: float
+    request: Request, state: State, record: ExtractorRecord, body: embeddings.Asked, deadline: float
 ) -> Response:
     tokens = record.outputs[0].tokens
     of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid too
     options = _POOLED["cls" if of_tokens and tokens is not None and tokens.class_token else "avg"]
     result = await state.engine.features(
-        record, asked.images, options, deadline, reservation=reservation_of(request.scope)
+        record, body.images, options, deadline, reservation=reservation_of(request.scope)
     )
     started = time.perf_counter()
-    vectors = _shortened(result.outputs[record.outputs[0].key].reshape(result.images, -1), asked.dimensions)
-    writing = (vectors, asked.model, asked.encoding)
+    vectors = _truncate(result.outputs[record.outputs[0].key].reshape(result.images, -1), body.dimensions)
+    writing = (vectors, body.model, body.encoding)
     if vectors.numel() <= _INLINE_VALUES:
         parts = embeddings.write(*writing)
     else:
@@ -155,7 +155,7 @@ async def _embed(
 _POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}
 
 
-def _shortened(vectors: Tensor, dimensions: int | None) -> Tensor:
+def _truncate(vectors: Tensor, dimensions: int | None) -> Tensor:
     """Cut ``vectors`` ``[n, values]`` to their first ``dimensions`` values, and scale them to unit length.
 
     Raises:

@@ -16,7 +16,7 @@ from service.engine.backends.int8_advice import int8_graph
 from service.http.access import require_admin
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.queries import Route
-from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, loaded
+from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
 from service.http.state import Shared, State
 from service.schemas.problems import documented
 
@@ -70,10 +70,10 @@ async def download(
     record = await state.engine.extractors.look_up(extractor)
     async with state.exports.place() as place:
         with record.in_use():
-            built = await loaded(state, record, DEFAULT_WAIT)
+            built = await load_extractor(state, record, DEFAULT_WAIT)
             cancelled = threading.Event()
             try:
-                data = await place.run(lambda: _written(state, record, built, format, cancelled))
+                data = await place.run(lambda: _export(state, record, built, format, cancelled))
             finally:
                 cancelled.set()  # also when the client has left
     chosen = FORMATS[format]
@@ -81,7 +81,7 @@ async def download(
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
 
 
-def _written(
+def _export(
     state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
 ) -> bytes:
     """Export the int8 graph if eager serves one, else the extractor itself.

@@ -74,7 +74,7 @@ COMPUTE_PROBLEMS = (
 """Problems of sending images through an extractor, in any format."""
 
 
-def described(record: ExtractorRecord) -> dict[str, Any]:
+def describe(record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
     checks = record.checks
     if record.transformed is not None and checks is not None and record.state == "ready":
@@ -96,8 +96,8 @@ def described(record: ExtractorRecord) -> dict[str, Any]:
     }
 
 
-def described_elsewhere(stored: Stored, name: str | None) -> dict[str, Any]:
-    """Describe an extractor of the store that this process has not built, like :func:`described`."""
+def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
+    """Describe an extractor of the store that this process has not built, like :func:`describe`."""
     unknown = {"shape": None, "dtype": None, "layout": None, "stride": None, "bytes_per_image": None}
     return {
         "id": stored.id,
@@ -118,11 +118,11 @@ def described_elsewhere(stored: Stored, name: str | None) -> dict[str, Any]:
     }
 
 
-async def described_once_built(state: State, record: ExtractorRecord) -> dict[str, Any]:
+async def describe_when_built(state: State, record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record, waiting for its build if this process has just loaded it from the store."""
     if record.build is not None and not record.outputs and record.adopted:
         await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
-    return described(record)
+    return describe(record)
 
 
 async def require_json(request: Request) -> None:
@@ -140,7 +140,7 @@ async def require_json(request: Request) -> None:
         )
 
 
-async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extractor:
+async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Extractor:
     """Build or load a record's extractor if needed, and return it.
 
     Raises:
@@ -171,7 +171,7 @@ async def loaded(state: State, record: ExtractorRecord, wait: float) -> Extracto
         **documented("body-too-large", "unsupported-media-type", *MAKING_PROBLEMS),
     },
 )
-async def make_extractor(
+async def create_extractor(
     state: Shared,
     spec: ExtractorSpec,
     wait: Annotated[
@@ -193,7 +193,7 @@ async def make_extractor(
         await asyncio.wait({record.check}, timeout=min(wait, CHECK_SECONDS))
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
-        orjson.dumps(described(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"
+        orjson.dumps(describe(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"
     )
 
 
@@ -204,8 +204,8 @@ async def list_extractors(state: Shared) -> Response:
     answer = orjson.dumps(
         {
             "extractors": [
-                *(described(record) for record in state.engine.records.list()),
-                *(described_elsewhere(stored, name) for stored, name in others),
+                *(describe(record) for record in state.engine.records.list()),
+                *(describe_stored(stored, name) for stored, name in others),
             ]
         }
     )
@@ -220,7 +220,7 @@ async def list_extractors(state: Shared) -> Response:
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
     record = await state.engine.extractors.look_up(extractor)
-    return Response(orjson.dumps(await described_once_built(state, record)), media_type="application/json")
+    return Response(orjson.dumps(await describe_when_built(state, record)), media_type="application/json")
 
 
 @router.delete(
@@ -261,12 +261,12 @@ async def show_graph(
     depth: graph_formats.Depth = None,
 ) -> Response:
     """Show the graph that an extractor runs: the model's, pruned to its nodes."""
-    wanted = graph_formats.chosen_format(format, request)
-    if profile and wanted != "json":
-        raise Refusal("invalid-request", f"profile=true needs JSON, not {wanted}; leave out one of the two")
+    chosen = graph_formats.chosen_format(format, request)
+    if profile and chosen != "json":
+        raise Refusal("invalid-request", f"profile=true needs JSON, not {chosen}; leave out one of the two")
     record = await state.engine.extractors.look_up(extractor)
-    answer = await (_profiled(state, record) if profile else _drawn(state, record, wanted, depth))
-    return graph_formats.response(answer, wanted, format)
+    answer = await (_profile(state, record) if profile else _render(state, record, chosen, depth))
+    return graph_formats.response(answer, chosen, format)
 
 
 @router.get(
@@ -283,16 +283,16 @@ async def show_graph(
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
     """Show the Python code that torch.fx generated for an extractor's forward."""
     record = await state.engine.extractors.look_up(extractor)
-    return Response(await _drawn(state, record, "code"), media_type="text/plain")
+    return Response(await _render(state, record, "code"), media_type="text/plain")
 
 
-async def _profiled(state: State, record: ExtractorRecord) -> bytes:
+async def _profile(state: State, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
     async with state.lookups.place() as place, state.profiling:
         answer = state.graphs.get(key)
         if answer is None:
             with record.in_use():
-                built = await loaded(state, record, DEFAULT_WAIT)
+                built = await load_extractor(state, record, DEFAULT_WAIT)
                 found = await state.engine.profile(record, built)
                 graph = built.module.graph
                 answer = await place.run(
@@ -302,13 +302,13 @@ async def _profiled(state: State, record: ExtractorRecord) -> bytes:
     return answer
 
 
-async def _drawn(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
+async def _render(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
     key = ("extractor", record.id, format, depth)
     answer = state.graphs.get(key)
     if answer is None:
         async with state.lookups.place() as place:
             with record.in_use():
-                built = (await loaded(state, record, DEFAULT_WAIT)).module.graph
+                built = (await load_extractor(state, record, DEFAULT_WAIT)).module.graph
                 answer = await place.run(lambda: graph_formats.write_part(graph_of(record), built, format, depth))
         state.graphs.put(key, answer)
     return answer

@@ -122,7 +122,7 @@ Timeout = Annotated[
     **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, "invalid-request", "bad-tensor"),
 )
 async def extract(
-    request: Request, extractor: IdOrName, asked: Annotated[FeatureQuery, Query()], timeout: Timeout = None
+    request: Request, extractor: IdOrName, query: Annotated[FeatureQuery, Query()], timeout: Timeout = None
 ) -> Response:
     """Compute features of one or more images with an extractor."""
     state = state_of(request)
@@ -130,29 +130,29 @@ async def extract(
     async def find() -> ExtractorRecord:
         return await state.engine.extractors.look_up(extractor)
 
-    return await _answer(request, state, find, asked, timeout)
+    return await _answer(request, state, find, query, timeout)
 
 
 @router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *MAKING_PROBLEMS))
 async def extract_in_one_step(
-    request: Request, model: Model, asked: Annotated[OneStepQuery, Query()], timeout: Timeout = None
+    request: Request, model: Model, query: Annotated[OneStepQuery, Query()], timeout: Timeout = None
 ) -> Response:
     """Compute features of one or more images at a model's nodes, creating the extractor if needed."""
     state = state_of(request)
     await state.model(model)  # refuses unknown models before the spec is validated
     spec = ExtractorSpec(
         model=model,
-        weights=asked.weights,
-        return_nodes=named_nodes(asked.nodes),
-        precision=asked.precision,
-        backend=asked.backend,
-        image_size=asked.image_size,
+        weights=query.weights,
+        return_nodes=named_nodes(query.nodes),
+        precision=query.precision,
+        backend=query.backend,
+        image_size=query.image_size,
     )
 
-    return await _answer(request, state, lambda: made_on_the_way(request, state, spec), asked, timeout)
+    return await _answer(request, state, lambda: get_or_create(request, state, spec), query, timeout)
 
 
-async def made_on_the_way(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
+async def get_or_create(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
     """Look up the extractor of a spec, or create it if the request's key allows that."""
     record, _ = await state.engine.extractor(spec, build=may_build(request))
     return record
@@ -185,7 +185,7 @@ async def _answer(
     request: Request,
     state: State,
     find: Callable[[], Awaitable[ExtractorRecord]],
-    asked: FeatureQuery,
+    query: FeatureQuery,
     timeout: float | None,
 ) -> Response:
     """Serve a request of either route within its deadline."""
@@ -196,9 +196,9 @@ async def _answer(
         record = await find()
         if record.run is None:
             await state.engine.extractors.load(record)
-        accepted = _negotiate(record, asked, joined_header(request.scope, b"accept"))
+        accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-        return await while_connected(request, _extract(request, state, record, sent, asked, accepted, deadline))
+        return await while_connected(request, _extract(request, state, record, sent, query, accepted, deadline))
 
 
 @asynccontextmanager
@@ -218,13 +218,13 @@ async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
         raise
 
 
-def _negotiate(record: ExtractorRecord, asked: FeatureQuery, accept: str | None) -> str:
-    if asked.pool == "roi" and _BOX_IMAGE in record.return_nodes:
+def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
+    if query.pool == "roi" and _BOX_IMAGE in record.return_nodes:
         detail = f"pool=roi adds an output {_BOX_IMAGE!r}: give the extractor's output of that name another key"
         raise Refusal("duplicate-key", detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
-    dtypes = (asked.dtype if asked.dtype and o.dtype in floating else o.dtype for o in record.outputs)
-    accepted = answers.negotiate(accept, tuple(dtypes), asked.pool != "none")
+    dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
+    accepted = answers.negotiate(accept, tuple(dtypes), query.pool != "none")
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -236,7 +236,7 @@ async def _extract(
     state: State,
     record: ExtractorRecord,
     sent: bodies.Sent,
-    asked: FeatureQuery,
+    query: FeatureQuery,
     accepted: str,
     deadline: float,
 ) -> Response:
@@ -248,8 +248,8 @@ async def _extract(
             "a heat-map is drawn over one encoded image: send one",
             available=list(answers.OFFERED[:-1]),
         )
-    roi_size = asked.roi_size if asked.pool == "roi" else _DEFAULT_ROI_SIZE
-    options = _options(asked.pool, asked.dtype, asked.normalize, asked.preprocess, roi_size)
+    roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
+    options = _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size)
     result = await state.engine.features(record, images, options, deadline, sent.boxes, reservation_of(request.scope))
     started = time.perf_counter()
     source = _source(record)
@@ -259,18 +259,18 @@ async def _extract(
     if drawn:
         assert not isinstance(images, Mapping)
         output = record.outputs[0]
-        preprocessing = record.preprocessing if asked.preprocess != "none" else None
+        preprocessing = record.preprocessing if query.preprocess != "none" else None
         header = await state.engine.run_in_encoder(image_header, images[0])
         reservation_of(request.scope).claim(header.held)
         parts = await state.engine.run_in_encoder(
             heatmap.write, images[0], preprocessing, outputs[output.key], output.layout
         )
     elif accepted in answers.IMMEDIATE:
-        parts = answers.write(accepted, source, outputs, result.images, asked.encoding)
+        parts = answers.write(accepted, source, outputs, result.images, query.encoding)
     else:
-        reservation_of(request.scope).claim(answers.written_bytes(accepted, outputs, asked.encoding))
+        reservation_of(request.scope).claim(answers.written_bytes(accepted, outputs, query.encoding))
         parts = await state.engine.run_in_encoder(
-            answers.write, accepted, source, outputs, result.images, asked.encoding
+            answers.write, accepted, source, outputs, result.images, query.encoding
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.answer_headers(request.scope, record, timings), "Vary": "Accept"}

@@ -160,27 +160,27 @@ async def show_graph(
         ),
     ] = None,
     depth: graph_formats.Depth = None,
-    opened: graph_formats.Opened = None,
+    expanded: graph_formats.Expanded = None,
 ) -> Response:
     """Show a model's eval graph, with shape, layout, stride, parameters and FLOPs of each node."""
     entry = await state.model(model)
-    wanted = graph_formats.chosen_format(format, request)
+    chosen = graph_formats.chosen_format(format, request)
     if (height is None) != (width is None):
         missing = "height" if height is None else "width"
         raise Refusal(
             "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
         )
     size = None if height is None or width is None else (height, width)
-    expanded = graph_formats.opened_modules(opened, wanted, depth)
+    modules = graph_formats.parse_expanded(expanded, chosen, depth)
     structure = entry.structure(weights)
-    key = (model, structure, size, wanted, depth, None if expanded is None else tuple(expanded))
+    key = (model, structure, size, chosen, depth, None if modules is None else tuple(modules))
     answer = state.graphs.get(key)
     if answer is None:
         answer = await state.in_thread(
-            lambda: graph_formats.write(_graph(entry, structure, size), wanted, depth, expanded)
+            lambda: graph_formats.write(_graph(entry, structure, size), chosen, depth, modules)
         )
         state.graphs.put(key, answer)
-    return graph_formats.response(answer, wanted, format)
+    return graph_formats.response(answer, chosen, format)
 
 
 def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:

@@ -11,7 +11,7 @@ from fxcore.models.entry import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import NotReady
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.v2 import metadata as named
+from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, documented
 from service.http.state import Shared, State
 from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
@@ -24,11 +24,11 @@ _Target = ExtractorRecord | ModelEntry
 
 
 async def _find(state: Shared, name: Name) -> _Target:
-    return await named.find(state, name)
+    return await metadata.find(state, name)
 
 
 async def _find_version(state: Shared, name: Name, version: Version) -> _Target:
-    return await named.find(state, name, version)
+    return await metadata.find(state, name, version)
 
 
 Found = Annotated[_Target, Depends(_find)]
@@ -67,13 +67,13 @@ async def server_ready(state: Shared) -> Ready:
 @router.get("/models/{name}", **_METADATA)
 async def model_metadata(state: Shared, name: Name, target: Found) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
-    return await _described(state, name, target)
+    return await _describe(state, name, target)
 
 
 @router.get("/models/{name}/versions/{version}", **_METADATA)
 async def version_metadata(state: Shared, name: Name, target: FoundVersion) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
-    return await _described(state, name, target)
+    return await _describe(state, name, target)
 
 
 @router.get("/models/{name}/ready", **_READY)
@@ -88,13 +88,13 @@ async def version_ready(state: Shared, name: Name, target: FoundVersion) -> Mode
     return _ready(state, name, target)
 
 
-async def _described(state: State, name: str, target: _Target) -> Response:
+async def _describe(state: State, name: str, target: _Target) -> Response:
     key = name, target.id if isinstance(target, ExtractorRecord) else None
     answer = state.metadata.get(key)
     if answer is None:
-        tensors = await state.in_thread(lambda: named.describe(target))
+        tensors = await state.in_thread(lambda: metadata.describe(target))
         described = ModelMetadata(
-            name=name, versions=[named.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
+            name=name, versions=[metadata.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
         )
         answer = described.model_dump_json().encode()
         state.metadata.put(key, answer)
@@ -102,7 +102,7 @@ async def _described(state: State, name: str, target: _Target) -> Response:
 
 
 def _ready(state: State, name: str, target: _Target) -> ModelReady:
-    [entry] = named.entries(state, [target])
+    [entry] = metadata.entries(state, [target])
     if entry.state != "READY":
         raise NotReady(f"{name}: {entry.reason}")
     return ModelReady(name=name, ready=True)

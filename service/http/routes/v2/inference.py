@@ -23,7 +23,7 @@ from service.http.reservations import reservation_of
 from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout, while_connected
-from service.http.routes.v2 import metadata as named
+from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body, documented
 from service.http.state import State, state_of
 from service.schemas.problems import Refusal
@@ -63,7 +63,7 @@ _INFER: dict[str, Any] = {
 @router.post("/models/{name}/infer", **_INFER)
 async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    return await _answer(request, name, named.VERSION, timeout)
+    return await _answer(request, name, metadata.VERSION, timeout)
 
 
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
@@ -75,7 +75,7 @@ async def infer_version(request: Request, name: Name, version: Version, timeout:
 async def _answer(request: Request, name: str, version: str, timeout: float | None) -> Response:
     started = time.monotonic()
     state = state_of(request)
-    target = await named.find(state, name, version)
+    target = await metadata.find(state, name, version)
     _check_query(request)
     encoding = _encoding(request)
     state.engine.admission.check()
@@ -85,18 +85,18 @@ async def _answer(request: Request, name: str, version: str, timeout: float | No
             data = await _read(request)
             kind, _ = media_type(request.headers.get("content-type"))
             sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
-            tensors = await named.inputs_of(state, target)
+            tensors = await metadata.inputs_of(state, target)
             limit_bytes = state.settings.max_body_bytes
             if sent.small:
-                asked = v2.read(sent, limit_bytes, tensors)
+                payload = v2.read(sent, limit_bytes, tensors)
             else:
-                asked = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
-            reservation_of(request.scope).claim(max(0, asked.bytes - len(data)))
+                payload = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
+            reservation_of(request.scope).claim(max(0, payload.bytes - len(data)))
             del data, sent
-            seconds = min(seconds, _own_timeout(asked))
+            seconds = min(seconds, _own_timeout(payload))
             limit.reschedule(asyncio.get_running_loop().time() + started + seconds - time.monotonic())
             packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-            work = _infer(request, state, target, name, asked, started + seconds, packed)
+            work = _infer(request, state, target, name, payload, started + seconds, packed)
             return await while_connected(request, work)
     except TimeoutError:
         raise DeadlineExceeded from None
@@ -107,30 +107,30 @@ async def _infer(
     state: State,
     target: ExtractorRecord | ModelEntry,
     name: str,
-    asked: v2.Request,
+    payload: v2.Request,
     deadline: float,
     packed: str | None,
 ) -> Response:
-    options = _options(asked)
-    record = await _extractor(request, state, target, asked)
+    options = _options(payload)
+    record = await _extractor(request, state, target, payload)
     await state.engine.extractors.load(record)
-    wanted = _wanted(record, name, asked, options)
-    if len(wanted) < len(record.return_nodes):
-        options = replace(options, keys=frozenset(wanted))
-    inputs = asked.images if asked.images is not None else asked.tensors
+    requested = _requested_outputs(record, name, payload, options)
+    if len(requested) < len(record.return_nodes):
+        options = replace(options, keys=frozenset(requested))
+    inputs = payload.images if payload.images is not None else payload.tensors
     result = await state.engine.features(record, inputs, options, deadline, reservation=reservation_of(request.scope))
     written = time.perf_counter()
-    document = {"model_name": name, "model_version": named.VERSION}
-    if asked.id is not None:
-        document["id"] = asked.id
-    outputs = {key: result.outputs[key] for key in wanted}
-    if all(wanted.values()):  # raw tensors are sent without copying
-        parts, length = v2.write(document, outputs, wanted)
+    document = {"model_name": name, "model_version": metadata.VERSION}
+    if payload.id is not None:
+        document["id"] = payload.id
+    outputs = {key: result.outputs[key] for key in requested}
+    if all(requested.values()):  # raw tensors are sent without copying
+        parts, length = v2.write(document, outputs, requested)
     else:
         reservation_of(request.scope).claim(
-            sum(json.most_bytes(outputs[key]) for key, binary in wanted.items() if not binary)
+            sum(json.most_bytes(outputs[key]) for key, binary in requested.items() if not binary)
         )
-        parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, wanted)
+        parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, requested)
     headers = {"Vary": "Accept-Encoding"}
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)
@@ -143,55 +143,57 @@ async def _infer(
 
 
 async def _extractor(
-    request: Request, state: State, target: ExtractorRecord | ModelEntry, asked: v2.Request
+    request: Request, state: State, target: ExtractorRecord | ModelEntry, payload: v2.Request
 ) -> ExtractorRecord:
-    weights = asked.parameters.get("weights", "DEFAULT")
+    weights = payload.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
-        if "weights" in asked.parameters:
+        if "weights" in payload.parameters:
             raise Refusal(
                 "invalid-request", "parameter 'weights' needs a model's name; an extractor has its own weights"
             )
         return target
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise Refusal("invalid-request", "parameter 'weights' must be the name of weights, such as DEFAULT or random")
-    nodes = [output.name for output in asked.outputs if output.name is not None]
-    spec = await named.own_spec(state, target, weights, nodes)
+    nodes = [output.name for output in payload.outputs if output.name is not None]
+    spec = await metadata.own_spec(state, target, weights, nodes)
     record, _ = await state.engine.extractor(spec, build=may_build(request))
     return record
 
 
-def _wanted(record: ExtractorRecord, name: str, asked: v2.Request, options: FeatureOptions) -> dict[str, bool]:
+def _requested_outputs(
+    record: ExtractorRecord, name: str, payload: v2.Request, options: FeatureOptions
+) -> dict[str, bool]:
     """Map the keys of requested outputs, in order, to whether they are returned as raw bytes."""
-    wanted: dict[str, bool] = {}
-    for output in asked.outputs:
+    requested: dict[str, bool] = {}
+    for output in payload.outputs:
         for key in record.return_nodes if output.name is None else [output.name]:
             if key not in record.return_nodes:
                 there = list(record.return_nodes)
                 detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
                 raise Refusal("unknown-node", detail, name=key, suggestions=there)
-            if key in wanted:
+            if key in requested:
                 raise Refusal("duplicate-key", f"the output {key!r} is requested twice", key=key)
-            wanted[key] = output.binary
+            requested[key] = output.binary
     for info in record.outputs:
         dtype = options.dtype if options.dtype is not None and "float" in info.dtype else info.dtype
-        if dtype == "bfloat16" and not wanted.get(info.key, True):
+        if dtype == "bfloat16" and not requested.get(info.key, True):
             raise Refusal(
                 "invalid-request",
                 f"output {info.key!r} is BF16, which JSON cannot hold: use binary_data, or dtype=float32",
             )
-    return wanted
+    return requested
 
 
-def _options(asked: v2.Request) -> FeatureOptions:
+def _options(payload: v2.Request) -> FeatureOptions:
     try:
-        return FeatureOptions(**{name: asked.parameters[name] for name in CHOICES if name in asked.parameters})
+        return FeatureOptions(**{name: payload.parameters[name] for name in CHOICES if name in payload.parameters})
     except ValueError as error:
         raise Refusal("invalid-request", f"parameter {error}") from error
 
 
-def _own_timeout(asked: v2.Request) -> float:
+def _own_timeout(payload: v2.Request) -> float:
     """Seconds of the protocol's own deadline, which is a parameter in microseconds."""
-    value = asked.parameters.get("timeout", 0)
+    value = payload.parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
         raise Refusal("invalid-request", "parameter 'timeout' must be an integer number of microseconds")
     return value / 1e6 if value else math.inf

@@ -14,7 +14,7 @@ from fxcore.models.entry import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
 from service.http.routes.extractors import MAKING_PROBLEMS
-from service.http.routes.v2 import metadata as named
+from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, body, documented, small_json
 from service.http.state import Shared, State
 from service.schemas.problems import Refusal, invalid_body
@@ -35,11 +35,11 @@ async def repository_index(request: Request, state: Shared) -> Response:
 
     States are those of the process that responds.
     """
-    asked = await small_json(request, state, IndexRequest)
+    payload = await small_json(request, state, IndexRequest)
     targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
-    entries = [entry for entry in named.entries(state, targets) if entry.state == "READY" or not asked.ready]
-    if not asked.ready:
-        entries += [named.elsewhere(stored, name) for stored, name in await state.engine.extractors.elsewhere()]
+    entries = [entry for entry in metadata.entries(state, targets) if entry.state == "READY" or not payload.ready]
+    if not payload.ready:
+        entries += [metadata.elsewhere(stored, name) for stored, name in await state.engine.extractors.elsewhere()]
     return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
 
 
@@ -58,17 +58,17 @@ async def load(
     ] = None,
 ) -> ModelReady:
     """Load an extractor or a model; with ``config``, create an extractor of this name."""
-    asked = await small_json(request, state, LoadRequest)
-    config = asked.parameters.config
+    payload = await small_json(request, state, LoadRequest)
+    config = payload.parameters.config
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
     try:
         async with asyncio.timeout(timeout):
             if config is not None:
                 record, _ = await state.engine.extractor(await _configured(state, name, config), keep=True)
             else:
-                target = await named.find(state, name)
+                target = await metadata.find(state, name)
                 if isinstance(target, ModelEntry):
-                    target, _ = await state.engine.extractor(await named.own_spec(state, target))
+                    target, _ = await state.engine.extractor(await metadata.own_spec(state, target))
                 record = target
             await state.engine.extractors.load(record)
     except TimeoutError:
@@ -87,8 +87,8 @@ async def unload(state: Shared, name: Name) -> ModelReady:
     Applies to the process that responds. They stay in the index and can be loaded again. Requests in flight are still
     answered.
     """
-    target = await named.find(state, name)
-    for record in named.over(state, target) if isinstance(target, ModelEntry) else [target]:
+    target = await metadata.find(state, name)
+    for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
         state.engine.extractors.unload(record.id)
     return ModelReady(name=name, ready=False)
 
@@ -106,7 +106,7 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
         if "return_nodes" not in fields and isinstance(fields["model"], str):
             weights = fields.get("weights", "DEFAULT")
             entry = await state.model(fields["model"])
-            own = await named.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
+            own = await metadata.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
             fields["return_nodes"] = own.return_nodes
         return ExtractorSpec.model_validate(fields)
     except ValidationError as error:
