@@ -158,7 +158,8 @@ def test_the_tools_take_what_it_returns(captioner: Captioner) -> None:
     )
 
 
-def test_export_of_modules_in_memory(captioner: Captioner, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_export_of_several_inputs(captioner: Captioner) -> None:
     extractor = fxcore.create_extractor(captioner, {"words": "w", "add": "out"}, (IDS, IMAGE))
     other = IDS[:1].flip(1), IMAGE[1:]
     expected = captioner(*other)
@@ -167,8 +168,10 @@ def test_export_of_modules_in_memory(captioner: Captioner, tmp_path: Path) -> No
     assert torch.allclose(torch.from_numpy(out), expected, atol=1e-5)
     program = torch.export.load(io.BytesIO(export(extractor, "torch_export", example_inputs=(IDS, IMAGE)))).module()
     assert torch.allclose(program(*other)["out"], expected, atol=1e-5)
-    # What trace returns has a single output, not a dict.
-    traced = fxcore.trace(captioner.image)
+
+
+def test_export_of_what_trace_returns(captioner: Captioner, tmp_path: Path) -> None:
+    traced = fxcore.trace(captioner.image)  # it has a single output, not a dict
     export_folder(traced, tmp_path / "alone", example_inputs=IMAGE)
     torch.save(IMAGE, tmp_path / "x.pt")
     code = "import torch; from alone import load; print(load()(torch.load('x.pt'))['output'].double().sum().item())"

@@ -175,6 +175,6 @@ def test_killed_actors_and_a_killed_driver_lose_and_repeat_nothing(tmp_path: Pat
 
 def test_bad_input_is_told_in_a_line(tmp_path: Path, folder: Callable[..., Path]) -> None:
     run = begin(folder(1), tmp_path / "out", "--server", "http://127.0.0.1:1")
-    assert "--ray and --server are two ways" in run.communicate()[1]
+    assert "--ray and --server exclude each other" in run.communicate()[1]
     run = begin(folder(1), tmp_path / "out", "--format", "zarr")
     assert "--ray writes Parquet, not zarr" in run.communicate()[1]
