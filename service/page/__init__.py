@@ -50,7 +50,8 @@ def _found() -> dict[str, Path]:
     shell = [file for file in here.iterdir() if file.suffix in _MEDIA_TYPES]
     found = {f"/page/{file.name}": file for file in (*shell, *fxcore.photos.files())}
     found |= {f"/page/{name}": swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")}
-    return {**found, "/": found.pop("/page/index.html"), "/docs": found.pop("/page/docs.html")}
+    reference = found.pop("/page/docs.html")
+    return {**found, "/": found.pop("/page/index.html"), "/docs": reference, "/redoc": reference}
 
 
 PATHS = _found()

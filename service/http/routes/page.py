@@ -1,4 +1,4 @@
-"""The page for people and the reference: files, sent as they are, that browsers keep until they change."""
+"""The page for people and the API's reference: static files, which browsers revalidate by ETag."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ router = APIRouter(tags=["operations"])
     },
 )
 async def front_page(request: Request) -> Response:
-    """A page for people: models, their graphs, and what each node makes of a photo."""
+    """A page for people: models, their graphs, and the output of each node for a photo."""
     return _file(request, "/")
 
 
 @router.get("/docs", include_in_schema=False)
+@router.get("/redoc", include_in_schema=False)
 async def reference(request: Request) -> Response:
-    """This API, to read and to try."""
+    """This API, to read and to try; at both addresses where FastAPI has one."""
     return _file(request, "/docs")
 
 
@@ -43,7 +44,7 @@ async def page_file(request: Request, file: str) -> Response:
 
 def _file(request: Request, path: str) -> Response:
     file = page.read(path)
-    # Kept, and asked about each time: an upgrade is seen at once.
+    # no-cache: browsers keep the file and revalidate it each time, so an upgrade is seen at once.
     headers = {"ETag": file.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
     known = request.headers.get("if-none-match", "")
     if known == "*" or file.etag in (tag.strip() for tag in known.split(",")):
