@@ -1,4 +1,4 @@
-// What a node makes of a photo: asked of the service, held by the worker.
+// A node's output for a photo: requested from the service, held by the worker.
 
 import { ask, modelPath } from "./api.js"
 import { reduce } from "./reductions.js"
@@ -20,10 +20,10 @@ import { reduce } from "./reductions.js"
 
 /**
  * @typedef {object} Answer
- * @property {string} slot what the worker holds it under
+ * @property {string} slot its key in the worker
  * @property {Photo} photo
- * @property {string} node the name asked for
- * @property {Blob} file as it came
+ * @property {string} node as requested
+ * @property {Blob} file the answer's bytes
  * @property {string} timing
  * @property {number[]} shape
  * @property {Statistics} statistics
@@ -51,13 +51,13 @@ export async function askFeatures(model, name, photo, accept, signal) {
 export async function features(model, name, photo, slot, signal) {
   const answer = await askFeatures(model, name, photo, "application/x-safetensors", signal)
   const node = model.resolve(name)
-  // Windows of attention are rows of their own, and no map of the image.
+  // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
   return opened(answer, { slot, key: name, layout, tokens: node?.tokens ?? null }, photo, name)
 }
 
 /**
- * An answer of safetensors, given to the worker.
+ * Hand an answer in safetensors to the worker.
  * @param {Response} answer @param {{slot: string, key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
  * @param {Photo} photo @param {string} node
  * @returns {Promise<Answer>}

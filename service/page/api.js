@@ -1,8 +1,8 @@
-// Requests to the service: with the key, and with its problems as errors.
+// Requests to the service, with the API key; its problems are thrown as errors.
 
 import { askForKey, storedKey } from "./key.js"
 
-/** What the service refused, or that it did not answer. */
+/** A problem that the service answered, or that it gave no answer. */
 export class Problem extends Error {
   /**
    * @param {string} title
@@ -19,7 +19,7 @@ export class Problem extends Error {
 }
 
 /**
- * Ask the service; where it wants a key, the key is asked for and the request is made again.
+ * Send a request; where the service requires another key, ask for it and send the request again.
  * @param {string} path without a slash in front, so that the service may live under any prefix
  * @param {RequestInit} [options]
  * @returns {Promise<Response>}

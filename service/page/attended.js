@@ -1,7 +1,7 @@
-// Attention weights as a map: how much one place attends to each other. No DOM: the worker runs it.
+// Attention weights as a map: how much one position attends to each other. No DOM: the worker runs it.
 
 /**
- * @typedef {object} Grid as the service has it
+ * @typedef {object} Grid as the service describes it
  * @property {number} height
  * @property {number} width
  * @property {number} prefix
@@ -10,11 +10,11 @@
  */
 
 /**
- * A row of the weights of one image, place by place; NaN where a place is in another window.
+ * A row of the weights of one image, position by position; NaN outside the query's window.
  * @param {{shape: number[], data: Float32Array}} weights `[N, heads, L, L]`, or `[N, windows, heads, L, L]`
  * @param {Grid} grid
- * @param {number | null} head the mean of all where that is null
- * @param {number} row @param {number} column of the place that looks
+ * @param {number | null} head null for the mean of all
+ * @param {number} row @param {number} column of the query
  */
 export function attended({ shape, data }, { height, width, prefix, window, shift }, head, row, column) {
   const [heads, length] = [shape[shape.length - 3], shape[shape.length - 1]]
@@ -34,7 +34,7 @@ export function attended({ shape, data }, { height, width, prefix, window, shift
 }
 
 /**
- * The window that a place is in, and its number there: the padded map is rolled, then cut.
+ * The window of a position, and its number in it: the padded map is rolled, then cut into windows.
  * @param {number} height @param {number} width @param {[number, number]} window @param {[number, number]} shift
  */
 function cut(height, width, [high, wide], [up, left]) {

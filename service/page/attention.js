@@ -1,4 +1,4 @@
-// The attention of each head: where one place of the image looks.
+// The attention view: the weights of each head from one position to all others.
 
 import { opened } from "./answers.js"
 import { ask, askJson, modelPath } from "./api.js"
@@ -13,16 +13,16 @@ import { coloured } from "./views.js"
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {import("./stages.js").Side} Side */
 
-/** @typedef {{names: string[], order: string[]}} Nodes those of attention weights, and all with them in order of execution */
+/** @typedef {{names: string[], order: string[]}} Nodes nodes of attention weights, and all nodes in order of execution */
 /** @typedef {{shape: number[], grid: Grid | null}} Weights held by the worker */
 
 /** @type {WeakMap<Model, Promise<Nodes>>} */
 const nodes = new WeakMap()
-/** What the worker holds, by its slot there. @type {Map<string, {model: Model, node: string, photo: import("./photo.js").Photo, weights: Weights}>} */
+/** Weights that the worker holds, by slot. @type {Map<string, {model: Model, node: string, photo: import("./photo.js").Photo, weights: Weights}>} */
 const held = new Map()
 
 /**
- * Asked once a model, for whoever asks next as well: it cannot be stopped.
+ * Cached for each model, so it takes no signal: others may wait for the same answer.
  * @param {Model} model
  */
 export function attentionNodes(model) {
@@ -37,7 +37,7 @@ export function attentionNodes(model) {
 }
 
 /**
- * The attention that is nearest to a node: of the same block, else the last one before it, else the first.
+ * The attention nearest to a node: of the same block, else the last before it, else the first.
  * @param {Model} model @param {string} name
  * @returns {Promise<string | null>}
  */
@@ -66,7 +66,7 @@ async function weightsOf(model, node, { photo }, slot, signal) {
   const headers = { Accept: "application/x-safetensors", "Content-Type": photo.type }
   const answer = await ask(`v1/extractors/${id}/features`, { method: "POST", headers, body: photo.data, signal })
   const { shape } = await opened(answer, { slot, key: node, layout: null, tokens: null }, photo, node)
-  // Asked now: an extractor that is still being built knows nothing of its outputs yet.
+  // Not before: an extractor that is still building lists no outputs.
   const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
   const weights = { shape, grid: outputs[0].attention }
   held.set(slot, { model, node, photo, weights })
@@ -74,7 +74,7 @@ async function weightsOf(model, node, { photo }, slot, signal) {
 }
 
 /**
- * Where each photo looks, and the choice of a head.
+ * The maps of attention, and the choice of a head.
  * @param {Model} model @param {Answer[]} answers @param {number | null} head the mean of all where that is null
  * @param {(head: string) => void} choose
  * @param {AbortSignal} signal
@@ -87,14 +87,14 @@ export async function attentionView(model, answers, head, choose, signal) {
     if (!node) return { note: "This model has no attention." }
     const slot = `attention ${answer.slot}`
     const { shape, grid } = await weightsOf(model, node, answer, slot, signal)
-    if (!grid) return { note: `Which places the weights of ${node}, ${shape.join(" × ")}, are of cannot be told.` }
+    if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const heads = shape[shape.length - 3]
     most = Math.max(most, heads)
     const own = head !== null && head < heads ? head : null
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
-      photo: answer.photo, node, label, caption: `${label} of ${node}`, size: grid, ofPlace: true,
-      look: async (/** @type {import("./patch.js").Patch | null} */ patch) =>
+      photo: answer.photo, node, label, caption: `${label} of ${node}`, size: grid, query: true,
+      render: async (/** @type {import("./patch.js").Patch | null} */ patch) =>
         coloured(await reduce("attention", { slot, head: own, grid, ...patch }), grid.width),
     }
   }))

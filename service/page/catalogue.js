@@ -1,4 +1,4 @@
-// The left pane while no model is chosen: all of them, to search.
+// The left pane while no model is chosen: the list of models, with a search.
 
 import { askJson } from "./api.js"
 import { h, select } from "./dom.js"
@@ -21,7 +21,7 @@ function listed(source) {
   return /** @type {Promise<any>} */ (lists.get(source))
 }
 
-/** What is looked for, also when one comes back. */
+/** The search, kept while a model is shown. */
 let text = "", task = "", source = ""
 
 /** @param {HTMLElement} pane */

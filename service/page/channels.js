@@ -1,4 +1,4 @@
-// The grid of channels, a picture each.
+// The grid of channels, a tile each.
 
 import { image, range } from "./colours.js"
 import { h, select } from "./dom.js"
@@ -9,13 +9,13 @@ import { statisticsView } from "./statistics.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 
-/** How many are drawn at a time. */
+/** How many tiles are added at a time. */
 const PAGE = 48
-/** How many of an answer's have been asked to be seen. @type {WeakMap<Answer, number>} */
-const wanted = new WeakMap()
+/** How many tiles of an answer are shown. @type {WeakMap<Answer, number>} */
+const shownTiles = new WeakMap()
 
 /**
- * The grid, with the choice of its order above it and what can be said of the chosen channel below.
+ * The grid, with the choice of its order above it and the chosen channel's statistics below.
  * @param {Answer} answer with maps
  * @param {boolean} byStrength otherwise by number
  * @param {number} chosen
@@ -37,12 +37,12 @@ async function channelGrid(answer, byStrength, chosen, choose) {
   const grid = h("div", { class: "grid", role: "group", "aria-label": "Channels" })
   const more = h("button", { type: "button", class: "quiet", onclick: () => add(shown + PAGE) })
   let shown = 0
-  await add(wanted.get(answer) ?? PAGE)
+  await add(shownTiles.get(answer) ?? PAGE)
   return h("div", {}, grid, more)
 
   /** @param {number} most */
   async function add(most) {
-    wanted.set(answer, most)
+    shownTiles.set(answer, most)
     const channels = sorted.slice(shown, most)
     shown += channels.length
     /** @type {Float32Array[]} */

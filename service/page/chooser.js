@@ -1,4 +1,4 @@
-// The left pane once a model is chosen: its weights, its levels, a search, and the module tree.
+// The left pane while a model is chosen: its weights, levels, a search, and the module tree.
 
 import { byId, h, select } from "./dom.js"
 import { flops, parameters } from "./numbers.js"
@@ -30,7 +30,7 @@ export function showChooser(pane, model, actions) {
       h("p", { class: "dim" }, `${parameters(model.totals.params)}, ${flops(model.totals.flops)}, ${model.totals.nodes} nodes`),
       h("label", { class: "stacked" }, "Weights", select("Weights", weightOptions(model), model.weights, actions.weights)),
       levels.length
-        ? h("div", { class: "levels", role: "group", "aria-label": "Levels" },
+        ? h("div", { class: "levels", role: "group", "aria-label": "Levels" }, h("span", { class: "dim" }, "Levels"),
             ...levels.map(([name, { node, stride, channels }]) =>
               h("button", { type: "button", class: "pill", title: `${node}: stride ${stride}, ${channels} channels`,
                 "data-node": node, onclick: () => actions.choose(name) }, name)))
@@ -63,11 +63,11 @@ export function showChooser(pane, model, actions) {
   }
 }
 
-/** What torch.fx cannot look into, and why. @param {Model} model */
+/** The modules that torch.fx could not trace, and why. @param {Model} model */
 function closedParts({ closed }) {
   if (!closed.length) return null
   return h("details", { class: "dim note" },
-    h("summary", {}, closed.length > 1 ? `${closed.length} parts stay closed` : "One part stays closed"),
+    h("summary", {}, closed.length > 1 ? `${closed.length} modules were not traced` : "1 module was not traced"),
     ...closed.map(({ path, reason }) => h("p", {}, h("strong", {}, path), `: ${reason}`)))
 }
 
@@ -82,7 +82,7 @@ function weightOptions(model) {
   return [...options, ["random", "random (untrained)"]]
 }
 
-/** The line at the top that says where one is. @param {string} text */
+/** Set the line at the top, and the tab's title. @param {string} text */
 export function showWhere(text) {
   byId("where").textContent = text
   byId("where").hidden = !text

@@ -18,7 +18,7 @@ export function colour(share) {
   return `rgb(${TABLE[i]} ${TABLE[i + 1]} ${TABLE[i + 2]})`
 }
 
-/** The least and the greatest of the values that are finite. @param {Float32Array} values */
+/** The minimum and maximum of the finite values. @param {Float32Array} values */
 export function range(values) {
   let low = Infinity, high = -Infinity
   for (const value of values) {
@@ -29,7 +29,7 @@ export function range(values) {
 }
 
 /**
- * A map as an image, a pixel a value; what is no number is clear.
+ * A map as an image, a pixel a value; NaN is transparent.
  * @param {Float32Array} values
  * @param {number} width
  * @param {number} low

@@ -1,7 +1,7 @@
 // Elements, made in one expression.
 
 /**
- * An element; what begins with `on` is a listener, true and false set and leave out an attribute.
+ * An element; attributes that begin with `on` are listeners, true sets an empty attribute, false and null set none.
  * @template {keyof HTMLElementTagNameMap} K
  * @param {K} tag
  * @param {Record<string, any>} [attributes]

@@ -1,4 +1,4 @@
-// The graph on its canvas: boxes within boxes, and the arrows between them. What is out of sight is not drawn.
+// The graph on its canvas: boxes within boxes, and arrows between them. Only what is visible is drawn.
 
 import { colour } from "./colours.js"
 
@@ -24,22 +24,22 @@ import { colour } from "./colours.js"
  * @property {{source: number, target: number, points: [number, number][]}[]} edges
  */
 
-/** Below this scale there is no text: it could not be read. */
+/** Below this scale text could not be read and is left out. */
 const READABLE = 0.4
 const FONT = "11px ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 const LINE = 14
 const PADDING = 8
 const RADIUS = 5
-/** Half the size of what opens and closes a module. */
+/** Radius of the button that expands and collapses a module. */
 export const KNOB = 7
 
-/** Where a box is opened or closed. @param {Box} box */
+/** The middle of a box's expand or collapse button. @param {Box} box */
 export function knob(box) {
   if (box.kind !== "module" && box.kind !== "frame") return null
   return { x: box.x + box.width, y: box.kind === "frame" ? box.y + 12 : box.y + box.height / 2 }
 }
 
-/** The colours that the page's style names. */
+/** The colours of the page's style. */
 export function palette() {
   const style = getComputedStyle(document.documentElement)
   /** @param {string} name */
@@ -54,11 +54,11 @@ export function palette() {
  * @param {CanvasRenderingContext2D} context
  * @param {Layout} layout
  * @param {{x: number, y: number, scale: number}} camera
- * @param {object} look
- * @param {ReturnType<typeof palette>} look.colours
- * @param {number} look.chosen number of a box, or -1
- * @param {Set<number>} look.found boxes that a search has found
- * @param {number[] | null} look.heat share of each box, 0 to 1
+ * @param {object} options
+ * @param {ReturnType<typeof palette>} options.colours
+ * @param {number} options.chosen number of a box, or -1
+ * @param {Set<number>} options.found boxes that match the search
+ * @param {number[] | null} options.heat share of each box, 0 to 1
  */
 export function draw(context, layout, camera, { colours, chosen, found, heat }) {
   const ratio = devicePixelRatio || 1
@@ -69,22 +69,22 @@ export function draw(context, layout, camera, { colours, chosen, found, heat }) 
   const top = -camera.y / camera.scale, bottom = top + canvas.height / ratio / camera.scale
   const left = -camera.x / camera.scale, right = left + canvas.width / ratio / camera.scale
   /** @param {Box} box */
-  const sighted = (box) => box.y < bottom && box.y + box.height > top && box.x - 60 < right && box.x + box.width + 60 > left
+  const visible = (box) => box.y < bottom && box.y + box.height > top && box.x - 60 < right && box.x + box.width + 60 > left
   const readable = camera.scale >= READABLE
   context.font = FONT
   context.textBaseline = "alphabetic"
-  for (const box of layout.boxes) if (box.kind === "frame" && sighted(box)) drawFrame(context, box, colours, readable)
+  for (const box of layout.boxes) if (box.kind === "frame" && visible(box)) drawFrame(context, box, colours, readable)
   context.lineWidth = 1.2
-  for (const near of [false, true]) {
-    context.strokeStyle = context.fillStyle = near ? colours.accent : colours.arrow
+  for (const adjacent of [false, true]) {
+    context.strokeStyle = context.fillStyle = adjacent ? colours.accent : colours.arrow
     for (const { source, target, points } of layout.edges) {
       const last = points[points.length - 1]
-      if (near !== (source === chosen || target === chosen) || points[0][1] > bottom || last[1] < top) continue
+      if (adjacent !== (source === chosen || target === chosen) || points[0][1] > bottom || last[1] < top) continue
       drawArrow(context, points, readable)
     }
   }
   layout.boxes.forEach((box, i) => {
-    if (!sighted(box)) return
+    if (!visible(box)) return
     if (box.kind !== "frame") drawBox(context, box, colours, readable, heat && heat[i])
     if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, i === chosen ? 2.5 : 1.5)
     if (readable) drawKnob(context, box, colours)

@@ -1,4 +1,4 @@
-// Extractors of one node: what is asked of a model more than once, or with transforms.
+// Extractors of one node: for repeated requests, transforms and profiles.
 
 import { askJson } from "./api.js"
 

@@ -1,12 +1,12 @@
-// What has the keyboard's focus keeps it where a part of the page is drawn anew.
+// Keeps the keyboard's focus where a part of the page is replaced.
 
 const FOCUSABLE = "button, select, input, canvas[tabindex], pre[tabindex]"
 
-/** @param {Element} element canvases are told apart by their place alone: their labels say what is drawn */
+/** @param {Element} element a canvas has no identity but its order: its label changes with what it shows */
 const known = (element) => element.tagName + (element instanceof HTMLCanvasElement ? "" : element.getAttribute("aria-label") ?? element.textContent)
 
 /**
- * Change what `part` holds, and give the focus to what now stands for the element that had it.
+ * Replace the contents of `part`, and move the focus to the element that corresponds to the focused one.
  * @param {HTMLElement} part @param {() => void} change
  */
 export function keepFocus(part, change) {

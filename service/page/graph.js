@@ -1,4 +1,4 @@
-// The middle pane: the graph, collapsed to modules that open in place.
+// The middle pane: the graph, collapsed to modules that expand in place.
 
 import { Camera } from "./camera.js"
 import { KNOB, draw, knob, palette } from "./drawing.js"
@@ -12,7 +12,7 @@ import { followed, next } from "./walk.js"
 /** @typedef {import("./drawing.js").Layout} Layout */
 /** @typedef {import("./model.js").Model} Model */
 
-/** The smallest scale at which one begins. */
+/** The smallest scale to begin with: text can be read. */
 const LEGIBLE = 0.85
 
 export class GraphView {
@@ -20,12 +20,12 @@ export class GraphView {
   /** @type {Model | null} */ model = null
   /** @type {string | null} */ chosen = null
   /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
-  #wanted = ""
+  #query = ""
   #colouring = ""
   #drawing = false
   /** @type {number[] | null} */ #heat = null
   /** @type {Set<number>} */ #found = new Set()
-  /** @type {string | null} what is to stay where it is on the screen when the layout changes */ #anchor = null
+  /** @type {string | null} the box that keeps its position on the screen when the layout changes */ #anchor = null
 
   /**
    * @param {HTMLElement} pane
@@ -38,23 +38,24 @@ export class GraphView {
       tabindex: 0, role: "application", "aria-label": "Graph of the model", "aria-describedby": "graph-help",
       onkeydown: (/** @type {KeyboardEvent} */ event) => this.#key(event),
     })
-    this.said = h("p", { class: "unseen", role: "status" })
+    this.announcement = h("p", { class: "unseen", role: "status" })
+    this.legend = h("div", { class: "legend", role: "status" })
     this.card = h("div", { class: "card", hidden: true })
     this.note = h("div", { class: "note floating row", role: "status", hidden: true })
-    this.colours = select("Colour by", [["", "Plain"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
+    this.colours = select("Colour by", [["", "nothing"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
       "", actions.colour)
     pane.replaceChildren(
       h("div", { class: "toolbar" },
-        h("label", {}, "Colour ", this.colours),
+        h("label", {}, "Colour by ", this.colours),
         h("span", { class: "spring" }),
-        h("button", { type: "button", onclick: actions.openAll }, "Open all"),
-        h("button", { type: "button", onclick: actions.closeAll }, "Close all"),
+        h("button", { type: "button", onclick: actions.openAll }, "Expand all"),
+        h("button", { type: "button", onclick: actions.closeAll }, "Collapse all"),
         h("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.camera.zoom(1 / 1.3) }, "−"),
         h("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.camera.zoom(1.3) }, "+"),
         h("button", { type: "button", onclick: () => this.fit() }, "Fit")),
-      this.canvas, this.card, this.note, this.said,
+      this.canvas, this.legend, this.card, this.note, this.announcement,
       h("p", { class: "unseen", id: "graph-help" },
-        "Arrow keys follow the edges, Enter opens or closes a module, plus and minus zoom, 0 shows all."),
+        "Up and down follow the edges, left and right the order of execution. Enter expands a module, Backspace collapses it, plus and minus zoom, 0 fits the graph."),
     )
     this.context = /** @type {CanvasRenderingContext2D} */ (this.canvas.getContext("2d"))
     this.camera = new Camera(this.canvas, () => this.redraw(), (x, y) => this.#click(x, y))
@@ -75,7 +76,7 @@ export class GraphView {
     this.wait(false)
     this.#recolour()
     this.#search()
-    if (fresh) this.#begin()
+    if (fresh) this.#fitLegibly()
     else if (before && after) this.camera.pan((before.x - after.x) * this.camera.scale, (before.y - after.y) * this.camera.scale)
     this.redraw()
   }
@@ -98,20 +99,20 @@ export class GraphView {
 
   /** @param {string} wanted in lower case */
   search(wanted) {
-    this.#wanted = wanted
+    this.#query = wanted
     this.#search()
     const first = Math.min(...this.#found)
     if (this.layout && Number.isFinite(first)) this.camera.reveal(this.layout.boxes[first])
     this.redraw()
   }
 
-  /** Something to read over the graph. @param {string} text empty for nothing @param {[string, () => void]} [action] */
+  /** Show a notice over the graph. @param {string} text empty for none @param {[string, () => void]} [action] */
   say(text, action) {
     this.note.replaceChildren(text, action ? h("button", { type: "button", onclick: action[1] }, action[0]) : "")
     this.note.hidden = !text
   }
 
-  /** Whether another layout is under way. @param {boolean} busy */
+  /** Say whether another layout is being fetched. @param {boolean} busy */
   wait(busy) {
     this.canvas.setAttribute("aria-busy", String(busy))
   }
@@ -120,8 +121,8 @@ export class GraphView {
     if (this.layout) this.camera.fit(this.layout.width, this.layout.height)
   }
 
-  /** As much as can be read. */
-  #begin() {
+  /** Fit the graph, but no smaller than its text can be read. */
+  #fitLegibly() {
     if (this.layout) this.camera.fit(this.layout.width, this.layout.height, LEGIBLE)
   }
 
@@ -150,25 +151,27 @@ export class GraphView {
 
   #recolour() {
     const by = this.#colouring
-    if (!by || !this.layout || (by === "time" && !this.measured)) {
-      this.#heat = null
-      return
-    }
+    this.#heat = null
+    this.legend.textContent = ""
+    if (!by || !this.layout || (by === "time" && !this.measured)) return
     const weights = this.layout.boxes.map((box) => {
       if (box.kind === "frame") return 0
       return this.#nodesOf(box).reduce((sum, node) => sum + (by === "flops" ? node.flops : by === "params" ? node.params
         : this.measured?.get(node.name) ?? 0), 0)
     })
     const most = Math.max(...weights, 1e-9)
+    const text = by === "flops" ? flops(most) : by === "params" ? parameters(most) : `${Number(most.toPrecision(3))} ms`
+    this.legend.replaceChildren(h("span", { class: "scale", "aria-hidden": "true" }), ` to ${text}`)
     this.#heat = weights.map((weight) => Math.sqrt(weight / most))
   }
 
   #search() {
     const { layout } = this
     this.#found = new Set()
-    if (!this.#wanted || !layout) return
+    if (!this.#query || !layout) return
+    const matching = new Set(matches(this.model?.nodes ?? [], this.#query))
     layout.boxes.forEach((box, i) => {
-      if (box.kind !== "frame" && this.#nodesOf(box).some((node) => matches(node, this.#wanted))) this.#found.add(i)
+      if (box.kind !== "frame" && this.#nodesOf(box).some((node) => matching.has(node))) this.#found.add(i)
     })
   }
 
@@ -178,12 +181,12 @@ export class GraphView {
     const before = this.canvas.width
     this.canvas.width = Math.round(clientWidth * ratio)
     this.canvas.height = Math.round(clientHeight * ratio)
-    if (!before || !clientWidth) this.#begin()
+    if (!before || !clientWidth) this.#fitLegibly()
     this.redraw()
   }
 
   /** The innermost box at a place. @param {number} x @param {number} y */
-  #at(x, y) {
+  #boxAt(x, y) {
     return this.layout?.boxes.findLast((box) => x >= box.x && x <= box.x + box.width && y >= box.y && y <= box.y + box.height)
   }
 
@@ -194,7 +197,7 @@ export class GraphView {
       return at && Math.hypot(at.x - x, at.y - y) <= KNOB + 4
     })
     if (pressed) return this.#toggle(pressed)
-    const box = this.#at(x, y)
+    const box = this.#boxAt(x, y)
     if (!box || box.kind === "frame") return
     this.actions.choose(box.kind === "module" ? box.name : box.node)
   }
@@ -202,7 +205,7 @@ export class GraphView {
   /** @param {MouseEvent} event */
   #doubleClick(event) {
     const [x, y] = this.camera.inside(event.offsetX, event.offsetY)
-    const box = this.#at(x, y)
+    const box = this.#boxAt(x, y)
     if (box && (box.kind === "module" || box.kind === "frame")) this.#toggle(box)
   }
 
@@ -215,7 +218,7 @@ export class GraphView {
   /** @param {PointerEvent} event */
   #hover(event) {
     const [x, y] = this.camera.inside(event.offsetX, event.offsetY)
-    const box = event.buttons ? undefined : this.#at(x, y)
+    const box = event.buttons ? undefined : this.#boxAt(x, y)
     this.canvas.style.cursor = box && box.kind !== "frame" ? "pointer" : "grab"
     this.card.hidden = !box || box.kind === "frame"
     if (!box || this.card.hidden) return
@@ -272,7 +275,7 @@ export class GraphView {
   #moveTo(number) {
     const box = this.layout?.boxes[number]
     if (!box) return
-    this.said.textContent = this.#described(box).join(", ")
+    this.announcement.textContent = this.#described(box).join(", ")
     this.actions.choose(box.kind === "module" ? box.name : box.node)
   }
 }

@@ -1,4 +1,4 @@
-// What is known of the chosen node, above what it makes of a photo, and the edges that lead away from it.
+// The chosen node: its type, shape and cost, and the nodes at the other end of its edges.
 
 import { h } from "./dom.js"
 import { flops, parameters, shapeText } from "./numbers.js"
@@ -7,7 +7,7 @@ import { kind } from "./tree.js"
 
 /** @typedef {import("./model.js").NodeInfo} NodeInfo */
 
-/** The most nodes that are named at one end of the edges: DenseNet's last layers read dozens. */
+/** The most nodes named as inputs or as users: DenseNet's last layers read dozens. */
 const MOST_ENDS = 4
 
 /**
@@ -15,8 +15,9 @@ const MOST_ENDS = 4
  * @param {NodeInfo} node
  * @param {string} name what was chosen: the node, or a module that ends with it
  * @param {(path: string) => void} choose
+ * @param {(weights: string) => void} load
  */
-export function heading(model, node, name, choose) {
+export function heading(model, node, name, choose, load) {
   const inside = model.nodes.filter((other) => other === node || holds(name, other.name))
   const facts = [kind(node), shapeText(node.shape), node.layout, node.stride ? `stride ${node.stride}` : null, node.dtype]
   const count = inside.length > 1 ? `${inside.length} nodes, ` : ""
@@ -27,10 +28,10 @@ export function heading(model, node, name, choose) {
     operations || weights ? h("p", { class: "dim" }, `${count}${flops(operations)}, ${parameters(weights)}`) : "",
     edges("From", inside.flatMap(({ args }) => args)),
     edges("To", inside.flatMap(({ users }) => users)),
-    model.weights === "random" ? h("p", { class: "badge" }, "Random weights: what is seen comes from the architecture alone") : "",
+    model.weights === "random" ? untrained(model, load) : "",
   ]
 
-  /** The nodes outside that give values to it, or read its own. @param {string} title @param {string[]} ends */
+  /** The nodes outside that it reads, or that read it. @param {string} title @param {string[]} ends */
   function edges(title, ends) {
     const outside = [...new Set(ends)].map((end) => model.byName.get(end)).filter((end) => end?.extractable && !inside.includes(end))
     if (!outside.length) return ""
@@ -38,6 +39,12 @@ export function heading(model, node, name, choose) {
     return h("p", { class: "dim edges" }, title, ...outside.slice(0, MOST_ENDS).map((end) =>
       h("button", { type: "button", class: "quiet", "aria-label": `${title} ${end?.name}`, onclick: () => end && choose(end.name) }, end?.name ?? "")), more)
   }
+}
+
+/** That the weights are random, and a way to trained ones. @param {import("./model.js").Model} model @param {(weights: string) => void} load */
+function untrained({ defaultWeights }, load) {
+  return h("div", { class: "badge row between" }, "Random weights: untrained",
+    defaultWeights ? h("button", { type: "button", class: "quiet", onclick: () => load(defaultWeights) }, `Load ${defaultWeights}`) : null)
 }
 
 /** @param {NodeInfo[]} nodes @param {"flops" | "params"} what */

@@ -1,4 +1,4 @@
-// The right pane: what the chosen node makes of a photo.
+// The right pane: the chosen node's output for a photo.
 
 import { features } from "./answers.js"
 import { attentionNodes, attentionView } from "./attention.js"
@@ -20,20 +20,20 @@ import { VIEWS, viewSides } from "./views.js"
 /** @typedef {import("./model.js").NodeInfo} NodeInfo */
 /** @typedef {import("./place.js").Place} Place */
 
-/** Larger models are asked only once somebody says so: they take their time, and gigabytes. */
-const LARGE = 150e6
-/** For how long the last answer stays in sight, in milliseconds: most of the next ones are there by then. */
-const QUICK = 400
+/** Models with more parameters run only after a click: they take a minute and gigabytes. */
+const LARGE_MODEL = 150e6
+/** How long the last answer stays before progress is shown, in milliseconds: most answers come sooner. */
+const PROGRESS_DELAY = 400
 
-const BUILDING = "weights are being loaded and the extractor is being built"
+const BUILDING = "the weights are being loaded and the extractor is being built"
 
 export class Inspector {
   /** @type {Answer[]} */ #answers = []
-  #asked = ""
-  #drawn = ""
-  #stop = new AbortController()
-  /** @type {Set<string>} */ #agreed = new Set()
-  #attends = false
+  #requested = ""
+  #rendered = ""
+  #abort = new AbortController()
+  /** @type {Set<string>} */ #confirmed = new Set()
+  #hasAttention = false
   /** @type {Place} */ #place = {}
   /** @type {Model | null} */ #model = null
 
@@ -60,40 +60,40 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.body, this.foot)
-    keepFocus(this.head, () => this.head.replaceChildren(...(node ? heading(model, node, name, this.choose) : [])))
+    keepFocus(this.head, () => this.head.replaceChildren(...(node ? heading(model, node, name, this.choose, (w) => this.go({ w })) : [])))
     keepFocus(this.picker, () => this.picker.replaceChildren(model.takesPhotos && node ? photoPicker(place, this.go, this.take) : ""))
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? ""].join("\n")
-    if (wanted === this.#asked) return this.#show()
+    if (wanted === this.#requested) return this.#show()
     this.stop()
     const why = unanswerable(model, node, name)
     if (why) {
       this.foot.replaceChildren(node?.extractable ? requestView(model, name, "tensors.npy", "application/x-npy", null) : "")
-      return this.#say(why)
+      return this.#message(why)
     }
-    if (model.totals.params > LARGE && !this.#agreed.has(model.name)) return this.#askFirst(model, place)
-    this.#asked = wanted
-    await this.#ask(model, name, place)
+    if (model.totals.params > LARGE_MODEL && !this.#confirmed.has(model.name)) return this.#confirm(model, place)
+    this.#requested = wanted
+    await this.#request(model, name, place)
   }
 
-  /** Stop what is under way; something else comes. */
+  /** Abort the request under way. */
   stop() {
-    this.#stop.abort()
-    this.#asked = this.#drawn = ""
+    this.#abort.abort()
+    this.#requested = this.#rendered = ""
   }
 
   /** @param {Model} model @param {string} name @param {Place} place */
-  async #ask(model, name, place) {
-    const stop = (this.#stop = new AbortController())
+  async #request(model, name, place) {
+    const stop = (this.#abort = new AbortController())
     /** @type {import("./photo.js").Photo | null} */ let first = null
     /** @param {Answer | null} answer */
     const request = (answer) => keepFocus(this.foot, () =>
       this.foot.replaceChildren(first ? requestView(model, name, first.name, first.type, answer) : ""))
-    const waiting = this.#progress(`Asking ${model.name} for ${name}`)
+    const waiting = this.#progress(`Computing ${name} of ${model.name}`)
     this.body.classList.add("waiting")
     const late = setTimeout(() => {
       this.body.replaceChildren(waiting)
       request(null)
-    }, this.#answers.length ? QUICK : 0)
+    }, this.#answers.length ? PROGRESS_DELAY : 0)
     try {
       first = await photoOf(place.p)
       const pairs = [{ photo: first, name, slot: "a" }]
@@ -102,21 +102,21 @@ export class Inspector {
       const [attention, ...answers] = await Promise.all([attentionNodes(model),
         ...pairs.map(({ photo, name, slot }) => features(model, name, photo, slot, stop.signal))])
       if (stop.signal.aborted) return
-      this.#attends = attention.names.length > 0
+      this.#hasAttention = attention.names.length > 0
       this.#answers = answers
       clearTimeout(late)
       request(answers[0])
       await this.#show()
     } catch (error) {
       if (stop.signal.aborted) return
-      this.#asked = ""
+      this.#requested = ""
       this.#answers = []
       request(null)
       this.body.replaceChildren(failure(error, () => this.update(model, this.#place), () => this.go({ w: "random" })))
     } finally {
       clearTimeout(late)
       waiting.remove()
-      if (this.#stop === stop) this.body.classList.remove("waiting")
+      if (this.#abort === stop) this.body.classList.remove("waiting")
     }
   }
 
@@ -126,16 +126,16 @@ export class Inspector {
     if (!first || !model) return
     const place = this.#place
     const view = first.maps ? (VIEWS.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const drawn = [this.#asked, view, place.ch, place.s, place.at, place.head].join("\n")
-    if (drawn === this.#drawn) return
-    this.#drawn = drawn
+    const wanted = [this.#requested, view, place.ch, place.s, place.at, place.head].join("\n")
+    if (wanted === this.#rendered) return
+    this.#rendered = wanted
     const blocks = document.createDocumentFragment()
-    if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "The photo of this link was dropped into somebody else's tab; this is a sample."))
+    if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
     if (view === "values") blocks.append(await valuesView(first))
     else blocks.append(this.#views(view), ...await this.#maps(model, view, place))
     for (const { statistics, photo, node } of this.#answers)
       blocks.append(statisticsView(statistics, second ? `All values: ${photo.name}, ${node}` : "All values"))
-    if (drawn !== this.#drawn) return // something else was chosen meanwhile
+    if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop
     keepFocus(this.body, () => this.body.replaceChildren(blocks))
     this.pane.scrollTop = top
@@ -144,7 +144,7 @@ export class Inspector {
   /** @param {string} view */
   #views(view) {
     return h("div", { class: "segments", role: "group", "aria-label": "View" },
-      ...VIEWS.filter(([name]) => name !== "attention" || this.#attends).map(([name, text]) =>
+      ...VIEWS.filter(([name]) => name !== "attention" || this.#hasAttention).map(([name, text]) =>
         h("button", { type: "button", "aria-pressed": String(name === view), onclick: () => this.go({ v: name }, true) }, text)))
   }
 
@@ -156,20 +156,20 @@ export class Inspector {
     const stage = await this.#stages(viewSides(this.#answers, view, channel))
     if (view === "channels") return [stage, ...await channelsView(first, place.s !== "number", channel, (changes) => this.go(changes, true))]
     return [stage, view === "similarity"
-      ? h("p", { class: "dim" }, "Point at a place: how like it is each other place, as a cosine? A click or the arrow keys keep it.") : ""]
+      ? h("p", { class: "dim" }, "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position.") : ""]
   }
 
   /** @param {Model} model @param {Place} place */
   async #attention(model, place) {
-    const stop = this.#stop
-    const late = setTimeout(() => this.body.replaceChildren(this.#views("attention"), this.#progress("Asking for the attention of each head")), QUICK)
+    const stop = this.#abort
+    const late = setTimeout(() => this.body.replaceChildren(this.#views("attention"), this.#progress("Computing attention weights")), PROGRESS_DELAY)
     try {
       const head = place.head === undefined ? null : Number(place.head)
       const { sides, choice } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), stop.signal)
-      return [await this.#stages(sides), choice, h("p", { class: "dim" }, "Point at a place: where does it look? A click or the arrow keys keep it.")]
+      return [await this.#stages(sides), choice, h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")]
     } catch (error) {
       if (stop.signal.aborted) return []
-      return [failure(error, () => { this.#drawn = ""; this.#show() }, () => this.go({ w: "random" }))]
+      return [failure(error, () => { this.#rendered = ""; this.#show() }, () => this.go({ w: "random" }))]
     } finally {
       clearTimeout(late)
     }
@@ -180,35 +180,35 @@ export class Inspector {
     return stages(sides, this.#model?.preprocessing, this.#place.at, (at) => this.go({ at }, true))
   }
 
-  /** That something is asked for, with a way to stop. @param {string} what */
+  /** Progress of a request that can be cancelled. @param {string} what */
   #progress(what) {
     return progress(what, () => {
       this.stop()
-      this.#say("Cancelled.", ["Ask again", () => this.#model && this.update(this.#model, this.#place)])
+      this.#message("Cancelled.", ["Try again", () => this.#model && this.update(this.#model, this.#place)])
     }, BUILDING)
   }
 
   /** @param {Model} model @param {Place} place */
-  #askFirst(model, place) {
+  #confirm(model, place) {
     this.foot.replaceChildren()
-    this.#say(`${model.name} has ${parameters(model.totals.params)}: its answer may take a minute.`, ["Ask it", () => {
-      this.#agreed.add(model.name)
+    this.#message(`${model.name} has ${parameters(model.totals.params)}: this may take a minute and gigabytes of memory.`, ["Compute", () => {
+      this.#confirmed.add(model.name)
       this.update(model, place)
     }])
   }
 
   /** @param {string} text @param {[string, () => void]} [action] */
-  #say(text, action) {
+  #message(text, action) {
     this.body.classList.remove("waiting")
     this.body.replaceChildren(h("p", { class: "note", role: "status" }, text),
       action ? h("button", { type: "button", class: "primary", onclick: action[1] }, action[0]) : "")
   }
 }
 
-/** Why no photo can be asked about; nothing where one can. @param {Model} model @param {NodeInfo | null} node @param {string} name */
+/** Why there is no output for a photo; empty where there is one. @param {Model} model @param {NodeInfo | null} node @param {string} name */
 function unanswerable(model, node, name) {
   if (!node) return name ? `${model.name} has no node ${name}. Choose one in the tree or in the graph.` : "Choose a node."
-  if (!node.extractable) return `The value of ${node.name} is no tensor of the images.`
+  if (!node.extractable) return `The output of ${node.name} is not a tensor.`
   if (model.takesPhotos) return ""
-  return `${model.name} takes ${model.inputs.map((one) => `${one.name} ${one.layout}`).join(" and ")}, no photos: send it tensors.`
+  return `${model.name} takes tensors (${model.inputs.map((one) => `${one.name}: ${one.layout}`).join(", ")}), not photos. Send them by the request below.`
 }

@@ -1,4 +1,4 @@
-// The API key of this tab: asked for when the service wants one, kept until the tab is closed.
+// The API key of this tab: asked for when the service requires one, kept until the tab is closed.
 
 import { byId } from "./dom.js"
 
@@ -12,7 +12,7 @@ export function storedKey() {
   return sessionStorage.getItem(NAME)
 }
 
-/** Whether a key has been asked for: the page then has a button to change it. */
+/** Show the button that changes the key. */
 export function showKeyButton() {
   const button = byId("key-button")
   button.hidden = false
@@ -21,7 +21,7 @@ export function showKeyButton() {
 
 /**
  * Ask for a key, once for however many requests wait for it.
- * @param {string} reason why the last one would not do
+ * @param {string} reason why the last one was refused
  */
 export function askForKey(reason) {
   asking ??= new Promise((resolve) => {
@@ -30,7 +30,7 @@ export function askForKey(reason) {
     const input = /** @type {HTMLInputElement} */ (form.elements.namedItem("key"))
     byId("key-reason").textContent = reason
     input.value = ""
-    dialog.oncancel = (event) => event.preventDefault() // there is nothing to see without
+    dialog.oncancel = (event) => event.preventDefault() // nothing works without a key
     form.onsubmit = () => {
       sessionStorage.setItem(NAME, input.value.trim())
       asking = null

@@ -1,4 +1,4 @@
-// The page: what is shown follows from the place, and every choice is a move to another place.
+// The page: everything shown follows from the place in the URL, and every choice changes that place.
 
 import { askJson, modelPath } from "./api.js"
 import { showCatalogue } from "./catalogue.js"
@@ -17,7 +17,7 @@ import { welcome } from "./welcome.js"
 
 /** @typedef {import("./model.js").Model} Model */
 
-/** What `o` says where every module is open. */
+/** The value of `o` where every module is expanded. */
 const ALL = "*"
 
 const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
@@ -26,9 +26,9 @@ const inspector = new Inspector(panes.features, { go, choose, take: takePhoto })
 /** @type {Model | null} */ let model = null
 /** @type {GraphView | null} */ let graph = null
 /** @type {ReturnType<typeof showChooser> | null} */ let chooser = null
-let asked = "", laidOut = ""
+let requested = "", laidOut = ""
 let stop = new AbortController()
-/** What measures the nodes' times. @type {AbortController | null} */ let measuring = null
+/** The measurement under way. @type {AbortController | null} */ let measuring = null
 
 /** @param {File} file */
 function takePhoto(file) {
@@ -38,14 +38,14 @@ function takePhoto(file) {
 /** @param {import("./place.js").Place} now */
 async function show(now) {
   showTabs(now)
-  if (!now.m) return showNone()
+  if (!now.m) return showStart()
   document.body.classList.add("inside")
   const wanted = `${now.m}\n${now.w ?? ""}`
-  if (wanted !== asked) {
-    asked = wanted
+  if (wanted !== requested) {
+    requested = wanted
     if (!(await load(now))) return
   }
-  if (!model || asked !== wanted) return
+  if (!model || requested !== wanted) return
   const current = place()
   if (!current.n && model.firstNode) return go({ n: model.firstNode }, true)
   showWhere([model.name, current.n].filter(Boolean).join(" / "))
@@ -54,12 +54,12 @@ async function show(now) {
   await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
 }
 
-function showNone() {
+function showStart() {
   stop.abort()
   stopMeasuring()
   inspector.stop()
   model = graph = chooser = null
-  asked = laidOut = ""
+  requested = laidOut = ""
   document.body.classList.remove("inside")
   showWhere("")
   panes.graph.replaceChildren(welcome(place()))
@@ -67,14 +67,14 @@ function showNone() {
   showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, () => show(place()))))
 }
 
-/** Load the model of a place; whether that was done and is still wanted. @param {import("./place.js").Place} now */
+/** Load the model of a place; false where that failed or something else was chosen meanwhile. @param {import("./place.js").Place} now */
 async function load(now) {
   stop.abort()
   stopMeasuring()
   inspector.stop()
   const mine = (stop = new AbortController())
   const fresh = model?.name !== now.m
-  const waiting = progress(`Reading ${now.m}`, () => { location.hash = link(kept(now)) }, "its graph is being traced")
+  const waiting = progress(`Loading ${now.m}`, () => { location.hash = link(kept(now)) }, "its graph is being traced")
   if (fresh) {
     model = graph = chooser = null
     showWhere(now.m)
@@ -87,7 +87,7 @@ async function load(now) {
     model = await loadModel(now.m, now.w, mine.signal)
   } catch (error) {
     if (mine.signal.aborted) return false
-    asked = ""
+    requested = ""
     const back = h("p", {}, h("a", { href: link(kept(now)) }, "All models"))
     panes.models.replaceChildren(failure(error, () => show(place()), () => go({ w: "random" })), back)
     return false
@@ -112,7 +112,7 @@ function choose(path) {
   go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) })
 }
 
-/** Open or close a module; what lies in a closed one closes, too. @param {string} path */
+/** Expand or collapse a module; those inside a collapsed one collapse as well. @param {string} path */
 function toggle(path) {
   if (!model) return
   const open = openModules(model)

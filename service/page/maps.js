@@ -1,6 +1,6 @@
-// Feature maps from tensors, whatever their layout, and what can be said of them. No DOM: the worker runs it.
+// Feature maps from tensors of any layout, and their reductions. No DOM: the worker runs it.
 
-/** @typedef {{height: number, width: number, prefix: number}} Grid of tokens, as the service says it */
+/** @typedef {{height: number, width: number, prefix: number}} Grid of tokens, as the service describes it */
 
 /**
  * @typedef {object} Maps
@@ -11,9 +11,9 @@
  */
 
 /**
- * The maps of the first image; null where the tensor is no map.
+ * The maps of the first image; null where the tensor is not a map.
  * @param {{shape: number[], data: Float32Array}} tensor
- * @param {string | null} layout as the graph says it
+ * @param {string | null} layout as in the graph
  * @param {Grid | null} tokens
  * @returns {Maps | null}
  */
@@ -29,7 +29,7 @@ export function asMaps({ shape, data }, layout, tokens) {
   if (tokens && shape.length === 3) {
     const { height, width, prefix } = tokens
     const [, length, channels] = shape
-    // Tokens in front of the grid stand for no place: ViT's class token, and registers.
+    // Tokens before the grid have no position: ViT's class token, and registers.
     if (length === prefix + height * width) return { data: channelsFirst(data, prefix, height * width, channels), channels, height, width }
   }
   return null
@@ -44,7 +44,7 @@ function channelsFirst(data, skip, places, channels) {
 }
 
 /**
- * Least, greatest, mean, share of zeros and number of values that are none, and a histogram of the rest.
+ * Minimum, maximum, mean, standard deviation and histogram of the finite values, share of zeros, and how many are not finite.
  * @param {Float32Array} values
  * @param {number} [bins]
  */
@@ -76,7 +76,7 @@ export function channelOf(maps, channel) {
 }
 
 /**
- * Channels by mean magnitude, the strongest first, and that magnitude of each.
+ * The mean magnitude of each channel, and the channels in its order, the strongest first.
  * @param {Maps} maps
  */
 export function strengths(maps) {
@@ -91,7 +91,7 @@ export function strengths(maps) {
   return { strength, order }
 }
 
-/** The mean magnitude over the channels, place by place. @param {Maps} maps */
+/** The mean magnitude over the channels, at each position. @param {Maps} maps */
 export function magnitude(maps) {
   const size = maps.height * maps.width
   const result = new Float32Array(size)
@@ -101,7 +101,7 @@ export function magnitude(maps) {
 }
 
 /**
- * Cosine of each place's values with those of one place.
+ * Cosine similarity of each position to one of them.
  * @param {Maps} maps
  * @param {number} row
  * @param {number} column

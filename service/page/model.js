@@ -1,4 +1,4 @@
-// One model: what the service says of it, and its nodes as a tree of modules.
+// A model: its description, and its graph's nodes as a tree of modules.
 
 import { askJson, modelPath } from "./api.js"
 
@@ -23,15 +23,15 @@ import { askJson, modelPath } from "./api.js"
  */
 
 /**
- * A module with its parts, or a node, which has none.
+ * A module with its parts, or a node, which has no parts.
  * @typedef {object} Part
  * @property {string} path
  * @property {string} label the last piece of the path
  * @property {Part[]} parts
- * @property {NodeInfo[]} nodes all that lie in it
+ * @property {NodeInfo[]} nodes every node inside it
  */
 
-/** From how many boxes on a graph is worth looking at. */
+/** The fewest boxes that the graph begins with, where the model has that many. */
 const FEWEST_BOXES = 6
 /** A module that holds this share of all nodes is opened anyway, up to this many boxes. */
 const LARGE_SHARE = 0.6
@@ -55,7 +55,7 @@ export class Model {
     this.root = tree(this.nodes)
   }
 
-  /** Whether it takes photos, as all but video and flow models do. */
+  /** Whether it takes single photos: video models do not. */
   get takesPhotos() {
     return this.inputs.length === 1 && !this.inputs[0].layout.includes("T")
   }
@@ -72,14 +72,14 @@ export class Model {
     return exact ?? this.nodes.findLast((node) => node.name.startsWith(`${name}.`)) ?? null
   }
 
-  /** A node to begin with: a deep level, whose maps are few enough to see and say something. */
+  /** The node to begin with: a deep level, else the last node with a map over the image, else the last with a tensor. */
   get firstNode() {
-    const levels = Object.keys(this.levels)
-    const level = ["C4", "C3", "P4", "P3"].find((name) => name in this.levels) ?? levels[levels.length - 1]
-    return level ?? this.nodes.findLast((node) => node.extractable)?.name ?? null
+    const level = ["C4", "C3", "P4", "P3", ...Object.keys(this.levels)].find((name) => name in this.levels)
+    const tensors = this.nodes.filter((node) => node.extractable)
+    return level ?? tensors.findLast((node) => node.tokens ?? node.stride)?.name ?? tensors.at(-1)?.name ?? null
   }
 
-  /** The modules that are open at first: as many as it takes for the graph to say something. */
+  /** The modules that are open at first: the largest, until there are enough boxes. */
   get firstOpen() {
     /** @type {Set<string>} */
     const open = new Set()
@@ -123,8 +123,8 @@ function tree(nodes) {
 
 /**
  * @param {string} name
- * @param {string | undefined} weights where not given: the default ones if they are here, else random ones, so that
- *   nothing is downloaded that nobody asked for
+ * @param {string | undefined} weights without them: the default ones where they are cached, else random ones, so that
+ *   nothing is downloaded unasked
  * @param {AbortSignal} signal
  */
 export async function loadModel(name, weights, signal) {

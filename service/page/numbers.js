@@ -2,7 +2,7 @@
 
 /** @param {number} value @param {string} unit */
 function scaled(value, unit) {
-  for (const [size, letter] of /** @type {Array<[number, string]>} */ ([[1e9, "G"], [1e6, "M"], [1e3, "k"]]))
+  for (const [size, letter] of /** @type {Array<[number, string]>} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]))
     if (value >= size) return `${(value / size).toPrecision(3)} ${letter}${unit}`
   return `${value} ${unit}`.trim()
 }

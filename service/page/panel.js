@@ -1,4 +1,4 @@
-// One map over one photo: what is under the pointer is read out, and where a place is asked about, it is shown at once.
+// A map over a photo, with a readout of the value under the pointer or, for maps that have a query position, of its map.
 
 import { range } from "./colours.js"
 import { h } from "./dom.js"
@@ -8,7 +8,7 @@ import { stage } from "./stage.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 
-/** A map as an image, and its values where a pixel has one. @typedef {{image: ImageData, values: Float32Array | null}} Look */
+/** A map as an image, and its values, one a pixel; none for RGB. @typedef {{image: ImageData, values: Float32Array | null}} Rendering */
 
 /**
  * @typedef {object} Shown
@@ -18,17 +18,17 @@ import { stage } from "./stage.js"
  * @property {string} caption
  * @property {number} opacity
  * @property {{height: number, width: number}} size of the map
- * @property {(patch: Patch | null) => Promise<Look>} look the map, of that patch where one is asked about
- * @property {Patch | null} patch the one asked about
- * @property {(patch: Patch | null) => void} point what is under the pointer, nothing once it has left
+ * @property {(patch: Patch | null) => Promise<Rendering>} render the map, relative to the query patch where there is one
+ * @property {Patch | null} patch the query
+ * @property {(patch: Patch | null) => void} point the patch under the pointer; null once it has left
  * @property {(patch: Patch) => void} choose
  */
 
 /** @param {Shown} shown */
-export async function panel({ photo, preprocessing, label, caption, opacity, size, look, patch, point, choose }) {
+export async function panel({ photo, preprocessing, label, caption, opacity, size, render, patch, point, choose }) {
   const { canvas, paint } = stage(photo, preprocessing, label)
   const readout = h("span", { class: "readout" })
-  let now = await look(patch), at = patch, asked = 0
+  let now = await render(patch), at = patch, asked = 0
   const repaint = () => paint(now.image, opacity, at)
   repaint()
   if (patch) read(patch)
@@ -36,7 +36,7 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   /** Show the map of another patch, unless the pointer has moved on meanwhile. @param {Patch} other */
   async function ask(other) {
     const mine = ++asked
-    const found = other.row === at?.row && other.column === at.column ? now : await look(other)
+    const found = other.row === at?.row && other.column === at.column ? now : await render(other)
     if (mine !== asked) return
     now = found
     at = other
@@ -44,7 +44,7 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
     read(other)
   }
 
-  /** The value of a place; of one that is asked about, those of all others. @param {Patch} under */
+  /** Its value; for a query patch, the range of the map. @param {Patch} under */
   function read({ row, column }) {
     const { values } = now
     const { low, high } = range(values && patch ? values : new Float32Array())
@@ -59,7 +59,7 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
     figure: h("figure", {}, canvas, h("figcaption", {}, h("span", {}, caption), readout)),
     /** @param {number} share */
     fade(share) { opacity = share; repaint() },
-    /** Read a place out, or ask about it. @param {Patch | null} under */
+    /** Show the value of a patch, or the map relative to it. @param {Patch | null} under */
     point(under) {
       if (patch) ask(under ?? patch)
       else if (under) read(under)

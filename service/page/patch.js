@@ -1,4 +1,4 @@
-// Places of a map: the chosen one, the one under the pointer, and the choice of one by pointer and keys.
+// Positions of a map: from the URL, under the pointer, and chosen by clicks and arrow keys.
 
 /** @typedef {{row: number, column: number}} Patch */
 /** @typedef {{height: number, width: number}} Size */
@@ -6,14 +6,14 @@
 /** @type {Record<string, [number, number]>} */
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }
 
-/** The patch that a place names, else the middle. @param {string | undefined} at @param {Size} size @returns {Patch} */
+/** The patch that the URL names, else the middle one. @param {string | undefined} at @param {Size} size @returns {Patch} */
 export function patchOf(at, { height, width }) {
   const [row, column] = (at ?? "").split(",").map(Number)
   const known = at !== undefined && row >= 0 && row < height && column >= 0 && column < width
   return known ? { row, column } : { row: Math.floor(height / 2), column: Math.floor(width / 2) }
 }
 
-/** The patch of another map that lies where this one lies. @param {Patch} patch @param {Size} from @param {Size} to @returns {Patch} */
+/** The patch of another map at the same position. @param {Patch} patch @param {Size} from @param {Size} to @returns {Patch} */
 export function patchAlike({ row, column }, from, to) {
   return { row: Math.floor(((row + 0.5) * to.height) / from.height), column: Math.floor(((column + 0.5) * to.width) / from.width) }
 }
@@ -38,7 +38,7 @@ export function choosePatch(canvas, size, chosen, choose) {
   canvas.classList.add("pickable")
   canvas.tabIndex = 0
   canvas.setAttribute("role", "application")
-  canvas.setAttribute("aria-description", `Place ${chosen.row}, ${chosen.column}: arrow keys choose another`)
+  canvas.setAttribute("aria-description", `Row ${chosen.row}, column ${chosen.column}: arrow keys choose another position`)
   let at = chosen // until this canvas is replaced by one of the place that was chosen
   canvas.addEventListener("click", (event) => choose(at = patchUnder(event, size)))
   canvas.addEventListener("keydown", (event) => {

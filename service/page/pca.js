@@ -1,4 +1,4 @@
-// The three directions in which the places of a map differ most, as red, green and blue.
+// The first three principal components over a map's positions, as red, green and blue.
 
 /** @typedef {import("./maps.js").Maps} Maps */
 
@@ -7,8 +7,8 @@ const MOST_ROUNDS = 60
 const CLOSE = 1e-7
 
 /**
- * Each place's values along the first three principal components, by orthogonal iteration: the covariance of
- * thousands of channels is never written down.
+ * Each position's scores on the first three principal components, by orthogonal iteration, which needs no
+ * covariance matrix of thousands of channels.
  * @param {Maps} maps
  * @returns {Float32Array[]} one for each component
  */

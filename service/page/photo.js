@@ -1,4 +1,4 @@
-// The photo that is looked at: one of the samples, or one's own by choosing, dropping or pasting.
+// Photos: the samples, and one's own, which are chosen, dropped or pasted.
 
 import { ask } from "./api.js"
 
@@ -10,10 +10,10 @@ import { ask } from "./api.js"
  * @property {ImageBitmap | null} bitmap null where this browser cannot show it
  */
 
-/** Samples that the service brings. */
+/** Samples that the service has. */
 export const SAMPLES = ["chelsea", "astronaut", "coffee", "rocket"]
 
-/** What a link says in place of a photo that it cannot carry. */
+/** What the URL calls a photo of this tab, which it cannot carry. */
 export const OWN = "own"
 
 /** @type {Map<string, Promise<Photo>>} */
@@ -23,18 +23,18 @@ const photos = new Map()
 export const sampleUrl = (name) => `page/${name}.jpg`
 
 /**
- * The photo of that name: a sample, or one that this tab was given; the first sample where a link names another's own.
+ * The photo of that name: a sample, or one of this tab; the first sample where the name is of another tab.
  * @param {string | undefined} name
  */
 export function photoOf(name) {
   const known = name !== undefined && (photos.has(name) || SAMPLES.includes(name)) ? name : SAMPLES[0]
   const found = photos.get(known) ?? sample(known)
   photos.set(known, found)
-  found.catch(() => photos.delete(known)) // so that the next time it is asked for again
+  found.catch(() => photos.delete(known)) // the next call tries again
   return found
 }
 
-/** Whether a link's photo is somebody else's. @param {string | undefined} name */
+/** Whether the URL names a photo of another tab. @param {string | undefined} name */
 export const isMissing = (name) => name !== undefined && !photos.has(name) && !SAMPLES.includes(name)
 
 /** @param {string} name */
@@ -51,10 +51,10 @@ async function opened(name, data) {
 
 let given = 0
 
-/** What the photos of this tab are called in the place, the oldest first. */
+/** The names of this tab's photos, the oldest first. */
 export const ownPhotos = () => [...photos.keys()].filter((name) => !SAMPLES.includes(name))
 
-/** Take a file as a photo of this tab; what to call it in the place. @param {File} file */
+/** Take a file as a photo of this tab; returns its name in the URL. @param {File} file */
 export function take(file) {
   const name = given++ ? `${OWN}${given}` : OWN
   photos.set(name, opened(file.name || "photo", file))
@@ -62,7 +62,7 @@ export function take(file) {
 }
 
 /**
- * Have every image that is dropped or pasted anywhere given to `taken`.
+ * Call `taken` with every image that is dropped or pasted.
  * @param {(file: File) => void} taken
  */
 export function watchDrops(taken) {
@@ -88,12 +88,12 @@ export function watchDrops(taken) {
 }
 
 /**
- * The part of a photo that a model sees, in its own pixels; it may reach over the edge, where the model sees padding.
+ * The region of a photo that the model sees after resize and crop, in the photo's pixels; beyond the edge is padding.
  * @param {any} preprocessing as the service describes it
  * @param {number} width
  * @param {number} height
  */
-export function seen({ resize_size: resize, crop_size: crop, max_size: most, pad_to_multiple_of: multiple }, width, height) {
+export function visibleRegion({ resize_size: resize, crop_size: crop, max_size: most, pad_to_multiple_of: multiple }, width, height) {
   let scaleX = 1, scaleY = 1
   if (resize?.length === 2) [scaleY, scaleX] = [resize[0] / height, resize[1] / width]
   else if (resize) {

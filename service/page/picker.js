@@ -1,4 +1,4 @@
-// Which photo is looked at, and what is looked at beside it.
+// The choice of a photo, and of what it is compared with.
 
 import { h, select } from "./dom.js"
 import { SAMPLES, ownPhotos, photoOf, sampleUrl } from "./photo.js"
@@ -6,7 +6,7 @@ import { SAMPLES, ownPhotos, photoOf, sampleUrl } from "./photo.js"
 /** @typedef {import("./place.js").Place} Place */
 /** @typedef {(changes: Record<string, string | number | null>, replace?: boolean) => void} Go */
 
-/** Half the pixels of a screen with two to a point. */
+/** Of a thumbnail, in CSS pixels. */
 const SIDE = 44
 
 /**
@@ -23,7 +23,7 @@ export function photoPicker(place, go, take) {
       ...ownPhotos().map((name, i) => choice(name, `Own photo ${i + 1}`, small(name))),
       ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
       h("button", { type: "button", class: "photo add", onclick: () => file.click() }, "Choose…"), file),
-    h("div", { class: "row dim" }, h("span", {}, "or drop one, or paste it"), h("span", { class: "spring" }), beside(place, go)))
+    h("div", { class: "row dim" }, h("span", {}, "or drop or paste one"), h("span", { class: "spring" }), comparison(place, go)))
 
   /** @param {string} name @param {string} label @param {HTMLElement} picture */
   function choice(name, label, picture) {
@@ -43,12 +43,12 @@ function small(name) {
   return canvas
 }
 
-/** The choice of another photo beside this one, or of a node that stays while others are chosen. @param {Place} place @param {Go} go */
-function beside(place, go) {
+/** The choice of a second photo, or of a node that stays while others are chosen. @param {Place} place @param {Go} go */
+function comparison(place, go) {
   const photos = /** @type {Array<[string, string]>} */ ([
-    ...ownPhotos().map((name, i) => [name, `Beside: own photo ${i + 1}`]), ...SAMPLES.map((name) => [name, `Beside: ${name}`]),
+    ...ownPhotos().map((name, i) => [name, `Own photo ${i + 1}`]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
   ])
-  return select("Beside it", [["", "Nothing beside"], ...photos, ["node", place.n2 ? `Beside: ${place.n2}` : "Keep this node beside the next"]],
+  return select("Compare with", [["", "Compare with…"], ...photos, ["node", place.n2 ? `Node ${place.n2}` : "This node, beside the next one"]],
     place.n2 ? "node" : place.p2 ?? "", (value) => {
       if (value === "node") go({ n2: place.n ?? null, p2: null })
       else go({ p2: value || null, n2: null })

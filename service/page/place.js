@@ -1,4 +1,4 @@
-// Where the page is, all of it in the URL's fragment, so that a link shows a colleague the same thing.
+// The place: all state of the page, kept in the URL's fragment so that a link shows a colleague the same.
 //
 // m model, w weights, n node, o open modules, c what the graph is coloured by, p photo, p2 a second one, v view, ch
 // channel, s order of channels, at a patch as row,column, head of attention, t pane on a narrow screen.
@@ -19,15 +19,15 @@ export function link(place) {
   return `#${text.replaceAll("%2C", ",").replaceAll("%3A", ":").replaceAll("%2F", "/")}`
 }
 
-/** What stays where another model is looked at: the photos, and the view. @param {Place} place @returns {Place} */
+/** What stays when another model is chosen: the photos and the view. @param {Place} place @returns {Place} */
 export function kept(place) {
   return Object.fromEntries(["p", "p2", "v"].filter((name) => name in place).map((name) => [name, place[name]]))
 }
 
 /**
- * Go elsewhere: null takes a part of the place away.
+ * Change parts of the place; null removes one.
  * @param {Record<string, string | number | null>} changes
- * @param {boolean} [replace] without a step in the history
+ * @param {boolean} [replace] without an entry in the history
  */
 export function go(changes, replace = false) {
   /** @type {Place} */

@@ -1,4 +1,4 @@
-// The request that gives what is seen: to copy, to download, to make an extractor of.
+// The request behind what is shown: copied as code, downloaded, or made an extractor.
 
 import { askFeatures, featureRequest } from "./answers.js"
 import { copyText } from "./clipboard.js"
@@ -10,15 +10,15 @@ import { curl, pythonCode } from "./snippets.js"
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
 
-/** What it is written in, for every node that is looked at. */
+/** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
 
 /**
  * @param {Model} model
  * @param {string} name of the node
- * @param {string} file what is sent
+ * @param {string} file name of the file that is sent
  * @param {string} type its media type
- * @param {Answer | null} answer what came back
+ * @param {Answer | null} answer null where there is none yet
  */
 export function requestView(model, name, file, type, answer) {
   const request = { ...featureRequest(model, name), key: name, file, type, locked: storedKey() !== null }
@@ -35,7 +35,7 @@ export function requestView(model, name, file, type, answer) {
   } }, "Copy")
   show()
   return h("section", { class: "request", "aria-label": "The request" },
-    h("h3", {}, "The same from a program"),
+    h("h3", {}, "The same request from a program"),
     h("div", { class: "row between" }, choices, h("span", {}, copied, copy)),
     h("pre", { tabindex: 0, "aria-label": "The request" }, code),
     h("div", { class: "row" },
@@ -61,10 +61,10 @@ export function requestView(model, name, file, type, answer) {
   }
 
   async function make() {
-    made.textContent = "Making it…"
+    made.textContent = "Building…"
     try {
       const found = await makeExtractor(model, name)
-      made.replaceChildren(`Extractor ${found.id} is ${found.state}: POST photos to `, h("code", {}, `/v1/extractors/${found.id}/features`))
+      made.replaceChildren(`Extractor ${found.id} is ${found.state}. POST photos to `, h("code", {}, `/v1/extractors/${found.id}/features`))
     } catch (error) {
       made.textContent = error instanceof Error ? error.message : String(error)
     }

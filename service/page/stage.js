@@ -1,7 +1,7 @@
 // The photo as the model sees it, with a map over it.
 
 import { h } from "./dom.js"
-import { seen } from "./photo.js"
+import { visibleRegion } from "./photo.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 /** @typedef {import("./photo.js").Photo} Photo */
@@ -9,13 +9,13 @@ import { seen } from "./photo.js"
 const SIDE = 640
 
 /**
- * A canvas, and what paints a map and the mark of a patch on it.
+ * A canvas, and a function that paints a map and a patch's outline on it.
  * @param {Photo} photo
  * @param {any} preprocessing
  * @param {string} label
  */
 export function stage({ bitmap }, preprocessing, label) {
-  const part = bitmap ? seen(preprocessing, bitmap.width, bitmap.height) : { x: 0, y: 0, width: 1, height: 1 }
+  const part = bitmap ? visibleRegion(preprocessing, bitmap.width, bitmap.height) : { x: 0, y: 0, width: 1, height: 1 }
   const scale = SIDE / Math.max(part.width, part.height)
   const width = Math.max(1, Math.round(part.width * scale)), height = Math.max(1, Math.round(part.height * scale))
   const canvas = h("canvas", { class: "stage", width, height, role: "img", "aria-label": label })

@@ -1,4 +1,4 @@
-// Photos side by side, each with a map over it: what is pointed at in one is pointed at in all.
+// Photos side by side, each with a map over it; they share the pointer's position.
 
 import { h } from "./dom.js"
 import { panel } from "./panel.js"
@@ -10,23 +10,23 @@ import { patchAlike, patchOf } from "./patch.js"
  * A photo and a map of it, or why there is none.
  * @typedef {object} Mapped
  * @property {import("./photo.js").Photo} photo
- * @property {string} node whose values the map has
- * @property {string} label what the map is
- * @property {string} caption the same where it stands alone
+ * @property {string} node whose output the map shows
+ * @property {string} label what the map shows
+ * @property {string} caption the same, where there is one map only
  * @property {{height: number, width: number}} size of the map
- * @property {boolean} ofPlace whether a map is of one place, which is chosen
- * @property {(patch: Patch | null) => Promise<import("./panel.js").Look>} look
+ * @property {boolean} query whether the map is relative to one position, the query
+ * @property {(patch: Patch | null) => Promise<import("./panel.js").Rendering>} render
  *
  * @typedef {Mapped | {note: string}} Side
  */
 
-/** How much of the photo the map covers, wherever one looks next. */
+/** Of the maps over the photos; kept while other nodes are chosen. */
 let opacity = 0.7
 
 /**
  * @param {Side[]} sides
  * @param {any} preprocessing
- * @param {string | undefined} at the chosen place, on the first map
+ * @param {string | undefined} at the chosen position on the first map, as row,column
  * @param {(at: string) => void} choose
  */
 export async function stages(sides, preprocessing, at, choose) {
@@ -38,7 +38,7 @@ export async function stages(sides, preprocessing, at, choose) {
   const panels = await Promise.all(mapped.map((side, i) => panel({
     ...side, preprocessing, opacity, label: `${side.label} of ${side.node} over ${side.photo.name}`,
     caption: alone ? side.caption : `${side.photo.name}, ${side.node}`,
-    patch: side.ofPlace ? patchAlike(chosen, mapped[0].size, side.size) : null,
+    patch: side.query ? patchAlike(chosen, mapped[0].size, side.size) : null,
     point: (patch) => point(i, patch),
     choose: (patch) => {
       const { row, column } = patchAlike(patch, side.size, mapped[0].size)
@@ -51,5 +51,5 @@ export async function stages(sides, preprocessing, at, choose) {
       for (const { fade } of panels) fade(opacity)
     } })
   const shown = sides.map((side) => ("note" in side ? h("p", { class: "note" }, side.note) : panels[mapped.indexOf(side)].figure))
-  return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length ? h("label", { class: "row dim" }, "Map over photo", slider) : null)
+  return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length ? h("label", { class: "row dim" }, "Map opacity", slider) : null)
 }

@@ -1,16 +1,16 @@
-// What is shown while one waits, and where something went wrong.
+// Progress while one waits, and what went wrong.
 
 import { Problem } from "./api.js"
 import { h } from "./dom.js"
 
-/** From when on it is said that something takes long, in milliseconds. */
+/** When the reason for waiting is shown, in milliseconds. */
 const LONG = 4000
 
 /**
- * A line that says what is waited for and for how long, with a way to stop.
+ * What is waited for and how long it has taken, with a button to cancel.
  * @param {string} what
  * @param {() => void} stop
- * @param {string} why what is done where that takes long
+ * @param {string} why the reason shown where that takes long
  */
 export function progress(what, stop, why) {
   const started = performance.now()
@@ -30,7 +30,7 @@ export function progress(what, stop, why) {
 /**
  * @param {unknown} error
  * @param {() => void} again
- * @param {() => void} [untrained] ask with random weights
+ * @param {() => void} [untrained] try again with random weights
  */
 export function failure(error, again, untrained) {
   const title = error instanceof Problem ? error.title : "Something went wrong"

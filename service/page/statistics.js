@@ -1,4 +1,4 @@
-// What can be said of a tensor's values: numbers, a histogram, and bars for a vector.
+// Statistics of a tensor's values, their histogram, and bars for a vector.
 
 import { h } from "./dom.js"
 import { short } from "./numbers.js"
@@ -15,7 +15,7 @@ export function statisticsView(found, title) {
   /** @type {Array<[string, string]>} */
   const rows = [
     ["Minimum", short(found.min)], ["Maximum", short(found.max)], ["Mean", short(found.mean)],
-    ["Deviation", short(found.deviation)], ["Zeros", `${(100 * found.zeros).toFixed(1)} %`],
+    ["Std deviation", short(found.deviation)], ["Zeros", `${(100 * found.zeros).toFixed(1)} %`],
     ["NaN or infinite", found.notFinite ? String(found.notFinite) : "none"],
   ]
   const numbers = h("dl", { class: "numbers" }, ...rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))
@@ -25,7 +25,7 @@ export function statisticsView(found, title) {
 
 /** @param {Statistics} found */
 function histogram({ counts, min, max, count }) {
-  // Square roots: the many zeros of a ReLU would flatten all else.
+  // On a square-root scale: the many zeros of a ReLU would flatten all else.
   const most = Math.sqrt(Math.max(...counts, 1))
   const bars = counts.map((number, i) => {
     const bar = document.createElementNS(SVG, "rect")
@@ -40,13 +40,13 @@ function histogram({ counts, min, max, count }) {
   drawing.setAttribute("aria-label", `Histogram of ${count} values from ${short(min)} to ${short(max)}`)
   drawing.append(...bars)
   return h("figure", { class: "histogram" }, /** @type {any} */ (drawing),
-    h("figcaption", {}, h("span", {}, short(min)), h("span", {}, short(max))))
+    h("figcaption", {}, h("span", {}, short(min)), h("span", {}, "height: √count"), h("span", {}, short(max))))
 }
 
-/** A value that is no map: a vector's strongest ones. @param {import("./answers.js").Answer} answer */
+/** An output that is not a map: a vector's largest values. @param {import("./answers.js").Answer} answer */
 export async function valuesView({ slot, shape }) {
-  if (shape.length !== 2) return h("p", { class: "note" }, `A value of shape ${shape.join(" × ")} is no map over the image.`)
-  return h("div", {}, h("h3", {}, "Strongest values"), bars(await reduce("values", { slot, most: MOST_VALUES })))
+  if (shape.length !== 2) return h("p", { class: "note" }, `A tensor of shape ${shape.join(" × ")} is not a map over the image.`)
+  return h("div", {}, h("h3", {}, "Largest values"), bars(await reduce("values", { slot, most: MOST_VALUES })))
 }
 
 /** @param {Float32Array} values @param {number} most */

@@ -1,4 +1,4 @@
-// On a narrow screen one pane is seen at a time; these choose which.
+// Tabs that choose the pane on a narrow screen, which shows one at a time.
 
 import { byId, h } from "./dom.js"
 import { go } from "./place.js"

@@ -1,4 +1,4 @@
-// The module tree: opens where the graph opens, and chooses nodes.
+// The module tree: expanded as the graph is; its rows choose nodes.
 
 import { h } from "./dom.js"
 import { holds } from "./model.js"
@@ -19,9 +19,9 @@ const MOST_FOUND = 200
 export function moduleTree(model, open, chosen, wanted, actions) {
   const list = h("ul", { class: "tree plain-list" })
   if (wanted) {
-    const found = model.nodes.filter((node) => matches(node, wanted))
+    const found = matches(model.nodes, wanted)
     list.append(...found.slice(0, MOST_FOUND).map((node) => row(leaf(node), 0, node.name)))
-    if (!found.length) list.append(h("li", { class: "dim note" }, "No node has this in its name or its type."))
+    if (!found.length) list.append(h("li", { class: "dim note" }, "No node of this name or type."))
   } else add(model.root.parts, 0)
   return list
 
@@ -60,14 +60,15 @@ function leaf(node) {
   return { path: node.name, label: node.name, parts: [], nodes: [node] }
 }
 
-/** What a node runs, in a word. @param {import("./model.js").NodeInfo} node */
+/** The type of a node: its module's class, its function or its method. @param {import("./model.js").NodeInfo} node */
 export function kind(node) {
   if (node.op === "placeholder") return "input"
   const whole = node.module_type ?? node.target
   return whole.slice(whole.lastIndexOf(".") + 1)
 }
 
-/** @param {import("./model.js").NodeInfo} node @param {string} wanted in lower case */
-export function matches(node, wanted) {
-  return node.name.toLowerCase().includes(wanted) || kind(node).toLowerCase().includes(wanted)
+/** The nodes with this in their names; where there are none, those with it in their types. @param {import("./model.js").NodeInfo[]} nodes @param {string} wanted in lower case */
+export function matches(nodes, wanted) {
+  const named = nodes.filter((node) => node.name.toLowerCase().includes(wanted))
+  return named.length ? named : nodes.filter((node) => kind(node).toLowerCase().includes(wanted))
 }

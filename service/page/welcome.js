@@ -1,4 +1,4 @@
-// The middle while no model is chosen.
+// The middle pane while no model is chosen.
 
 import { h } from "./dom.js"
 import { ownPhotos } from "./photo.js"
@@ -9,7 +9,7 @@ const FIRST = [
   ["resnet50", "convolutions and shortcuts"],
   ["vit_b_16", "patches, tokens, attention"],
   ["swin_t", "attention in shifted windows"],
-  ["convnext_tiny", "convolutions after the transformers"],
+  ["convnext_tiny", "a convolutional network after transformers"],
   ["fasterrcnn_resnet50_fpn", "a detector's feature pyramid"],
   ["mobilenet_v3_small", "small enough for a phone"],
 ]
@@ -18,7 +18,7 @@ const FIRST = [
 export function welcome(place) {
   return h("div", { class: "welcome" },
     h("h1", {}, "Look inside a vision model"),
-    h("p", {}, "Choose a model. See its graph, open its modules, and see what each node makes of a photo. Every picture here is a request that you can copy."),
+    h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
     ownPhotos().includes(place.p) ? h("p", { class: "badge", role: "status" }, "Your photo is here: choose a model to look at it.") : "",
     h("ul", { class: "plain-list starts" }, ...FIRST.map(([name, what]) =>
       h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what))))))

@@ -1,4 +1,4 @@
-// Holds the tensors of the answers that are shown, and reduces them off the page's own thread.
+// Holds the tensors of the answers that are shown, and reduces them off the main thread.
 
 import { attended } from "./attended.js"
 import { asMaps, channelOf, magnitude, similarity, statistics, strengths } from "./maps.js"
@@ -40,7 +40,7 @@ const operations = {
 /** @param {string} slot */
 function mapsOf(slot) {
   const maps = held.get(slot)?.maps
-  if (!maps) throw new Error("this tensor is no map")
+  if (!maps) throw new Error("this tensor is not a map")
   return maps
 }
 

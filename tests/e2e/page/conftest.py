@@ -14,7 +14,7 @@ from tests.e2e.conftest import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 MODELS = (
-    *("squeezenet1_1", "resnet18", "swin_t", "r3d_18", "fasterrcnn_mobilenet_v3_large_320_fpn"),
+    *("squeezenet1_1", "resnet18", "swin_t", "vit_b_16", "r3d_18", "fasterrcnn_mobilenet_v3_large_320_fpn"),
     "timm.vit_tiny_patch16_224",
 )
 

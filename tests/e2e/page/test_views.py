@@ -139,7 +139,7 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
         assert said(page)[1] == pytest.approx(cosines(maps, row, column).min(), abs=1e-3)
     stage.click(position=point(stage, 0, 6, (14, 14)))
     until(page, "location.hash.includes('at=0,6')")
-    page.locator('.stage[aria-description^="Place 0, 6"]').evaluate(
+    page.locator('.stage[aria-description^="Row 0, column 6:"]').evaluate(
         """canvas => {
           for (const key of ["ArrowDown", "ArrowDown", "ArrowLeft"])  // faster than anything is drawn anew
             canvas.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }))
@@ -224,7 +224,7 @@ def test_the_levels_of_a_detector(open_server, visit):
     page.locator(".levels button", has_text="P6").click()
     page.locator('.stage[aria-label*=" of P6 over "]').wait_for()
     check_tiles(page, asked(open_server, model, "P6", "random")[0])
-    assert page.locator("summary").inner_text() == "3 parts stay closed"
+    assert page.locator("summary").inner_text() == "3 modules were not traced"
 
 
 def test_a_slow_answer_is_cancelled_and_asked_for_again(open_server, visit):
@@ -233,13 +233,13 @@ def test_a_slow_answer_is_cancelled_and_asked_for_again(open_server, visit):
     held = []
     page.route("**/features?*", lambda route: held.append(route))  # an answer that takes its time
     page.locator('.tree [title="features.4"]').click()
-    page.get_by_text("Asking squeezenet1_1 for features.4").wait_for()
+    page.get_by_text("Computing features.4 of squeezenet1_1").wait_for()
     with page.expect_event("requestfailed") as failed:
         page.get_by_role("button", name="Cancel").click()
     assert "features.4" in failed.value.url
     page.get_by_text("Cancelled.").wait_for()
     page.unroute("**/features?*")
-    page.get_by_role("button", name="Ask again").click()
+    page.get_by_role("button", name="Try again").click()
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")[0])
 
 
@@ -290,3 +290,14 @@ def test_fingers_choose_drag_and_pinch(open_server, visit):
         if "n=layer2" not in page.evaluate("location.hash"):
             break
     assert "n=layer2" not in page.evaluate("location.hash")
+
+
+def test_a_transformer_without_levels_begins_at_its_last_map(open_server, visit):
+    page = visit(open_server.url).go()
+    first = page.evaluate(
+        """async () => {
+          const { loadModel } = await import("/page/model.js")
+          return (await loadModel("vit_b_16", "random", new AbortController().signal)).firstNode
+        }"""
+    )
+    assert first == "encoder.ln"  # not its classes, which are no map
