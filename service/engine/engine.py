@@ -174,7 +174,7 @@ class Engine:
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
-        store = self.extractors.sharing
+        store = self.extractors.store_health
         trouble = (store and store.never_opened) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble

@@ -28,8 +28,10 @@ from service.engine.registry.deleted import Deleted
 from service.engine.registry.eviction import Eviction
 from service.engine.registry.records import Records
 from service.engine.registry.resolving import resolve
-from service.engine.registry.sharing import Known, Sharing
+from service.engine.registry.sharing import Sharing
 from service.engine.registry.store import Store, Stored, is_id
+from service.engine.registry.store_health import StoreHealth
+from service.engine.registry.watching import Known, Watcher
 from service.engine.registry.weights import ModelStore
 from service.garbage import tidy
 from service.observability.metrics import Metrics
@@ -58,6 +60,7 @@ class Extractors:
     Attributes:
         eviction: keeps them under the memory budget.
         sharing: access to the store; None without one.
+        store_health: whether the store can be used; None without one.
     """
 
     def __init__(
@@ -84,9 +87,15 @@ class Extractors:
         self.eviction = Eviction(models, self._records.values(), pool, memory_budget, metrics.evictions, most_compiled)
         upgrades.on_upgrade = self.eviction.make_room
         self.sharing: Sharing | None = None
+        self.store_health: StoreHealth | None = None
+        self._watcher: Watcher | None = None
         self._adoption: Adoption | None = None
         if store is not None:
-            self.sharing = Sharing(store, metrics, self._known_of_store, self._forget_deleted, records.free_name)
+            self.store_health = StoreHealth(store.objects.url, metrics)
+            self.sharing = Sharing(store, self.store_health)
+            self._watcher = Watcher(
+                store, self.store_health, self.sharing, self._known_of_store, self._forget_deleted, records.free_name
+            )
             self._adoption = Adoption(self.sharing, records, self._resolve, self.ensure)
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[bytes, str] = OrderedDict()
@@ -118,7 +127,8 @@ class Extractors:
             if len(self._resolved) > _REMEMBERED_SPECS:
                 self._resolved.popitem(last=False)
         if keep and self.sharing is not None:
-            stored, created = await self.sharing.put(record)  # another process may have deleted it just now
+            # Another process may have deleted it just now.
+            stored, created = await self.sharing.put(record)
             if stored.token != record.token:
                 record.token = stored.token
                 self._records.free_names(record)
@@ -194,9 +204,9 @@ class Extractors:
         Raises:
             FxError: see :meth:`get`.
         """
-        if self.sharing is not None:
+        if self.sharing is not None and self._watcher is not None:
             fresh = await self._resolve(spec)
-            if self.sharing.was_deleted(fresh.id) and await self.sharing.get(fresh.id) is None:
+            if self._watcher.was_deleted(fresh.id) and await self.sharing.get(fresh.id) is None:
                 return None
         return (await self.get(spec))[0]
 
@@ -233,20 +243,16 @@ class Extractors:
 
         Raises:
             UnknownExtractor: there is none of that id or name.
-            NotReady: the store cannot be written.
+            NotReady: the store cannot be read or written; nothing was deleted.
         """
-        record = self._records.known(id_or_name)
-        if self.sharing is not None and (record is None or record.token is not None):
-            stored = await (self.sharing.find(id_or_name) if record is None else self.sharing.get(record.id))
-            if stored is not None:
-                await self.sharing.delete(stored.id)
-            if record is None and stored is not None:
-                record = self._records.get(stored.id)
-                if record is None:
-                    return
-        record = record or self._records.find(id_or_name)
-        if self._records.get(record.id) is record:  # else two requests deleted it at the same time
-            self._forget(record)
+        record: ExtractorRecord | Stored | None = self._records.known(id_or_name)
+        if self.sharing is not None:
+            record = record or await self.sharing.find(id_or_name)
+            if record is not None:
+                await self.sharing.delete(record.id)
+        known = self._records.find(id_or_name) if record is None else self._records.get(record.id)
+        if known is not None:  # else another request deleted it meanwhile, or only the store had it
+            self._forget(known)
 
     def _forget(self, record: ExtractorRecord) -> None:
         self._records.remove(record)
@@ -294,12 +300,14 @@ class Extractors:
 
     async def start(self) -> None:
         """Read the store for the first time, and start to poll it."""
-        if self.sharing is not None:
-            await self.sharing.start()
+        if self.sharing is not None and self._watcher is not None:
+            self.sharing.start()
+            await self._watcher.start()
 
     def close(self) -> None:
         """Stop evicting, and polling the store."""
-        if self.sharing is not None:
+        if self.sharing is not None and self._watcher is not None:
+            self._watcher.close()
             self.sharing.close()
         self._deleted.close()
         self.eviction.close()

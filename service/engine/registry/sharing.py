@@ -1,4 +1,4 @@
-"""One process's access to the store that it shares with others: reads and writes off the event loop, and polling."""
+"""Reads and writes of the shared store that requests wait for, off the event loop."""
 
 from __future__ import annotations
 
@@ -6,54 +6,20 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from service.engine.device.threads import Pool, in_pool
 from service.engine.errors import NotReady
 from service.engine.record import ExtractorRecord
-from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject
+from service.engine.registry.objects import DamagedObject, StoreError
 from service.engine.registry.store import Store, Stored
-from service.observability.metrics import Metrics
-from service.schemas.v1 import ExtractorSpec
+from service.engine.registry.store_health import StoreHealth
 
 log = logging.getLogger("fxserve.store")
 
-T = TypeVar("T")
-
-POLL_SECONDS = 0.5
-"""Seconds between two polls of a folder."""
-
-REMOTE_POLL_SECONDS = 1.5
-"""Seconds between two polls of a bucket, where each is a request that costs money."""
-
-_POLLS_PER_CHECK = 10
-"""Polls of a bucket of which one also checks that it still holds the same store."""
-
-TIMEOUT_SECONDS = 5.0
-"""After which the store is taken to be unavailable."""
-
-SWEEP_SECONDS = 60.0
-"""Between two comparisons of all extractors in memory with all in the store, which find deletions without a notice."""
-
-_RECENT_SECONDS = 10.0
-"""How long a notice is acted on at every poll: a read that began before it may end after it."""
 _MAX_MISSES = 4096
 _THREADS = 4
-
-
-@dataclass(frozen=True)
-class Known:
-    """The extractors in memory.
-
-    Attributes:
-        tokens: id → token of those that are in the store.
-        unsaved: those that were made while the store could not be written.
-    """
-
-    tokens: dict[str, str]
-    unsaved: list[ExtractorRecord]
 
 
 class _Search:
@@ -67,67 +33,30 @@ class _Search:
 
 
 class Sharing:
-    """Reads and writes a store in its own threads, and polls it. For one event loop.
+    """Finds, saves, names and deletes extractors in a store, in its own threads. For one event loop.
 
     Args:
         store: what is shared.
-        metrics: where its state and its errors are counted.
-        known: gives what is in memory now.
-        forget: called with the ids and tokens of extractors that other processes deleted.
-        forget_name: called with a name that another extractor has now.
+        health: whether it can be used; failed writes and damaged objects are noted there.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        metrics: Metrics,
-        known: Callable[[], Known],
-        forget: Callable[[Mapping[str, str]], None],
-        forget_name: Callable[[str], None],
-    ) -> None:
+    def __init__(self, store: Store, health: StoreHealth) -> None:
         self._store = store
-        self._up = metrics.store_up
-        self._errors = metrics.store_errors
-        self._known = known
-        self._forget = forget
-        self._forget_name = forget_name
+        self._health = health
         self._pool = Pool(_THREADS, "fxserve-store")
-        self._watcher_pool = Pool(1, "fxserve-store-watch")
-        self._watcher: asyncio.Task[None] | None = None
-        self._opened = False
-        self._unavailable: str | None = "the store of extractors has not been read yet"
-        self._unwritable: str | None = None
-        self._damaged: dict[str, str] = {}
-        self._deleted: set[str] = set()
-        self._putting: Counter[str] = Counter()
-        self._seen: dict[str, float] = {}
-        self._polls = 0
-        self._swept = time.monotonic()
+        self._saves: dict[str, set[asyncio.Task[tuple[Stored, bool]]]] = {}
+        self._saving: Counter[str] = Counter()
+        self._deleting: Counter[str] = Counter()
         self._missing: dict[str, float] = {}
         self._searches: dict[str, _Search] = {}
 
-    async def start(self) -> None:
-        """Start the threads, poll the store once, and go on polling in the background."""
+    def start(self) -> None:
+        """Start the threads."""
         self._pool.start()
-        self._watcher_pool.start()
-        await self._poll()
-        self._watcher = asyncio.create_task(self._watch())
 
     def close(self) -> None:
-        """Stop polling."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        for pool in (self._pool, self._watcher_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def never_opened(self) -> str | None:
-        """Why the store has not been read even once; None if it has."""
-        return None if self._opened else self._unavailable
-
-    def error(self) -> str | None:
-        """What is wrong with the store now. Extractors in memory are served all the same."""
-        return self._unavailable or self._unwritable or next(iter(self._damaged.values()), None)
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def find(self, id_or_name: str, miss_seconds: float = 0.0) -> Stored | None:
         """The extractor of that id or name. Concurrent callers share one search.
@@ -158,7 +87,8 @@ class Sharing:
         Raises:
             NotReady: see :meth:`find`.
         """
-        return await self._call("read", self._store.get, id)
+        async with self._operation("read", id):
+            return await in_pool(self._pool, self._store.get, id)
 
     async def owner(self, name: str) -> Stored | None:
         """The extractor that has ``name``.
@@ -166,7 +96,8 @@ class Sharing:
         Raises:
             NotReady: see :meth:`find`.
         """
-        return await self._call("read", self._store.owner, name)
+        async with self._operation("read", name):
+            return await in_pool(self._pool, self._store.owner, name)
 
     async def put(self, record: ExtractorRecord) -> tuple[Stored, bool]:
         """Save ``record`` unless the store has it; what the store has then, and whether that is new.
@@ -174,13 +105,15 @@ class Sharing:
         Raises:
             NotReady: the store cannot be written.
         """
-        self._putting[record.id] += 1
+        id = record.id
+        self._saving[id] += 1
         try:
-            stored, new = await self._call("write", self._store.put, *_fields(record))
+            async with self._operation("write", id):
+                stored, new = await self._save(record)
         finally:
-            self._putting -= Counter((record.id,))  # which drops what is zero
-        self._missing.pop(record.id, None)
-        self._damaged.pop(record.id, None)
+            self._saving -= Counter((id,))  # which drops what is zero
+        self._missing.pop(id, None)
+        self._health.damaged.pop(id, None)
         return stored, new
 
     async def claim(self, name: str, stored: Stored, may_replace: Callable[[str], bool]) -> str:
@@ -189,34 +122,52 @@ class Sharing:
         Raises:
             NotReady: the store cannot be written.
         """
-        owner = await self._call("write", self._store.claim, name, stored, may_replace)
+        async with self._operation("write", name):
+            owner = await in_pool(self._pool, self._store.claim, name, stored, may_replace)
         self._missing.pop(name, None)
         return owner
 
-    async def delete(self, id: str) -> None:
-        """Delete the extractor ``id`` in all processes.
+    async def delete(self, id: str) -> bool:
+        """Delete the extractor ``id`` in all processes; False if the store does not have it.
+
+        What this process was saving meanwhile is deleted, too.
 
         Raises:
-            NotReady: the store cannot be written; nothing was deleted.
+            NotReady: the store cannot be read or written; nothing was deleted.
         """
-        await self._call("write", self._store.delete, id)
-        self._store.drop_cached(id)
-        self._deleted.add(id)
+        self._deleting[id] += 1
+        try:
+            async with self._operation("read", id):
+                await self._saves_ended(id)
+                if await in_pool(self._pool, self._store.get, id) is None:
+                    return False
+            async with self._operation("write", id):
+                await in_pool(self._pool, self._store.delete, id)
+            self._store.drop_cached(id)
+            return True
+        finally:
+            self._deleting -= Counter((id,))
 
     async def all(self) -> list[tuple[Stored, str | None]]:
         """All extractors, each with one of its names; none while the store is unavailable."""
         try:
-            return await self._call("read", self._store.all)
+            async with self._operation("read", ""):
+                return await in_pool(self._pool, self._store.all)
         except NotReady:
             return []
 
-    def was_deleted(self, id: str) -> bool:
-        """Whether ``id`` was deleted in the last day, and may have been made again since."""
-        return id in self._deleted
+    def is_saving(self, id: str) -> bool:
+        """Whether the extractor ``id`` is being saved, so that its token may be out of date."""
+        return id in self._saving
+
+    def is_deleting(self, id: str) -> bool:
+        """Whether a request is deleting the extractor ``id``."""
+        return id in self._deleting
 
     async def _find(self, id_or_name: str) -> Stored | None:
         try:
-            found = await self._call("read", self._store.find, id_or_name)
+            async with self._operation("read", id_or_name):
+                found = await in_pool(self._pool, self._store.find, id_or_name)
         finally:
             del self._searches[id_or_name]
         if found is None:
@@ -225,129 +176,54 @@ class Sharing:
             self._missing[id_or_name] = time.monotonic()
         return found
 
-    async def _call(self, operation: str, function: Callable[..., T], *args: object) -> T:
-        if self._unavailable is not None:
-            raise NotReady(self._unavailable, 1.0)
+    async def _save(self, record: ExtractorRecord) -> tuple[Stored, bool]:
+        """Save ``record``.
+
+        A thread cannot be cancelled: after a timeout it goes on, and :meth:`delete` waits for it.
+        """
+        fields = record.id, record.spec, record.weights, record.return_nodes, record.fingerprint
+        save = asyncio.create_task(in_pool(self._pool, self._store.put, *fields))
+        saves = self._saves.setdefault(record.id, set())
+        saves.add(save)
+
+        def ended(save: asyncio.Task[tuple[Stored, bool]]) -> None:
+            saves.discard(save)
+            if not saves and self._saves.get(record.id) is saves:
+                del self._saves[record.id]
+            if not save.cancelled():
+                save.exception()  # or asyncio would log it, where nobody waits any more
+
+        save.add_done_callback(ended)
+        return await asyncio.shield(save)
+
+    async def _saves_ended(self, id: str) -> None:
+        """Wait until the extractor ``id`` is not being saved."""
+        while saves := self._saves.get(id):
+            await asyncio.wait(set(saves))
+
+    @asynccontextmanager
+    async def _operation(self, operation: str, subject: str) -> AsyncIterator[None]:
+        """Bound the time of what the store is asked for, and note what comes of it.
+
+        Args:
+            operation: ``read`` or ``write``.
+            subject: the id or name that it is about.
+
+        Raises:
+            NotReady: the store is unavailable, or it fails.
+        """
+        if self._health.unavailable is not None:
+            raise NotReady(self._health.unavailable, 1.0)
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                result = await in_pool(self._pool, function, *args)
+            async with self._health.in_time():
+                yield
         except (StoreError, TimeoutError) as error:
-            self._errors.labels(operation).inc()
-            text = str(error) or self._timed_out()
-            log.warning("%s", text)
+            reason = self._health.failed(operation, error)
+            log.warning("%s", reason)
             if isinstance(error, DamagedObject):
-                self._damaged[str(args[0])] = text
+                self._health.damaged[subject] = reason
             elif operation == "write":
-                self._unwritable = text
-            raise NotReady(text, 1.0) from None
+                self._health.unwritable = reason
+            raise NotReady(reason, 1.0) from None
         if operation == "write":
-            self._unwritable = None
-        return result
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS if self._store.objects.local else REMOTE_POLL_SECONDS)
-            try:
-                await self._poll()
-            except Exception:
-                log.exception("polling the store of extractors failed; it is tried again")
-
-    async def _poll(self) -> None:
-        """Find out whether the store is available; follow deletions by other processes, and save what is unsaved."""
-        before = self._unavailable
-        try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                await self._follow(await in_pool(self._watcher_pool, self._read_notices))
-                await self._save_unsaved()
-        except (StoreError, TimeoutError) as error:
-            self._errors.labels("watch").inc()
-            self._unavailable = str(error) or self._timed_out()
-            if before is None:
-                log.error("%s; what is in memory is served", self._unavailable)
-        else:
-            self._unavailable = None
-            if self._opened and before is not None:
-                log.warning("the store of extractors %s is back", self._store.objects.url)
-            self._opened = True
-        self._up.set(self._unavailable is None)
-
-    def _read_notices(self) -> list[str]:
-        if self._store.objects.local or self._unavailable is not None or self._polls % _POLLS_PER_CHECK == 0:
-            self._store.check()
-        self._polls += 1
-        return self._store.notices()
-
-    async def _follow(self, notices: list[str]) -> None:
-        """Forget the extractors and names that ``notices``, or a sweep now and then, show to be gone."""
-        now = time.monotonic()
-        self._seen = {notice: self._seen.get(notice, now) for notice in notices}
-        self._deleted = {subject for kind, subject in map(kind_and_subject, notices) if kind == "extractor"}
-        known = self._known()
-        suspects = set()
-        for notice, seen in self._seen.items():
-            if now - seen >= _RECENT_SECONDS:
-                continue
-            kind, subject = kind_and_subject(notice)
-            if kind == "name":
-                self._forget_name(subject)
-            else:
-                self._store.drop_cached(subject)
-                suspects |= {subject} & known.tokens.keys()
-        if now - self._swept > SWEEP_SECONDS or self._unavailable is not None:
-            suspects |= known.tokens.keys() - await in_pool(self._watcher_pool, self._ids)
-            self._swept = now
-            self._damaged.clear()
-            await in_pool(self._watcher_pool, self._prune)
-        gone = await in_pool(self._watcher_pool, self._gone, {id: known.tokens[id] for id in suspects})
-        # One that is being saved may exist by now. Its put gives it the new token, or a later poll finds it gone.
-        gone = {id: token for id, token in gone.items() if id not in self._putting}
-        if gone:
-            self._forget(gone)
-
-    def _ids(self) -> set[str]:
-        self._store.check()  # else a store that is gone looks like one whose extractors were all deleted
-        return self._store.ids()
-
-    def _gone(self, tokens: dict[str, str]) -> dict[str, str]:
-        """Those of ``tokens`` whose extractor was deleted, or deleted and made again."""
-        gone = {}
-        for id, token in tokens.items():
-            try:
-                stored = self._store.get(id)
-            except DamagedObject:
-                continue
-            if stored is None or stored.token != token:
-                gone[id] = token
-        return gone
-
-    def _prune(self) -> None:
-        try:
-            self._store.prune()
-        except StoreError as error:
-            log.warning("%s", error)
-
-    async def _save_unsaved(self) -> None:
-        """Save what was made while the store could not be written, except what is deleted by then."""
-        try:
-            for record in self._known().unsaved:
-                if not self._in_memory(record.id):
-                    continue
-                stored, new = await in_pool(self._watcher_pool, self._store.put, *_fields(record))
-                self._unwritable = None
-                if self._in_memory(record.id):
-                    record.token = stored.token
-                elif new:  # deleted while it was being saved
-                    await in_pool(self._watcher_pool, self._store.delete, record.id)
-        except StoreError as error:
-            self._unwritable = str(error)
-
-    def _in_memory(self, id: str) -> bool:
-        known = self._known()
-        return id in known.tokens or id in self._putting or any(record.id == id for record in known.unsaved)
-
-    def _timed_out(self) -> str:
-        return f"the store of extractors {self._store.objects.url} did not answer within {TIMEOUT_SECONDS:.0f} s"
-
-
-def _fields(record: ExtractorRecord) -> tuple[str, ExtractorSpec, str, dict[str, str], str]:
-    return record.id, record.spec, record.weights, record.return_nodes, record.fingerprint
+            self._health.unwritable = None
