@@ -120,6 +120,11 @@ class Settings(BaseSettings):
         "extractors' specs, names and deletions. All server processes that use the same one share their extractors, "
         "also across restarts. By default, the processes of one server share a temporary folder.",
     )
+    max_stored_extractors: int = Field(
+        default=10_000,
+        ge=1,
+        description="Maximum extractors in `FXSERVE_EXTRACTORS`; those made by one-step requests may be half of them.",
+    )
     weights_dir: Path | None = Field(
         default=None, description="Folder that weights `file:NAME` are loaded from; not available by default."
     )

@@ -104,7 +104,12 @@ def _check_dependencies(settings: Settings) -> None:
 
     try:
         if settings.extractors is not None:
-            Store(settings.extractors).open()
+            store = Store(settings.extractors)
+            store.open()
+            try:
+                store.probe()
+            except StoreError as error:
+                print(f"fxserve: {error}; what it has is served, nothing is added or deleted", file=sys.stderr)
         if settings.api_keys_file is not None:
             Keys(settings.api_keys_file)
         if settings.tracing:

@@ -161,6 +161,10 @@ class NameTaken(Invalid):
     """``extractor`` in ``extra`` is the id of the one that has the name."""
 
 
+class StoreFull(Invalid):
+    """``stored`` and ``limit`` in ``extra``."""
+
+
 class InvalidRequest(Invalid):
     """``errors`` in ``extra``."""
 

@@ -100,6 +100,7 @@ class Engine:
             settings.models,
             most_compiled=most_compiled(settings.compute_threads),
             store=None if settings.extractors is None else Store(settings.extractors),
+            most_stored=settings.max_stored_extractors,
         )
         # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)

@@ -167,6 +167,20 @@ class NameTaken(EngineError):
     status = 409
 
 
+class StoreFull(EngineError):
+    """The store has ``stored`` extractors or names, as many as the ``limit`` allows."""
+
+    status = 409
+
+    def __init__(self, kind: str, stored: int, limit: int) -> None:
+        super().__init__(
+            f"the store has {stored:,} {kind} and may have {limit:,}; delete extractors that nobody uses, which GET "
+            "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+            stored=stored,
+            limit=limit,
+        )
+
+
 class Unsupported(EngineError):
     """A backend, precision or transform that is not served here; ``field``, ``value`` and ``available``."""
 

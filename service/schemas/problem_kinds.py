@@ -149,6 +149,13 @@ KINDS: dict[str, Kind] = {
         {"format": "openvino", "missing": ["openvino"]},
     ),
     "no-heat-map": Kind(422, "No heat-map", "this node gives one vector an image, and a heat-map needs a feature map"),
+    "store-full": Kind(
+        409,
+        "Store full",
+        "the store has 10,000 extractors and may have 10,000; delete extractors that nobody uses, which GET "
+        "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+        {"stored": 10_000, "limit": 10_000},
+    ),
     "name-taken": Kind(
         409,
         "Name taken",

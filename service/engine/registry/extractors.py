@@ -20,7 +20,7 @@ import torch
 
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import in_pool
-from service.engine.errors import Forbidden, NameTaken, NotReady
+from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull
 from service.engine.record import ExtractorRecord
 from service.engine.registry.adoption import Adoption
 from service.engine.registry.building import build as build_record
@@ -56,6 +56,7 @@ class Extractors:
         allowed: the only models served; None for all.
         most_compiled: extractors that OpenVINO may run at a time.
         store: the extractors that other processes know too.
+        most_stored: extractors that the store may have.
 
     Attributes:
         eviction: keeps them under the memory budget.
@@ -76,6 +77,7 @@ class Extractors:
         *,
         most_compiled: int,
         store: Store | None = None,
+        most_stored: int = 1,
     ) -> None:
         self._upgrades = upgrades
         self._deleted = Deleted(pool)
@@ -92,7 +94,7 @@ class Extractors:
         self._adoption: Adoption | None = None
         if store is not None:
             self.store_health = StoreHealth(store.objects.url, metrics)
-            self.sharing = Sharing(store, self.store_health)
+            self.sharing = Sharing(store, self.store_health, most_stored)
             self._watcher = Watcher(
                 store, self.store_health, self.sharing, self._known_of_store, self._forget_deleted, records.free_name
             )
@@ -113,6 +115,7 @@ class Extractors:
             FxError: the spec names something that does not exist or is not served, or its name is another's.
             Forbidden: there is none and ``build`` is false.
             NotReady: the store cannot be written.
+            StoreFull: it has as many extractors as it may.
         """
         key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
         record = self._records.get(self._resolved.get(key, ""))
@@ -128,7 +131,7 @@ class Extractors:
                 self._resolved.popitem(last=False)
         if keep and self.sharing is not None:
             # Another process may have deleted it just now.
-            stored, created = await self.sharing.put(record)
+            stored, created = await self.sharing.put(record, asked_for=True)
             if stored.token != record.token:
                 record.token = stored.token
                 self._records.free_names(record)
@@ -152,10 +155,10 @@ class Extractors:
                 else:
                     if fresh.name is not None:
                         self._refuse_name(fresh.name, fresh.id, await self.sharing.owner(fresh.name))
-                    stored, created = await self.sharing.put(fresh)
+                    stored, created = await self.sharing.put(fresh, asked_for=keep)
                 if stored is not None:
                     build, fresh.token = True, stored.token
-            except NotReady:
+            except (NotReady, StoreFull):
                 if keep:
                     raise
         if not build:

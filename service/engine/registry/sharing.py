@@ -10,13 +10,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from service.engine.device.threads import Pool, in_pool
-from service.engine.errors import NotReady
+from service.engine.errors import NotReady, StoreFull
 from service.engine.record import ExtractorRecord
 from service.engine.registry.objects import DamagedObject, StoreError
 from service.engine.registry.store import Store, Stored
 from service.engine.registry.store_health import StoreHealth
 
 log = logging.getLogger("fxserve.store")
+
+NAMES_PER_EXTRACTOR = 4
+"""How many times as many names as extractors the store may have, names of deleted extractors included for a day."""
 
 _MAX_MISSES = 4096
 _THREADS = 4
@@ -38,9 +41,16 @@ class Sharing:
     Args:
         store: what is shared.
         health: whether it can be used; failed writes and damaged objects are noted there.
+        limit: most extractors in the store, about: processes that save at the same time may exceed it.
+
+    Attributes:
+        stored: how many extractors the store has, by the last sweep and what this process saved and deleted since.
+        named: how many names it has, by the last sweep and what this process gave since.
     """
 
-    def __init__(self, store: Store, health: StoreHealth) -> None:
+    def __init__(self, store: Store, health: StoreHealth, limit: int) -> None:
+        self.stored = self.named = 0
+        self._limit = limit
         self._store = store
         self._health = health
         self._pool = Pool(_THREADS, "fxserve-store")
@@ -99,19 +109,31 @@ class Sharing:
         async with self._operation("read", name):
             return await in_pool(self._pool, self._store.owner, name)
 
-    async def put(self, record: ExtractorRecord) -> tuple[Stored, bool]:
+    async def put(self, record: ExtractorRecord, asked_for: bool = False) -> tuple[Stored, bool]:
         """Save ``record`` unless the store has it; what the store has then, and whether that is new.
+
+        Args:
+            record: the extractor.
+            asked_for: whether a client asked for it to be kept. What one-step requests make on their way is saved until
+                the store is half full only, so that those cannot fill it.
 
         Raises:
             NotReady: the store cannot be written.
+            StoreFull: it has as many extractors as it may.
         """
         id = record.id
+        if self.stored >= (self._limit if asked_for else self._limit // 2):
+            stored = await self.get(id)
+            if stored is None:
+                raise StoreFull("extractors", self.stored, self._limit)
+            return stored, False
         self._saving[id] += 1
         try:
             async with self._operation("write", id):
                 stored, new = await self._save(record)
         finally:
             self._saving -= Counter((id,))  # which drops what is zero
+        self.stored += new
         self._missing.pop(id, None)
         self._health.damaged.pop(id, None)
         return stored, new
@@ -121,10 +143,15 @@ class Sharing:
 
         Raises:
             NotReady: the store cannot be written.
+            StoreFull: it has as many names as it may.
         """
+        limit = NAMES_PER_EXTRACTOR * self._limit
+        if self.named >= limit and await self.owner(name) is None:
+            raise StoreFull("names", self.named, limit)
         async with self._operation("write", name):
             owner = await in_pool(self._pool, self._store.claim, name, stored, may_replace)
         self._missing.pop(name, None)
+        self.named += 1  # or it was known: a sweep will count
         return owner
 
     async def delete(self, id: str) -> bool:
@@ -144,6 +171,7 @@ class Sharing:
             async with self._operation("write", id):
                 await in_pool(self._pool, self._store.delete, id)
             self._store.drop_cached(id)
+            self.stored -= 1
             return True
         finally:
             self._deleting -= Counter((id,))

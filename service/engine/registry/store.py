@@ -15,10 +15,11 @@ Objects are created exclusively and atomically, and never change; see :mod:`serv
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,27 @@ from pydantic import ValidationError
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.registry.objects import DamagedObject, NewerVersion, Objects, StoreError, unique_name, written_at
+from service.engine.registry.objects import (
+    DamagedObject,
+    NewerVersion,
+    Objects,
+    StoreError,
+    kind_and_subject,
+    unique_name,
+    written_at,
+)
 from service.schemas.v1 import ExtractorSpec
 
 NOTICE_SECONDS = 24 * 3600.0
 """How long the notice of a deletion is kept."""
+
+MOST_NOTICES = 4096
+"""Most notices, of which each process reads the names at every poll. The oldest go first, but none of the last minutes,
+which others may not have seen."""
+
+_UNSEEN_SECONDS = 300.0
+_PRUNED_NAMES = 100
+_FOLDERS = "specs", "names", "deleted", "parts"
 
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -73,19 +90,29 @@ class Store:
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
     def open(self) -> None:
-        """Create the store if it does not exist, and try to write to it.
+        """Read which store it is, and create it if there is none. One that cannot be written can be opened.
 
         Raises:
-            StoreError: it cannot be read or written, or a newer version made it.
+            StoreError: it cannot be read or created, or a newer version made it.
         """
         with self.objects.store_errors("opened"):
-            self.objects.make_folders("specs", "names", "deleted", "parts")
+            self._mark = self.objects.read("store.json")
+            if self._mark is None:
+                self.objects.make_folders(*_FOLDERS)
+                self.objects.create("store.json", {"store": secrets.token_hex(8)})
+                self._mark = self.objects.read("store.json")
+
+    def probe(self) -> None:
+        """Write something, and remove it.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        with self.objects.store_errors("written"):
+            self.objects.make_folders(*_FOLDERS)
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
             self.objects.create(probe, {})
             self.objects.remove(probe)
-            if self.objects.read("store.json") is None:
-                self.objects.create("store.json", {"store": secrets.token_hex(8)})
-            self._mark = self.objects.read("store.json")
 
     def check(self) -> None:
         """Check that the store is still the one that was opened.
@@ -182,6 +209,8 @@ class Store:
         """Remove the extractor ``id``, which frees its names, and leave a notice for the other processes."""
         with self.objects.store_errors("written"):
             self.objects.remove(f"specs/{id}.json")
+        # It is deleted now. If the disk is too full for a notice, the others find out by a sweep.
+        with suppress(StoreError), self.objects.store_errors("written"):
             self._notify("extractor", id)
 
     def notices(self) -> list[str]:
@@ -195,12 +224,17 @@ class Store:
         with self.objects.store_errors("read"):
             return {file.removesuffix(".json") for file in self.objects.names_in("specs")}
 
+    def names(self) -> list[str]:
+        """The names that were given, those of extractors deleted lately included."""
+        with self.objects.store_errors("read"):
+            return self.objects.names_in("names")
+
     def all(self) -> list[tuple[Stored, str | None]]:
         """All extractors that can be read, each with one of its names."""
         owned: dict[tuple[str, str], str] = {}
         found = []
         with self.objects.store_errors("read"):
-            for name in self.objects.names_in("names"):
+            for name in self.names():
                 numbers = self._numbers(name)
                 with suppress(DamagedObject):
                     entry = self.objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
@@ -221,13 +255,16 @@ class Store:
         self._cached.drop(id)
 
     def prune(self) -> None:
-        """Remove notices that are a day old, and names that have been free for a day."""
+        """Remove notices that are a day old, repeated or too many, and names that have been free for a day.
+
+        Of the names, some are looked at each time: each is several requests to a bucket.
+        """
         before = time.time() - NOTICE_SECONDS
         with self.objects.store_errors("written"):
-            for notice in self.objects.names_in("deleted"):
-                if written_at(notice) < before:
-                    self.objects.remove(f"deleted/{notice}")
-            for name in self.objects.names_in("names"):
+            for notice in _old_notices(self.objects.names_in("deleted")):
+                self.objects.remove(f"deleted/{notice}")
+            names = self.names()
+            for name in random.sample(names, min(len(names), _PRUNED_NAMES)):
                 last, owner = self._owner(name)
                 entry = self.objects.read(f"names/{name}/{last}.json") if last and owner is None else None
                 if entry is not None and entry["made"] < before:
@@ -253,6 +290,20 @@ class Store:
 
     def _notify(self, kind: str, subject: str) -> None:
         self.objects.create(f"deleted/{unique_name(kind, subject)}.json", {"kind": kind, "what": subject})
+
+
+def _old_notices(notices: Iterable[str]) -> list[str]:
+    """Those of ``notices`` that tell nothing any more, or are the oldest of too many."""
+    now = time.time()
+    old = []
+    subjects: set[tuple[str, str]] = set()
+    for notice in sorted(notices, key=written_at, reverse=True):
+        age, subject = now - written_at(notice), kind_and_subject(notice)
+        useless = age > NOTICE_SECONDS or subject in subjects or len(subjects) >= MOST_NOTICES
+        if useless and age > min(_UNSEEN_SECONDS, NOTICE_SECONDS):
+            old.append(notice)
+        subjects.add(subject)
+    return old
 
 
 def is_id(text: str) -> bool:

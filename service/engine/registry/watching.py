@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.engine.device.threads import Pool, in_pool
-from service.engine.errors import NotReady
+from service.engine.errors import NotReady, StoreFull
 from service.engine.record import ExtractorRecord
 from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject
 from service.engine.registry.sharing import Sharing
@@ -156,14 +156,23 @@ class Watcher:
         await self._forget_gone(suspects, self._pool)
 
     async def _sweep(self) -> None:
-        """Forget what the store no longer has, noticed or not, and tidy it."""
+        """Forget what the store no longer has, noticed or not; find out whether it can be written, and tidy it."""
         self._health.damaged.clear()
         try:
             ids = await in_pool(self._sweep_pool, self._ids)
+            self._sharing.stored = len(ids)
+            self._sharing.named = len(await in_pool(self._sweep_pool, self._store.names))
             await self._forget_gone(self._known().tokens.keys() - ids, self._sweep_pool)
-            await in_pool(self._sweep_pool, self._store.prune)
         except StoreError as error:
             log.warning("%s", self._health.failed("sweep", error))
+            return
+        try:
+            await in_pool(self._sweep_pool, self._store.probe)
+            self._health.unwritable = None
+            await in_pool(self._sweep_pool, self._store.prune)
+        except StoreError as error:
+            self._health.unwritable = self._health.failed("sweep", error)
+            log.warning("%s", self._health.unwritable)
 
     async def _forget_gone(self, suspects: Set[str], pool: Pool) -> None:
         """Forget those of ``suspects`` that are in memory and no longer in the store."""
@@ -197,7 +206,7 @@ class Watcher:
                 continue
             try:
                 stored, _ = await self._sharing.put(record)
-            except NotReady:
+            except (NotReady, StoreFull):
                 return  # a later poll goes on
             record.token = stored.token
 

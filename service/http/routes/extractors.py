@@ -58,6 +58,7 @@ MAKING_PROBLEMS = (
     "unknown-transform",
     "invalid-request",
     "name-taken",
+    "store-full",
     *BUILD_PROBLEMS,
 )
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from service.engine.errors import Forbidden, NameTaken, NotReady, UnknownExtractor
+from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from service.engine.registry import extractors, store_health, watching
 from service.engine.registry.store import Store
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.anyio
 
@@ -221,3 +222,46 @@ async def test_a_long_sweep_keeps_nobody_waiting(
             assert not ended
     finally:
         resume.set()
+
+
+async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        url = str(disk.path / "store")
+        async with engine(extractors=url) as before:
+            known, _ = await before.extractor(spec(name="r"), PATIENCE, keep=True)
+        disk.fill()
+        async with engine(extractors=url) as one:
+            await until(lambda: "No space left on device" in one.readiness()[1])
+            assert one.readiness()[0]
+            assert (await one.extractors.look_up("r")).id == known.id
+            with pytest.raises(NotReady, match="No space left on device"):
+                await one.extractor(spec(nodes=["features.8"], name="other"), keep=True)
+            record = await built(one, nodes=["features.8"])
+            assert record.token is None
+            disk.free()
+            await until(lambda: record.token is not None)
+            assert one.readiness() == (True, "ready")
+            assert Store(url).ids() == {known.id, record.id}
+
+
+async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url, max_stored_extractors=3) as one:
+        await until(lambda: one.extractors._watcher._sweeping.done())  # it counts them
+        by_the_way = [await built(one, nodes=[f"features.{number}"]) for number in (2, 3)]
+        assert [record.token is not None for record in by_the_way] == [True, False]
+        asked_for = [
+            (await one.extractor(spec(nodes=[f"features.{number}"], name=f"n{number}"), keep=True))[0]
+            for number in (4, 5)
+        ]
+        with pytest.raises(StoreFull, match="the store has 3 extractors and may have 3; delete"):
+            await one.extractor(spec(nodes=["features.6"]), keep=True)
+        assert await one.extractor(spec(nodes=["features.4"], name="again"), keep=True) == (asked_for[0], False)
+        stored = {record.id for record in (by_the_way[0], *asked_for)}
+        assert Store(url).ids() == stored
+        async with engine(extractors=url, max_stored_extractors=3) as other:
+            await until(lambda: other.extractors.sharing and other.extractors.sharing.stored == 3)
+            with pytest.raises(StoreFull):
+                await other.extractor(spec(nodes=["features.6"]), keep=True)
+        await one.extractors.delete("n5")
+        assert (await one.extractor(spec(nodes=["features.6"]), keep=True))[1]

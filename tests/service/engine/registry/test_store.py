@@ -20,6 +20,7 @@ from service.engine.registry import store as store_module
 from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject, written_at
 from service.engine.registry.store import Store, Stored
 from service.schemas.v1 import ExtractorSpec
+from tests.small_disk import small_disk
 
 SPEC = ExtractorSpec(model="resnet18", weights="DEFAULT", return_nodes={"layer4": "C5"})
 NODES = {"C5": "layer4.1.relu_1"}
@@ -167,6 +168,51 @@ def test_old_notices_and_free_names_are_pruned(url: str, monkeypatch: pytest.Mon
     files, root = _files(url)
     assert [path.rpartition("/names/")[2] for path in files.find(f"{root}/names")] == ["kept/1.json"]
     assert store.find("kept") == kept
+
+
+def test_notices_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(str(tmp_path))
+
+    def notice(kind: str, subject: str, age: float) -> str:
+        name = f"{kind}-{subject}.{(time.time() - age) * 1000:.0f}.0a1b2c3d.json"
+        store.objects.create(f"deleted/{name}", {})
+        return name
+
+    kept = {notice("extractor", IDS[0], age) for age in (10, 200)} | {notice("name", "r.1", 400)}
+    notice("extractor", IDS[0], 400)
+    notice("name", "r.1", 500)
+    store.prune()
+    assert set(store.notices()) == kept
+    few = {notice("extractor", id, 600 - place) for place, id in enumerate(IDS[1:9])}
+    monkeypatch.setattr(store_module, "MOST_NOTICES", 4)
+    store.prune()
+    assert kept < set(store.notices())
+    assert len(set(store.notices()) & few) == 2
+
+
+def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        url = str(disk.path / "store")
+        store = opened(url)
+        stored = put(store, IDS[0])
+        store.claim("r18", stored, never)
+        disk.fill()
+        later = opened(url)
+        assert later.find("r18") == stored
+        for change in (
+            later.probe,
+            lambda: put(later, IDS[1]),
+            lambda: later.claim("other", stored, never),
+        ):
+            with pytest.raises(StoreError, match=r"cannot be written: OSError: .*No space left on device"):
+                change()
+        assert later.all() == [(stored, "r18")]
+        later.delete(IDS[0])  # which makes room
+        assert later.find("r18") is None
+        disk.free()
+        later.probe()
+        assert put(later, IDS[1]).id == IDS[1]
+        assert not list((disk.path / "store/parts").iterdir())
 
 
 @pytest.mark.parametrize("name", ["../specs/x", "..", "/etc/passwd", "a/b", "", "x" * 129, "caf\u00e9", "a\0b"])

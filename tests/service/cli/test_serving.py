@@ -1,0 +1,31 @@
+"""What ``fxserve serve`` tries before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxcore.errors import FxError
+from service.cli import serving
+from service.engine.registry.store import Store
+from service.settings import Settings
+from tests.small_disk import small_disk
+
+
+def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        url = str(disk.path / "store")
+        Store(url).open()
+        disk.fill()
+        serving._check_dependencies(Settings(extractors=url))
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "No space left on device; what it has is served, nothing is added or deleted" in said
+        with pytest.raises(FxError, match=r"cannot be opened: OSError: \[Errno 28\] No space left"):
+            serving._check_dependencies(Settings(extractors=str(disk.path / "other")))
+        disk.free()
+        serving._check_dependencies(Settings(extractors=url))
+        assert capsys.readouterr().err == ""
