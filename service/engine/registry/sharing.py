@@ -166,13 +166,11 @@ class Sharing:
         try:
             async with self._operation("read", id):
                 await self._saves_ended(id)
-                if await in_pool(self._pool, self._store.get, id) is None:
-                    return False
             async with self._operation("write", id):
-                await in_pool(self._pool, self._store.delete, id)
+                deleted = await in_pool(self._pool, self._store.delete, id)
             self._store.drop_cached(id)
-            self.stored -= 1
-            return True
+            self.stored -= deleted
+            return deleted
         finally:
             self._deleting -= Counter((id,))
 

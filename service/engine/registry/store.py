@@ -205,13 +205,22 @@ class Store:
                     self._notify("name", name)
                 return stored.id
 
-    def delete(self, id: str) -> None:
-        """Remove the extractor ``id``, which frees its names, and leave a notice for the other processes."""
+    def delete(self, id: str) -> bool:
+        """Remove the extractor ``id``, which frees its names, and leave a notice for the other processes; False if
+        there is none.
+
+        Raises:
+            StoreError: the store is unavailable or cannot be written; nothing was deleted.
+        """
+        if self.get(id) is None:
+            self.check()
+            return False
         with self.objects.store_errors("written"):
             self.objects.remove(f"specs/{id}.json")
         # It is deleted now. If the disk is too full for a notice, the others find out by a sweep.
         with suppress(StoreError), self.objects.store_errors("written"):
             self._notify("extractor", id)
+        return True
 
     def notices(self) -> list[str]:
         """Notices of the last day: names by :func:`~service.engine.registry.objects.unique_name`, of kind ``extractor``

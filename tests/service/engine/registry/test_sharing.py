@@ -130,6 +130,7 @@ async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, u
 async def test_what_was_made_without_the_store_is_saved_later(engine: MakeEngine, tmp_path: Path) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
     async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
+        await until(lambda: one.readiness() == (True, "ready"))
         folder.rename(aside)
         await until(lambda: one.readiness()[1] != "ready")
         record = await built(one)
@@ -163,6 +164,7 @@ async def test_a_deletion_during_the_later_saving_stays(
 ) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
     async with engine(extractors=str(folder)) as one:
+        await until(lambda: one.readiness() == (True, "ready"))
         folder.rename(aside)
         await until(lambda: one.readiness()[1] != "ready")
         records = [await built(one), await built(one, nodes=["features.8"])]
@@ -181,6 +183,17 @@ async def test_a_deletion_during_the_later_saving_stays(
         for record in records:
             with pytest.raises(UnknownExtractor):
                 await one.extractors.look_up(record.id)
+
+
+async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeEngine, tmp_path: Path) -> None:
+    """Or the extractor would come back with it."""
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one:
+        record = await built(one)
+        folder.rename(aside)
+        with pytest.raises(NotReady, match=r"store\.json is missing"):
+            await one.extractors.delete(record.id)
+        assert one.records.known(record.id) is record
 
 
 async def test_a_deletion_is_refused_while_a_saving_may_still_come(
