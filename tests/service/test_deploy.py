@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -94,6 +96,50 @@ def test_the_runtime_of_kserve() -> None:
     assert model["runtime"] == runtime["metadata"]["name"]
     assert model["modelFormat"]["name"] in {format["name"] for format in spec["supportedModelFormats"]}
     kubernetes_validate.validate(pod([{**container, "env": model["env"]}]), KUBERNETES, strict=True)
+
+
+def custom_errors(document: dict[str, Any]) -> list[str]:
+    """What the CRD of its kind does not allow in ``document``, fields that it does not know included.
+
+    No package carries the CRDs of KServe, KEDA and KubeRay. ``FXSERVE_TEST_CRDS`` names a folder of their YAML files:
+    ``config/crd/full`` of kserve, ``config/crd/bases`` of keda and of kuberay's ray-operator.
+    """
+    folder = os.environ.get("FXSERVE_TEST_CRDS")
+    if folder is None:
+        pytest.skip("FXSERVE_TEST_CRDS names no folder with the CRDs of KServe, KEDA and KubeRay")
+    group, _, version = document["apiVersion"].partition("/")
+    for file in Path(folder).glob("*.yaml"):
+        spec = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]
+        if (spec["group"], spec["names"]["kind"]) == (group, document["kind"]):
+            [schema] = [v["schema"]["openAPIV3Schema"] for v in spec["versions"] if v["name"] == version]
+            schema["properties"].pop("metadata")
+            _close(schema)
+            body = {name: value for name, value in document.items() if name != "metadata"}
+            return [str(error.message) for error in jsonschema.Draft4Validator(schema).iter_errors(body)]
+    raise AssertionError(f"no CRD in {folder} is of {document['kind']}")
+
+
+def _close(schema: Any) -> None:
+    """Forbid fields that ``schema`` does not name, and write what is Kubernetes' own as JSON Schema has it."""
+    if isinstance(schema, list):
+        for member in schema:
+            _close(member)
+    elif isinstance(schema, dict):
+        if schema.get("x-kubernetes-int-or-string"):
+            schema.pop("anyOf", None)
+            schema["type"] = ["integer", "string"]
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+        for member in schema.values():
+            _close(member)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in PLAIN])
+def test_the_definition_of_its_kind_takes_it(name: str) -> None:
+    assert custom_errors(ALL[name]) == []
+    broken = yaml.safe_load(yaml.safe_dump(ALL[name]))
+    broken["spec"]["misspelt"] = 1
+    assert "misspelt" in str(custom_errors(broken))
 
 
 def test_scaling_by_keda() -> None:
