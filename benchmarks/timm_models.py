@@ -3,16 +3,19 @@
     python benchmarks/timm_models.py                    what is not in the table yet, one of each family first
     python benchmarks/timm_models.py --seconds 600      as many as can be done in that time
     python benchmarks/timm_models.py --match 'vit_*'    these again
+    python benchmarks/timm_models.py --seconds 0        the table of what has been found so far
 
 Nothing is computed: models are built without weights and run on meta tensors, at the input size of their default
 weights. A child process takes one architecture after another, and is ended where one takes over ``--limit`` seconds.
-What was found is kept in ``results/timm-models.jsonl``, from which ``results/timm-models.md`` is made.
+What is found goes to the end of ``results/timm-models.jsonl`` at once, so a run that is stopped loses nothing and the
+next one goes on from there. ``results/timm-models.md`` is made of it when a run ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import fnmatch
 import itertools
 import json
@@ -30,6 +33,9 @@ import timm
 RESULTS = Path(__file__).parent / "results"
 ROWS, TABLE = RESULTS / "timm-models.jsonl", RESULTS / "timm-models.md"
 
+LARGE = re.compile(r"large|huge|giant|gigantic|so\d+m|_\d+b_|\d{3}d(_|$)")
+"""In the names of architectures that take the longest."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,37 +47,59 @@ def main() -> None:
     if options.child:
         answer()
         return
-    rows = {row["name"]: row for row in map(json.loads, ROWS.read_text().splitlines())} if ROWS.exists() else {}
+    rows = read_rows()
     names = family_by_family()
-    asked = [n for n in names if fnmatch.fnmatchcase(n, options.match)] if options.match else names
+    if options.match:
+        asked = [name for name in names if fnmatch.fnmatchcase(name, options.match)]
+    else:
+        asked = [name for name in names if name not in rows]
+        asked += [name for name in names if rows.get(name, {}).get("limit", options.limit) < options.limit]
     end = time.monotonic() + options.seconds
     child: Child | None = None
     try:
         for name in asked:
-            if name in rows and not options.match:
-                continue
             if time.monotonic() + options.limit > end:
                 break
             child = child or Child()
             row = child.ask(name, options.limit)
             if row is None:
                 child.end()
-                child, row = None, {"name": name, "error": f"not done in {options.limit:.0f} s"}
+                child = None
+                row = {"name": name, "error": f"not done in {options.limit:.0f} s", "limit": options.limit}
             rows[name] = row
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
             print(name, row.get("error") or row["closed"] or "whole", flush=True)
     finally:
         if child is not None:
             child.end()
         found = [rows[name] for name in sorted(names) if name in rows]
-        ROWS.write_text("".join(json.dumps(row) + "\n" for row in found))
-        TABLE.write_text(table(found, len(names)))
+        replace(ROWS, "".join(json.dumps(row) + "\n" for row in found))
+        replace(TABLE, table(found, len(names)))
+
+
+def read_rows() -> dict[str, dict[str, Any]]:
+    """What was found of each architecture, the latest where it was looked at twice."""
+    rows = {}
+    for line in ROWS.read_text().splitlines() if ROWS.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed may be cut off
+            row = json.loads(line)
+            rows[row["name"]] = row
+    return rows
+
+
+def replace(file: Path, text: str) -> None:
+    """Write ``text`` to ``file``, which holds either the old text or the whole new one at any moment."""
+    written = file.with_suffix(".partial")
+    written.write_text(text)
+    written.replace(file)
 
 
 def family_by_family() -> list[str]:
-    """timm's architectures, the first of every family before the second of any."""
+    """timm's architectures, the first of every family before the second of any, and the large ones last."""
     families = (timm.list_models(module=module) for module in timm.list_modules())
     mixed = [name for names in itertools.zip_longest(*families) for name in names if name]
-    return list(dict.fromkeys([*mixed, *timm.list_models()]))
+    return sorted(dict.fromkeys([*mixed, *timm.list_models()]), key=lambda name: bool(LARGE.search(name)))
 
 
 class Child:
