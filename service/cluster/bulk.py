@@ -32,10 +32,10 @@ from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
 from service.offline import Job, Summary, boxes, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
-from service.offline.computing import Described, Local, Rows
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.run import WORTH_LOWERING, enter
+from service.offline.run import MIN_IMAGES_TO_LOWER, add_images
+from service.offline.runners import ExtractorInfo, LocalRunner, Rows
 from service.offline.sources import Reader, Source
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -78,17 +78,17 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
     with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
-        enter(job, sources.find(job.inputs), index)
+        add_images(job, sources.find(job.inputs), index)
         lost = dict(index.errors())  # they get rows, too
         index.forget_errors()
         backend = before.get("backend") if before else None
-        fast = before is None and index.counts()[0] >= WORTH_LOWERING
+        fast = before is None and index.counts()[0] >= MIN_IMAGES_TO_LOWER
         engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, fast)
-        described, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_described).remote(engine))
-        _check(described, job.options, probe)
-        made = spec_file.Record(described, job.options, FORMAT, probe)
-        with shards.writing(out):
-            made.settle(out)
+        info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
+        _check(info, job.options, probe)
+        made = spec_file.SpecFile(info, job.options, FORMAT, probe)
+        with shards.write_errors(out):
+            made.write_or_check(out)
         output = Output(out, index, job.boxes is not None)
         output.look()
         images, done, unreadable = index.counts()
@@ -97,8 +97,8 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             row_bytes = max(1, sum(values.nbytes for values in probe.values()))
             rows = job.shard_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
             rows = min(rows, -(-left // (_BLOCKS_AN_ACTOR * actors)))
-            schema = schema_of(probe, made.about())
-            same = replace(engine, backend=described.backend, fast=False)
+            schema = schema_of(probe, made.metadata())
+            same = replace(engine, backend=info.backend, fast=False)
             blocks: Any = [ray.put(block) for block in _blocks(index, lost, rows)]
             ray.data.from_arrow_refs(blocks).map_batches(
                 _Actor,
@@ -167,11 +167,11 @@ def _room(cores: int, device: str) -> tuple[int, int]:
     return gpus, actors
 
 
-def _check(described: Described, options: FeatureOptions, probe: Rows) -> None:
+def _check(info: ExtractorInfo, options: FeatureOptions, probe: Rows) -> None:
     shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
     if ERROR in probe:
         raise FxError(f"an output cannot be called {ERROR!r}, which says why an image has none")
-    if not described.one_size and options.pool == "none":
+    if not info.one_size and options.pool == "none":
         raise FxError("with --ray, outputs of all images have one shape: use --pool, or --image-size")
 
 
@@ -180,7 +180,7 @@ def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarro
     in ``lost`` with the reason."""
     some: list[Source] = []
     count = 0
-    for source in itertools.chain.from_iterable(index.left()):
+    for source in itertools.chain.from_iterable(index.pending()):
         if some and count + source.rows > rows:
             yield _block(some, lost)
             some, count = [], 0
@@ -219,22 +219,22 @@ class _Engine:
     backend: str | None
     fast: bool
 
-    async def start(self) -> tuple[Local, Rows]:
+    async def start(self) -> tuple[LocalRunner, Rows]:
         """The engine, and the features of an image that is always the same."""
-        computer = Local(self.settings, self.options, self.fast)
-        await computer.start(self.spec, self.backend)
-        return computer, await probe(computer, self.options.pool)
+        runner = LocalRunner(self.settings, self.options, self.fast)
+        await runner.start(self.spec, self.backend)
+        return runner, await probe(runner, self.options.pool)
 
 
-def _described(engine: _Engine) -> tuple[Described, Rows]:
-    async def described() -> tuple[Described, Rows]:
-        computer, probe = await engine.start()
+def _describe(engine: _Engine) -> tuple[ExtractorInfo, Rows]:
+    async def describe() -> tuple[ExtractorInfo, Rows]:
+        runner, probe = await engine.start()
         try:
-            return computer.described, probe
+            return runner.info, probe
         finally:
-            await computer.close()
+            await runner.close()
 
-    return asyncio.run(described())
+    return asyncio.run(describe())
 
 
 class _Actor:
@@ -244,16 +244,16 @@ class _Actor:
         FxError: the engine cannot be built here, or gives other values than where the run began.
     """
 
-    def __init__(self, engine: _Engine, made: spec_file.Record, schema: pyarrow.Schema) -> None:
+    def __init__(self, engine: _Engine, made: spec_file.SpecFile, schema: pyarrow.Schema) -> None:
         self._schema = schema
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="fxserve-loop", daemon=True).start()
-        computer, probe = asyncio.run_coroutine_threadsafe(engine.start(), self._loop).result()
-        other = spec_file.Record(computer.described, engine.options, FORMAT, probe)
+        runner, probe = asyncio.run_coroutine_threadsafe(engine.start(), self._loop).result()
+        other = spec_file.SpecFile(runner.info, engine.options, FORMAT, probe)
         if differences := made.differences(other):
             node = ray.get_runtime_context().get_node_id()
             raise FxError(f"node {node} of the cluster computes with {'; '.join(differences)}")
-        self._batches = Batches(computer, Reader(engine.settings.max_body_bytes), probe)
+        self._batches = Batches(runner, Reader(engine.settings.max_body_bytes), probe)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         found, lost = [], []
@@ -268,10 +268,10 @@ class _Actor:
         return table_of([*results, Result([], [], lost)], self._schema)
 
     async def _results(self, found: list[Source]) -> list[Result]:
-        room = asyncio.Semaphore(self._batches.at_a_time)
+        room = asyncio.Semaphore(self._batches.concurrency)
 
         async def result(batch: Sequence[Source]) -> Result:
             async with room:
-                return await self._batches.result(batch)
+                return await self._batches.run(batch)
 
-        return await asyncio.gather(*map(result, self._batches.cut(found)))
+        return await asyncio.gather(*map(result, self._batches.split(found)))

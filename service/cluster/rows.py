@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 
 from service.offline.batches import Result
-from service.offline.computing import Rows
-from service.offline.folder import Folder, reaching
-from service.offline.index import Index, other_boxes
+from service.offline.folder import Folder, driver_errors
+from service.offline.index import Index, boxes_changed
+from service.offline.runners import Rows
 from service.offline.shards import BOX, PATH, arrow_column
 
 ERROR = "error"
@@ -76,7 +76,7 @@ class Output:
         """
         for name in self._folder.names():
             if name.endswith(SUFFIX) and name not in self.files:
-                with reaching(f"{self._folder}/{name}"):
+                with driver_errors(f"{self._folder}/{name}"):
                     self._enter(name)
 
     def _enter(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Output:
         paths, errors = table.column(PATH).to_pylist(), table.column(ERROR).to_pylist()
         if self._boxes:
             self._check_boxes(paths, table.column(BOX).to_pylist())
-        known = self._index.known(paths)
+        known = self._index.finished(paths)
         kept = [path not in known for path in paths]
         if not any(kept):
             self._folder.remove(name)
@@ -115,7 +115,7 @@ class Output:
                 done.setdefault(path, []).append(list(box))
         for path, of_image in done.items():
             if (wanted := self._index.boxes(path)) is not None and wanted != of_image:
-                raise other_boxes(path)
+                raise boxes_changed(path)
 
 
 def _nulls(count: int, type: pyarrow.DataType) -> pyarrow.Array:

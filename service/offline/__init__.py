@@ -1,11 +1,11 @@
-"""``fxserve extract``: features of more images than a request holds, in shards on the disk or in a bucket; resumable.
+"""``fxserve extract``: extract the features of whole folders of images into shards, on disk or in a bucket. Resumable.
 
 An output folder holds
 
-- ``spec.json``: what was asked for, the graph's fingerprint, and the outputs' names, shapes and dtypes;
-- ``shard-000000.…``: rows of features and the paths that they are of;
-- ``index.sqlite``: the table ``images``, path → shard and row. A shard counts once it is in there, so that a run that
-  is killed at any moment can be taken up again;
+- ``spec.json``: the extractor's spec, its graph's fingerprint, and the outputs' names, shapes and dtypes;
+- ``shard-000000.…``: rows of features and the paths of their images;
+- ``index.sqlite``: the table ``images``, path → shard and row. A shard counts only once it is indexed, so that a run
+  that is killed at any moment can be resumed;
 - ``errors.jsonl``: the images that could not be read, each with the reason.
 """
 

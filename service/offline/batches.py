@@ -1,4 +1,4 @@
-"""From a few images to rows of features and reasons why there are none."""
+"""Read batches of images and run the extractor on them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import PIL.Image
 
 from fxcore.errors import BadImage
 from service.engine.device.threads import compute_with
-from service.offline.computing import Computer, Rows, Unreadable, concerns_an_image
+from service.offline.runners import Rows, Runner, Unreadable, is_image_error
 from service.offline.sources import Reader, Source
 
 _BATCH = 16
-"""Images handed to the engine together; it makes its own batches of them."""
+"""Images submitted to the runner together; the engine forms its own batches of them."""
 
-_BYTES_UNDER_WAY = 128 * 1024**2
-"""About the most bytes of features on their way from the model to a shard."""
+_MAX_BYTES_IN_FLIGHT = 128 * 1024**2
+"""Approximate maximum bytes of features between the model and the shards."""
 
-_MOST_BOXES = 4096
-"""In a batch of several images; a request to a server may have some times as many."""
+_MAX_BOXES = 4096
+"""Maximum boxes in a batch of several images; below the limit of a server's request."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of some images, in their order.
+    """Features of a batch of images, in their order.
 
     Attributes:
-        paths: the image of each row. Those of its boxes follow one another.
-        rows: key → ``[n, ...]``, ``n`` rows a part.
-        errors: path and reason of images that have none.
+        paths: path of each row's image. Rows of one image, its boxes, are consecutive.
+        rows: parts of ``n`` rows each: key → ``[n, ...]``.
+        errors: (path, reason) of the images without features.
     """
 
     paths: list[str]
@@ -42,76 +42,78 @@ class Result:
 
     @property
     def images(self) -> int:
-        """How many images there are rows of."""
+        """Number of images that have rows."""
         return len(set(self.paths))
 
 
 class Batches:
-    """Reads images and has features computed of them.
+    """Reads images and runs the extractor on them.
 
     Args:
-        computer: computes them.
-        reader: reads them.
-        probe: the features of one image, which say how large rows are.
+        runner: runs the extractor.
+        reader: reads the images.
+        probe: the features of one image, for the size of a row.
 
     Attributes:
-        at_a_time: batches under way that keep the computer busy and fit into memory.
+        concurrency: batches in flight that keep the runner busy and fit in memory.
     """
 
-    def __init__(self, computer: Computer, reader: Reader, probe: Rows) -> None:
-        self._computer = computer
+    def __init__(self, runner: Runner, reader: Reader, probe: Rows) -> None:
+        self._runner = runner
         self._reader = reader
         row_bytes = max(1, sum(values.nbytes for values in probe.values()))
-        most = max(4, min(computer.at_a_time, _BYTES_UNDER_WAY // row_bytes))
-        self._size = max(1, min(_BATCH, most // 4)) if computer.described.one_size else 1
-        self.at_a_time = -(-most // self._size)
-        self._most_boxes = max(1, min(_MOST_BOXES, _BYTES_UNDER_WAY // row_bytes // self.at_a_time))
+        images = max(4, min(runner.concurrency, _MAX_BYTES_IN_FLIGHT // row_bytes))
+        self._size = max(1, min(_BATCH, images // 4)) if runner.info.one_size else 1
+        self.concurrency = -(-images // self._size)
+        self._max_boxes = max(1, min(_MAX_BOXES, _MAX_BYTES_IN_FLIGHT // row_bytes // self.concurrency))
         self._readers = ThreadPoolExecutor(4, "fxserve-read", compute_with, (1,))
         self._unpacker = ThreadPoolExecutor(1, "fxserve-unpack", compute_with, (1,))
 
-    def cut(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
-        """``images`` in batches: some each, fewer where they have many boxes, one at least."""
+    def split(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
+        """Split ``images`` into batches, smaller ones where images have many boxes."""
         start = boxes = 0
         for place, source in enumerate(images):
             rows = 0 if source.boxes is None else source.rows
-            if place > start and (place - start == self._size or boxes + rows > self._most_boxes):
+            if place > start and (place - start == self._size or boxes + rows > self._max_boxes):
                 yield images[start:place]
                 start, boxes = place, 0
             boxes += rows
         if images:
             yield images[start:]
 
-    async def result(self, batch: Sequence[Source]) -> Result:
-        """What comes of ``batch``. An image that cannot be read, or computed, costs no other its place.
+    async def run(self, batch: Sequence[Source]) -> Result:
+        """Compute the features of a batch. An image that fails does not affect the others.
 
         Raises:
-            FxError: no image is to blame.
+            FxError: the failure is not due to an image.
         """
-        pool = self._unpacker if any(source.packed for source in batch) else self._readers
+        pool = self._unpacker if any(source.in_compressed_archive for source in batch) else self._readers
         found, errors = await asyncio.get_running_loop().run_in_executor(pool, self._read, batch)
         if not found:
             return Result([], [], errors)
         try:
             boxes = None if found[0][0].boxes is None else [source.boxes or () for source, _ in found]
-            rows = await self._computer.features([data for _, data in found], boxes)
+            rows = await self._runner.features([data for _, data in found], boxes)
             return Result(_paths([source for source, _ in found]), [rows], errors)
         except Exception as error:
-            if not concerns_an_image(error) and not isinstance(error, Unreadable):
+            if not is_image_error(error) and not isinstance(error, Unreadable):
                 raise
-        alone = await asyncio.gather(*(self._alone(*one) for one in found))
-        done = [(source, one) for (source, _), one in zip(found, alone, strict=True) if isinstance(one, dict)]
-        errors += [(source.path, one) for (source, _), one in zip(found, alone, strict=True) if isinstance(one, str)]
+        # One or more images failed the batch: compute each separately.
+        separate = await asyncio.gather(*(self._run_one(*one) for one in found))
+        done = [(source, one) for (source, _), one in zip(found, separate, strict=True) if isinstance(one, dict)]
+        errors += [(source.path, one) for (source, _), one in zip(found, separate, strict=True) if isinstance(one, str)]
         return Result(_paths([source for source, _ in done]), [one for _, one in done], errors)
 
     def close(self) -> None:
-        """Take no more batches."""
+        """Stop the readers."""
         for pool in (self._readers, self._unpacker):
             pool.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
 
-    async def _alone(self, source: Source, data: bytes) -> Rows | str:
+    async def _run_one(self, source: Source, data: bytes) -> Rows | str:
+        """Compute the features of one image, or return why there are none."""
         try:
-            return await self._computer.features([data], None if source.boxes is None else [source.boxes])
+            return await self._runner.features([data], None if source.boxes is None else [source.boxes])
         except Unreadable as error:
             return error.detail
 
@@ -129,13 +131,13 @@ def _paths(sources: Sequence[Source]) -> list[str]:
     return [source.path for source in sources for _ in range(source.rows)]
 
 
-async def probe(computer: Computer, pool: str) -> Rows:
-    """The features of an image that is always the same, or of a box in its middle."""
-    return await computer.features([_probe_image()], [[[64.0, 64.0, 192.0, 192.0]]] if pool == "roi" else None)
+async def probe(runner: Runner, pool: str) -> Rows:
+    """Compute the features of a fixed image, or of a box in its middle."""
+    return await runner.features([_probe_image()], [[[64.0, 64.0, 192.0, 192.0]]] if pool == "roi" else None)
 
 
 def _probe_image() -> bytes:
-    """Coloured noise on a slope, 256 x 256."""
+    """Encode the fixed image: coloured noise on a gradient, 256 x 256."""
     noise = np.random.default_rng(0).integers(0, 128, (256, 256, 3), dtype=np.uint8)
     slope = np.arange(256, dtype=np.uint8)[:, None, None] // 2
     buffer = io.BytesIO()

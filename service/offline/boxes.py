@@ -1,8 +1,8 @@
-"""Boxes of images, from a table beside them: what ``pool=roi`` pools.
+"""Read the boxes that ``pool=roi`` pools, from a Parquet or CSV file.
 
-A Parquet or CSV file with the columns ``path`` and ``boxes``. Paths are absolute, URLs, or relative to the folder of
-the file; of a member of an archive ``ARCHIVE/NAME``. Boxes are a list of ``[x1, y1, x2, y2]`` in pixels of the image,
-after its EXIF orientation; in CSV they are written as JSON. An image may have several rows.
+The file has the columns ``path`` and ``boxes``. Paths are absolute, URLs, or relative to the folder of the file;
+members of archives are ``ARCHIVE/NAME``. Boxes are a list of ``[x1, y1, x2, y2]`` in pixels of the image, after its
+EXIF orientation, as JSON in CSV files. An image may have several rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import orjson
 
 from fxcore.errors import FxError
-from service.offline.folder import is_url, reaching
-from service.offline.sources import Boxes, opened
+from service.offline.folder import driver_errors, is_url
+from service.offline.sources import Boxes, open_binary
 
 PATH, BOXES = "path", "boxes"
-_HOW = f"it needs the columns {PATH} and {BOXES}"
+_REQUIRED = f"it needs the columns {PATH} and {BOXES}"
 
 
 def read(file: str) -> Iterator[tuple[str, Boxes]]:
-    """(path, boxes) of each row that has boxes, row by row; nothing is kept in memory.
+    """Yield (path, boxes) of each row that has boxes, without reading the whole file into memory.
 
     Args:
         file: a path or a URL that ends in ``.parquet`` or ``.csv``.
@@ -37,10 +37,10 @@ def read(file: str) -> Iterator[tuple[str, Boxes]]:
     folder = posixpath.dirname(file) if is_url(file) else os.path.dirname(os.path.abspath(file))
     kind = os.path.splitext(file)[1].lower()
     if kind not in (".parquet", ".csv"):
-        raise FxError(f"{file}: boxes are read from a .parquet or a .csv file")
+        raise FxError(f"{file}: boxes must be in a .parquet or .csv file")
     for number, (path, boxes) in enumerate(_parquet(file) if kind == ".parquet" else _csv(file), 1):
         if not isinstance(path, str) or not path:
-            raise FxError(f"{file}, row {number}: {PATH} is the path of an image, not {path!r:.100}")
+            raise FxError(f"{file}, row {number}: {PATH} must be the path of an image, not {path!r:.100}")
         if boxes:
             yield _absolute(folder, path), _checked(boxes, f"{file}, row {number}")
 
@@ -51,11 +51,11 @@ def _parquet(file: str) -> Iterator[tuple[Any, Any]]:
         import pyarrow.parquet
     except ImportError as error:
         raise FxError(f"{file} needs pyarrow, which is not installed: pip install 'fxserve[offline]'") from error
-    with reaching(file), opened(file) as stream:
+    with driver_errors(file), open_binary(file) as stream:
         try:
             table = pyarrow.parquet.ParquetFile(stream)
         except pyarrow.ArrowInvalid as error:
-            raise FxError(f"{file} is no Parquet file: {error}") from error
+            raise FxError(f"{file} is not a Parquet file: {error}") from error
         _check_columns(file, table.schema_arrow.names)
         for batch in table.iter_batches(columns=[PATH, BOXES]):
             columns = batch.to_pydict()
@@ -63,7 +63,7 @@ def _parquet(file: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _csv(file: str) -> Iterator[tuple[Any, Any]]:
-    with reaching(file), opened(file) as stream:
+    with driver_errors(file), open_binary(file) as stream:
         rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""))
         try:
             _check_columns(file, rows.fieldnames or ())
@@ -79,7 +79,7 @@ def _csv(file: str) -> Iterator[tuple[Any, Any]]:
 
 def _check_columns(file: str, found: Any) -> None:
     if not {PATH, BOXES} <= set(found):
-        raise FxError(f"{file} has the columns {', '.join(map(str, found)) or 'none'}; {_HOW}")
+        raise FxError(f"{file} has the columns {', '.join(map(str, found)) or 'none'}; {_REQUIRED}")
 
 
 def _checked(boxes: Any, place: str) -> Boxes:
@@ -95,7 +95,7 @@ def _checked(boxes: Any, place: str) -> Boxes:
 def _wrong(place: str, boxes: object) -> FxError:
     shown = boxes if isinstance(boxes, str) else orjson.dumps(boxes, default=str).decode()
     return FxError(
-        f"{place}: {BOXES} is a list of [x1, y1, x2, y2], as in [[10, 20, 110, 220]], and here it is {shown:.100}"
+        f"{place}: {BOXES} must be a list of [x1, y1, x2, y2], such as [[10, 20, 110, 220]], not {shown:.100}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Folders on the disk and in buckets, read and written alike through fsspec."""
+"""Folders on disk and in buckets, accessed through fsspec."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from service.offline.shards import write_text
 
 
 def is_url(text: str) -> bool:
-    """Whether ``text`` is a URL, as in ``s3://bucket/photos``, and not a path."""
+    """Whether ``text`` is a URL, such as ``s3://bucket/photos``, rather than a path."""
     return "://" in text
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL or an absolute path, and the path in it.
+    """Get fsspec's file system for a URL or an absolute path, and the path within it.
 
     Raises:
-        FxError: there is no driver for it, or it is not installed.
+        FxError: the URL has no driver, or the driver is not installed.
     """
     try:
         fs, path = url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
-        said = str(error).rstrip(".")
-        raise FxError(f"{url}: {said}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
+        reason = str(error).rstrip(".")
+        raise FxError(f"{url}: {reason}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
     return fs, path.rstrip("/")
 
 
 @contextmanager
-def reaching(url: str) -> Iterator[None]:
-    """Turn what a driver raises into an error that names ``url``.
+def driver_errors(url: str) -> Iterator[None]:
+    """Turn errors of a file system's driver into ones that name ``url``.
 
     Raises:
-        FxError: it cannot be read or written.
+        FxError: the driver failed.
     """
     try:
         yield
     except FxError:
         raise
     except OSError as error:
-        said = error.strerror or str(error) or type(error).__name__
-        raise FxError(f"{url}: {said}") from error
-    except Exception as error:  # botocore's and others' are of no common type
+        reason = error.strerror or str(error) or type(error).__name__
+        raise FxError(f"{url}: {reason}") from error
+    except Exception as error:  # errors of botocore and others have no common base class
         raise FxError(f"{url}: {summarize(error)}") from error
 
 
 class Folder:
-    """The folder, or prefix of a bucket, that a run writes to.
+    """The output folder of a run: a folder on disk, or a prefix in a bucket.
 
     Attributes:
-        url: an absolute path or a URL.
-        disk: the folder where it is one of this machine.
+        url: a path or a URL.
+        disk: the folder if it is on disk, else None.
         fs: fsspec's file system.
-        root: the folder in it.
+        root: path of the folder within it.
 
     Raises:
-        FxError: there is no driver for the URL, or it is not installed.
+        FxError: the URL has no driver, or the driver is not installed.
     """
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
@@ -75,8 +75,8 @@ class Folder:
         return self.url
 
     def names(self) -> list[str]:
-        """What is in it, by name; nothing where it does not exist."""
-        with reaching(self.url):
+        """List the names of its files and folders; empty if it does not exist."""
+        with driver_errors(self.url):
             try:
                 found = self.fs.ls(self.root, detail=False)
             except FileNotFoundError:
@@ -84,34 +84,34 @@ class Folder:
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).rstrip("/") != self.root)
 
     def path(self, name: str) -> str:
-        """Where ``name`` is in the file system."""
+        """Path of ``name`` within the file system."""
         return f"{self.root}/{name}"
 
     def read(self, name: str) -> bytes | None:
-        """A small file, if it is there."""
-        with reaching(f"{self.url}/{name}"):
+        """Read a small file; None if it does not exist."""
+        with driver_errors(f"{self.url}/{name}"):
             try:
                 return bytes(self.fs.cat_file(self.path(name)))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a small file, which is there as a whole or not at all; make the folder if need be."""
+        """Write a small file atomically, creating the folder if needed."""
         if self.disk is not None:
             self.disk.mkdir(parents=True, exist_ok=True)
             write_text(self.disk / name, text)
             return
-        with reaching(self.url):
+        with driver_errors(self.url):
             self.fs.pipe_file(self.path(name), text.encode())
 
     def put(self, file: Path) -> None:
-        """Copy a file or folder of this machine into it; not for a folder on the disk."""
-        with reaching(self.url):
+        """Upload a local file or folder. Only for buckets."""
+        with driver_errors(self.url):
             self.fs.put(str(file), self.path(file.name), recursive=file.is_dir())
 
     def get(self, name: str, file: Path) -> bool:
-        """Copy ``name`` to this machine; whether it was there."""
-        with reaching(f"{self.url}/{name}"):
+        """Download ``name`` to a local file; returns whether it exists."""
+        with driver_errors(f"{self.url}/{name}"):
             try:
                 self.fs.get_file(self.path(name), str(file))
             except FileNotFoundError:
@@ -119,8 +119,8 @@ class Folder:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder in it, if it is there."""
-        with reaching(self.url):
+        """Remove a file or folder in it, if it exists."""
+        with driver_errors(self.url):
             try:
                 self.fs.rm(self.path(name), recursive=True)
             except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""Which images there are, and where the features of each are: one SQLite file in the output folder.
+"""The index of an output folder: which images there are, and where the features of each are. An SQLite file.
 
-A row of the table ``images`` is an image. ``shard`` and ``row`` say where its features are, or those of its first box;
-``error`` why there are none; where all are NULL it is still to be done. The table ``boxes`` has the boxes of each image
-as JSON, where features are of boxes. A shard's rows are entered in one transaction once its file is whole
-and in place, so the index never names what is not there, and no image is done twice.
+Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its features, or those of its first box;
+``error`` says why it has none; if all are NULL, the image is pending. With ``pool=roi``, the table ``boxes`` has the
+boxes of each image as JSON. The rows of a shard are added in one transaction after its file is complete, so that the
+index never refers to missing files, and no image is computed twice.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
 """
 
-# What was done stays so. Of members of an archive that have one name the last counts, as it does for tar.
-_ENTER = """
+# Finished images stay finished. Of several archive members with one name the last counts, as it does for tar.
+_ADD = """
 INSERT INTO images (path, file, "offset", size, error) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (path) DO UPDATE SET file = excluded.file, "offset" = excluded."offset", size = excluded.size,
     error = excluded.error WHERE shard IS NULL
 """
 
-# Boxes of an image are in one row or several: lists of JSON, of which none is empty, joined.
-_GIVE = """
+# An image may have several lists of boxes, none empty: concatenate the JSON lists.
+_ADD_BOXES = """
 INSERT INTO given VALUES (?, ?) ON CONFLICT (path) DO UPDATE
 SET boxes = substr(boxes, 1, length(boxes) - 1) || ',' || substr(excluded.boxes, 2)
 """
 
-_NOT_THERE = "it has boxes, and is not among the images"
+_MISSING = "it has boxes but is not among the images"
 
 _BLOCK = 1024
 
 
 class Index:
-    """The index in ``folder``, made if there is none. No other process can open it until it is closed.
+    """The index in ``folder``, created if needed and locked against other processes until it is closed.
 
     Raises:
         FxError: another process has it open, or it is damaged.
@@ -71,45 +71,45 @@ class Index:
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
 
-    def enter(self, sources: Iterable[Source], boxes: Iterable[tuple[str, Boxes]] | None = None) -> None:
-        """Take ``sources`` as what there is to do, beside what was done. What could not be read is tried again.
+    def add(self, sources: Iterable[Source], boxes: Iterable[tuple[str, Boxes]] | None = None) -> None:
+        """Make ``sources`` the pending images, without the finished ones. Images that could not be read are retried.
 
         Args:
             sources: the images.
-            boxes: (path, boxes) of those that are wanted; a path may come again, with more. One that is not among the
-                images cannot be read.
+            boxes: (path, boxes) of images; a path may occur several times. Images without boxes are skipped, and boxes
+                without an image are recorded as errors.
 
         Raises:
-            FxError: boxes of an image are others than those that were done.
+            FxError: a finished image was computed with other boxes.
         """
         with self._lock, self._database:
             self._database.execute("BEGIN")
             self._database.execute("DELETE FROM images WHERE shard IS NULL")
-            self._database.executemany(_ENTER, map(_values, sources))
+            self._database.executemany(_ADD, map(_values, sources))
             if boxes is not None:
-                self._enter_boxes(boxes)
+                self._add_boxes(boxes)
 
-    def _enter_boxes(self, boxes: Iterable[tuple[str, Boxes]]) -> None:
+    def _add_boxes(self, boxes: Iterable[tuple[str, Boxes]]) -> None:
         run = self._database.execute
         run("CREATE TEMPORARY TABLE given (path TEXT PRIMARY KEY, boxes TEXT NOT NULL) WITHOUT ROWID")
-        self._database.executemany(_GIVE, ((path, orjson.dumps(of_image).decode()) for path, of_image in boxes))
+        self._database.executemany(_ADD_BOXES, ((path, orjson.dumps(of_image).decode()) for path, of_image in boxes))
         other = run(
             "SELECT path FROM given JOIN boxes USING (path) JOIN images USING (path) "
             "WHERE shard IS NOT NULL AND given.boxes != boxes.boxes LIMIT 1"
         ).fetchone()
         if other is not None:
-            raise other_boxes(other[0])
+            raise boxes_changed(other[0])
         run("REPLACE INTO boxes SELECT path, boxes FROM given")
         run("DELETE FROM images WHERE shard IS NULL AND path NOT IN (SELECT path FROM given)")
         run(
             'INSERT INTO images (path, file, "offset", error) SELECT path, path, ?, ? FROM given '
             "WHERE path NOT IN (SELECT path FROM images)",
-            (WHOLE, _NOT_THERE),
+            (WHOLE, _MISSING),
         )
         run("DROP TABLE given")
 
-    def keep(self, shards: Iterable[str]) -> None:
-        """Keep only these shards; images in any other are to be done again."""
+    def keep_shards(self, shards: Iterable[str]) -> None:
+        """Keep only these shards; images in others become pending again."""
         kept = set(shards)
         with self._lock, self._database:
             self._database.execute("BEGIN")
@@ -119,19 +119,19 @@ class Index:
                     self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (shard,))
 
     def shards(self) -> list[str]:
-        """The names of the shards that count, in order."""
+        """List the names of the indexed shards, in order."""
         with self._lock:
             found = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL ORDER BY shard")
             return [shard for (shard,) in found]
 
     def counts(self) -> tuple[int, int, int]:
-        """Images in all, images in shards, images that cannot be read."""
+        """Count all images, those in shards, and those that could not be read."""
         with self._lock:
             found = self._database.execute("SELECT count(*), count(shard), count(error) FROM images").fetchone()
             return found[0], found[1], found[2]
 
-    def left(self) -> Iterator[list[Source]]:
-        """What is still to be done, in blocks: files by name, members of an archive by their place in it."""
+    def pending(self) -> Iterator[list[Source]]:
+        """Yield pending images in blocks: files by name, members of an archive by their offset."""
         after: tuple[object, int] = ("", -2)
         while True:
             with self._lock:
@@ -150,8 +150,13 @@ class Index:
             ]
 
     def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
-        """Enter a shard's rows, and (path, reason) of images that cannot be read. An image with several rows, its boxes
-        one after another, is entered at the first."""
+        """Add a finished shard and its errors in one transaction.
+
+        Args:
+            shard: name of its file.
+            paths: path of each row's image. An image with several rows, its boxes, is indexed at the first.
+            errors: (path, reason) of images that could not be read.
+        """
         first: dict[str, int] = {}
         for row, path in enumerate(paths):
             first.setdefault(path, row)
@@ -165,18 +170,18 @@ class Index:
                 "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
             )
 
-    def known(self, paths: Sequence[str]) -> set[str]:
-        """Those of ``paths`` that are done or cannot be read."""
+    def finished(self, paths: Sequence[str]) -> set[str]:
+        """Return those of ``paths`` that are in a shard or could not be read."""
         found: set[str] = set()
         with self._lock:
-            ask = "SELECT 1 FROM images WHERE path = ? AND (shard IS NOT NULL OR error IS NOT NULL)"
+            query = "SELECT 1 FROM images WHERE path = ? AND (shard IS NOT NULL OR error IS NOT NULL)"
             for path in paths:
-                if self._database.execute(ask, (path,)).fetchone():
+                if self._database.execute(query, (path,)).fetchone():
                     found.add(path)
         return found
 
     def errors(self) -> Iterator[tuple[str, str]]:
-        """(path, reason) of every image that cannot be read, by path."""
+        """Yield (path, reason) of every image that could not be read, by path."""
         after = ""
         while True:
             with self._lock:
@@ -190,30 +195,30 @@ class Index:
             after = block[-1][0]
 
     def forget_errors(self) -> None:
-        """Take images that cannot be read as still to be done."""
+        """Make images that could not be read pending again."""
         with self._lock, self._database:
             self._database.execute("UPDATE images SET error = NULL")
 
     def boxes(self, path: str) -> Boxes | None:
-        """The boxes of an image, if there are any."""
+        """Return the boxes of an image, or None."""
         with self._lock:
             found = self._database.execute("SELECT boxes FROM boxes WHERE path = ?", (path,)).fetchone()
         return None if found is None else orjson.loads(found[0])
 
     def close(self) -> None:
-        """Close the file, so that another process may open it."""
+        """Close and unlock the file."""
         with self._lock:
             self._database.close()
 
 
-def other_boxes(path: str) -> FxError:
-    """What is wrong where the rows of an image are of other boxes than are wanted now."""
-    return FxError(f"{path} was done with other boxes: extract into a new folder")
+def boxes_changed(path: str) -> FxError:
+    """The error for an image that was extracted with other boxes than requested now."""
+    return FxError(f"{path} was extracted with other boxes; use a new folder")
 
 
 def _values(source: Source) -> tuple[object, ...]:
     try:
         source.file.encode()
-    except UnicodeEncodeError:  # a name that is not text
+    except UnicodeEncodeError:  # the name is not valid UTF-8
         return source.path, os.fsencode(source.file), source.offset, source.size, source.error
     return source.path, source.file, source.offset, source.size, source.error

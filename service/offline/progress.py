@@ -1,4 +1,4 @@
-"""How far a run is: a bar with its rate and the time it will still take, where there is a terminal to draw it on."""
+"""A progress bar for runs in a terminal, with rate and remaining time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rich.text import Text
 
 from service.offline.run import Report
 
-_RATE_OVER = 60.0
-"""Seconds that the rate is measured over."""
+_RATE_WINDOW = 60.0
+"""Time window of the rate."""
 
 
 class _Rate(ProgressColumn):
@@ -32,7 +32,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def progress() -> Iterator[Report]:
-    """Draw on stderr what the function that this gives is told."""
+    """Show a progress bar on stderr; yields the function that updates it."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -43,12 +43,14 @@ def progress() -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, speed_estimate_period=_RATE_OVER, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, speed_estimate_period=_RATE_WINDOW, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("building the extractor", total=None)
 
         def report(images: int, done: int, unreadable: int) -> None:
             description = f"{unreadable} unreadable" if unreadable else "extracting"
-            if bar.tasks[0].total is None:  # what an earlier run did says nothing of the rate
+            if bar.tasks[0].total is None:  # images of earlier runs do not count for the rate
                 bar.reset(task, total=images, completed=done + unreadable, description=description)
             else:
                 bar.update(task, completed=done + unreadable, description=description)

@@ -1,4 +1,4 @@
-"""From images to shards, with everything busy at a time: reading, decoding, computing, writing."""
+"""Run an extraction job: read, decode, compute and write concurrently."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from fxcore.errors import FxError
 from service.engine import FeatureOptions
 from service.offline import boxes, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
-from service.offline.computing import Local, Remote
 from service.offline.folder import Folder
 from service.offline.index import Index
+from service.offline.runners import LocalRunner, RemoteRunner
 from service.offline.sources import Reader, Source
-from service.offline.workplace import Workplace
+from service.offline.working_folder import WorkingFolder
 from service.offline.writer import ERRORS, Writer, error_line
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
-WORTH_LOWERING = 1000
-"""Images that make it worth to look for a faster backend, which takes some seconds."""
+MIN_IMAGES_TO_LOWER = 1000
+"""Number of images from which looking for a faster backend, which takes seconds, pays off."""
 
 Report = Callable[[int, int, int], None]
-"""Is told, now and then: images in all, those done, those that cannot be read."""
+"""Progress callback: number of images, of those done, and of those that could not be read."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to extract from what, and where to.
+    """An extraction job.
 
     Attributes:
         inputs: files, folders, archives, patterns and URLs; see :func:`service.offline.sources.find`.
-        out: a folder on the disk or a URL of one: a new one, or one that an earlier run of the same job was writing.
+        out: path or URL of the output folder: a new one, or one of an earlier run of the same job, which is resumed.
         format: a key of :data:`service.offline.shards.FORMATS`.
-        servers: the servers to use instead of this process.
-        api_key: what they want to see.
-        shard_rows: rows of a shard; None: as many as make some 64 MiB.
-        boxes: the file of boxes that ``pool=roi`` pools, see :mod:`service.offline.boxes`; images without are left out.
+        spec: the extractor.
+        options: how to pool and cast its outputs.
+        servers: URLs of servers to use instead of this process.
+        api_key: API key for the servers.
+        shard_rows: rows per shard; None for about 64 MiB of them.
+        boxes: file with the boxes that ``pool=roi`` pools, see :mod:`service.offline.boxes`. Images without boxes are
+            skipped.
     """
 
     inputs: tuple[str, ...]
@@ -57,14 +60,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run left behind.
+    """Result of a run, together with earlier runs into the same folder.
 
     Attributes:
         outputs: key, node, shape of one image (None where it depends on the image) and dtype of each output.
-        images: images found and done before.
-        done: those whose features are in shards, by this run or an earlier one.
-        unreadable: those that are listed in ``errors.jsonl``.
-        shards: how many there are.
+        images: number of images found now or done before.
+        done: number of images whose features are in shards.
+        unreadable: number of images listed in ``errors.jsonl``.
+        shards: number of shards.
     """
 
     outputs: list[dict[str, Any]]
@@ -75,10 +78,10 @@ class Summary:
 
 
 def extract(job: Job, settings: Settings, report: Report = lambda images, done, unreadable: None) -> Summary:
-    """Run ``job``, or what an earlier run of it left to do.
+    """Run ``job``, or resume an earlier run of it.
 
     Raises:
-        FxError: it cannot be done as asked, or the folder holds something else or cannot be written.
+        FxError: the job is not possible, or the output folder holds something else or cannot be written.
     """
     return asyncio.run(_extract(job, settings, report))
 
@@ -87,69 +90,69 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     out = Folder(job.out)
     before = spec_file.read(out)
     if job.boxes is not None:
-        next(boxes.read(job.boxes), None)  # what is wrong with the file as a whole is told before anything is built
-    few = len(list(itertools.islice(sources.find(job.inputs), WORTH_LOWERING))) < WORTH_LOWERING
-    computer: Local | Remote
+        next(boxes.read(job.boxes), None)  # fail on an unusable file before building anything
+    few = len(list(itertools.islice(sources.find(job.inputs), MIN_IMAGES_TO_LOWER))) < MIN_IMAGES_TO_LOWER
+    runner: LocalRunner | RemoteRunner
     if job.servers:
-        computer = Remote(job.servers, job.api_key, job.options)
+        runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
-        computer = Local(settings, job.options, fast=not few and before is None)
+        runner = LocalRunner(settings, job.options, fast=not few and before is None)
     try:
-        if isinstance(computer, Remote):
-            await computer.start(job.spec)
+        if isinstance(runner, RemoteRunner):
+            await runner.start(job.spec)
         else:
-            await computer.start(job.spec, before.get("backend") if before else None)
-        probed = await probe(computer, job.options.pool)
+            await runner.start(job.spec, before.get("backend") if before else None)
+        probed = await probe(runner, job.options.pool)
         chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
-        made = spec_file.Record(computer.described, job.options, job.format, probed)
-        with shards.writing(out):
-            made.settle(out)
-            place = await asyncio.to_thread(Workplace, out)
-            index = Index(place.folder)
+        spec = spec_file.SpecFile(runner.info, job.options, job.format, probed)
+        with shards.write_errors(out):
+            spec.write_or_check(out)
+            folder = await asyncio.to_thread(WorkingFolder, out)
+            index = Index(folder.path)
         try:
-            with shards.writing(out):
-                await asyncio.to_thread(_prepare, job, chosen, place, index)
-            writer = Writer(place, chosen, index, made.about(), job.shard_rows)
-            await _Run(Batches(computer, Reader(settings.max_body_bytes), probed), index, writer, report).run()
+            with shards.write_errors(out):
+                await asyncio.to_thread(_prepare, job, chosen, folder, index)
+            writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
+            await _Pipeline(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report).run()
             images, done, unreadable = index.counts()
-            return Summary(made.outputs, images, done, unreadable, len(index.shards()))
+            return Summary(spec.outputs, images, done, unreadable, len(index.shards()))
         finally:
             index.close()
-            with shards.writing(out):
-                await asyncio.to_thread(place.close)
+            with shards.write_errors(out):
+                await asyncio.to_thread(folder.close)
     finally:
-        await computer.close()
+        await runner.close()
 
 
-def _prepare(job: Job, chosen: shards.ShardFormat, place: Workplace, index: Index) -> None:
-    """Bring the index and the folder in line, and enter what there is to do."""
-    index.keep(place.shards(chosen.suffix))
-    place.remove_all_but(chosen.suffix, index.shards())
-    enter(job, sources.find(job.inputs), index)
-    with (place.folder / ERRORS).open("wb") as file:
+def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> None:
+    """Make the index and the folder consistent, and add the images to extract."""
+    index.keep_shards(folder.shards(chosen.suffix))
+    folder.remove_all_but(chosen.suffix, index.shards())
+    add_images(job, sources.find(job.inputs), index)
+    with (folder.path / ERRORS).open("wb") as file:
         file.writelines(error_line(path, reason) for path, reason in index.errors())
 
 
-def enter(job: Job, found: Iterable[Source], index: Index) -> None:
-    """Enter the images that there are to do in the index, with their boxes.
+def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
+    """Add the images of a job to the index, with their boxes.
 
     Raises:
-        FxError: the file of boxes is wrong, names none of the images, or other boxes than those that were done.
+        FxError: the file of boxes is invalid or names none of the images, or a finished image had other boxes.
     """
     if job.boxes is None:
-        index.enter(found)
+        index.add(found)
         return
-    index.enter(found, boxes.read(job.boxes))
-    images, done, lost = index.counts()
+    index.add(found, boxes.read(job.boxes))
+    images, done, failed = index.counts()
     if not images:
         raise FxError(f"{job.boxes} has no boxes")
-    if lost == images and not done:
+    if failed == images and not done:
         path, reason = next(index.errors())
         raise FxError(f"{job.boxes} names no image that can be read; {path}: {reason}")
 
 
-class _Run:
-    """Keeps several batches under way and hands their rows to the writer in order."""
+class _Pipeline:
+    """Keeps several batches in flight and passes their rows to the writer in order."""
 
     def __init__(self, batches: Batches, index: Index, writer: Writer, report: Report) -> None:
         self._batches = batches
@@ -158,31 +161,31 @@ class _Run:
         self._report = report
 
     async def run(self) -> None:
-        """Do all that is left."""
+        """Process all pending images."""
         images, done, unreadable = self._index.counts()
         self._report(images, done, unreadable)
-        under_way: deque[asyncio.Task[Result]] = deque()
+        in_flight: deque[asyncio.Task[Result]] = deque()
 
-        async def take() -> None:
+        async def finish_oldest() -> None:
             nonlocal done, unreadable
-            result = await under_way[0]
-            under_way.popleft()
+            result = await in_flight[0]
+            in_flight.popleft()
             await self._writer.add(result.paths, result.rows, result.errors)
             done, unreadable = done + result.images, unreadable + len(result.errors)
             self._report(images, done, unreadable)
 
-        left = self._index.left()
+        blocks = self._index.pending()
         try:
-            while block := await asyncio.to_thread(next, left, None):
-                for some in self._batches.cut(block):
-                    while len(under_way) >= self._batches.at_a_time:
-                        await take()
-                    under_way.append(asyncio.create_task(self._batches.result(some)))
-            while under_way:
-                await take()
+            while block := await asyncio.to_thread(next, blocks, None):
+                for some in self._batches.split(block):
+                    while len(in_flight) >= self._batches.concurrency:
+                        await finish_oldest()
+                    in_flight.append(asyncio.create_task(self._batches.run(some)))
+            while in_flight:
+                await finish_oldest()
         finally:
-            for task in under_way:
+            for task in in_flight:
                 task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
-            await self._writer.close()  # what is done stays done, whatever ended it
+            await asyncio.gather(*in_flight, return_exceptions=True)
+            await self._writer.close()  # keeps what is done, however the run ends
             self._batches.close()

@@ -1,4 +1,4 @@
-"""Shards: files of features, in four formats, each of which appears whole or not at all."""
+"""Shards: files of features in four formats, written atomically."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from fxcore.errors import FxError
 from service.codecs import npy, safetensors
 
 PATH = "path"
-"""The name that the paths of a shard's images have beside the outputs."""
+"""Key of the paths of a shard's images, beside the outputs."""
 
 BOX = "box"
-"""The name that the boxes of its rows have there, where rows are boxes and not images."""
+"""Key of the boxes of a shard's rows, where rows are boxes."""
 
 UNFINISHED = ".part"
-"""The end of the name of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 
 class ShardFormat(ABC):
-    """A way to write rows of features down.
+    """A file format for rows of features.
 
     Attributes:
-        suffix: of the files.
-        library: what has to be installed beside the service, if anything.
-        bfloat16: whether it can hold that dtype, which NumPy does not have.
+        suffix: suffix of its files.
+        library: optional package that it needs, if any.
+        bfloat16: whether it supports bfloat16, which NumPy lacks.
     """
 
     suffix: str
@@ -45,8 +45,8 @@ class ShardFormat(ABC):
     bfloat16 = False
 
     @abstractmethod
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]) -> None:
-        """Write ``rows`` (key → ``[n, ...]``), the ``n`` paths that they are of, and a few words about all of them."""
+    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
+        """Write ``rows`` (key → ``[n, ...]``), the paths of their ``n`` images, and metadata."""
 
 
 class Safetensors(ShardFormat):
@@ -55,9 +55,9 @@ class Safetensors(ShardFormat):
     suffix = ".safetensors"
     bfloat16 = True
 
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]) -> None:
+    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
         with file.open("wb") as stream:
-            stream.writelines(safetensors.write(rows, {**about, PATH: orjson.dumps(list(paths)).decode()}))
+            stream.writelines(safetensors.write(rows, {**metadata, PATH: orjson.dumps(list(paths)).decode()}))
 
 
 class Npz(ShardFormat):
@@ -65,7 +65,7 @@ class Npz(ShardFormat):
 
     suffix = ".npz"
 
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]) -> None:
+    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
         arrays = {PATH: np.array(paths, dtype=np.str_), **{key: values.numpy() for key, values in rows.items()}}
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for key, array in arrays.items():
@@ -74,26 +74,26 @@ class Npz(ShardFormat):
 
 
 class Parquet(ShardFormat):
-    """A column of paths and one of each output: numbers, or tensors of a fixed shape (lists, to readers other than
-    Arrow)."""
+    """A column of paths and one per output: numbers, or tensors of fixed shape, which other readers than Arrow see as
+    lists."""
 
     suffix = ".parquet"
     library = "pyarrow"
 
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]) -> None:
+    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
         import pyarrow
         import pyarrow.parquet
 
         columns: dict[str, Any] = {PATH: pyarrow.array(paths, pyarrow.string())}
         for key, values in rows.items():
             columns[key] = arrow_column(values)
-        table = pyarrow.table(columns).replace_schema_metadata(dict(about))
-        # Floating numbers hardly ever repeat: dictionaries and compression would cost time and save nothing.
+        table = pyarrow.table(columns).replace_schema_metadata(dict(metadata))
+        # Floating-point values hardly repeat: dictionaries and compression would take time and save nothing.
         pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=[PATH])
 
 
 def arrow_column(values: Tensor) -> Any:
-    """``[n, ...]`` as a column of ``n`` numbers, or of tensors of a fixed shape."""
+    """Convert ``[n, ...]`` to a column of ``n`` numbers, or of tensors of fixed shape."""
     import pyarrow
 
     if values.dtype is torch.bool:  # Arrow's booleans are bits
@@ -104,16 +104,16 @@ def arrow_column(values: Tensor) -> Any:
 
 
 class Zarr(ShardFormat):
-    """A group with an array of each output; paths are in its attributes."""
+    """A group with an array per output; paths are in its attributes."""
 
     suffix = ".zarr"
     library = "zarr"
 
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]) -> None:
+    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
         import zarr
 
         group = zarr.open_group(str(file), mode="w")
-        group.attrs.update({**about, PATH: list(paths)})
+        group.attrs.update({**metadata, PATH: list(paths)})
         for key, values in rows.items():
             group.create_array(key, data=values.numpy(), compressors=None)
 
@@ -127,10 +127,10 @@ FORMATS: dict[str, ShardFormat] = {
 
 
 def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) -> ShardFormat:
-    """The format called ``name``.
+    """Look up the format ``name`` and check that it can hold the outputs.
 
     Raises:
-        FxError: its library is not installed, or it cannot hold these outputs.
+        FxError: its package is not installed, or it does not support a key or a dtype.
     """
     chosen = FORMATS[name]
     if chosen.library is not None:
@@ -141,18 +141,18 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
                 f"--format {name} needs {chosen.library}, which is not installed: pip install 'fxserve[offline]'"
             ) from error
     if PATH in keys:
-        raise FxError(f"an output cannot be called {PATH!r}, which is where a shard keeps its images' paths")
+        raise FxError(f"an output cannot be called {PATH!r}, the name of the column of paths")
     if not chosen.bfloat16 and not all(map(npy.has_numpy_dtype, dtypes)):
         raise FxError(
-            f"--format {name} has no bfloat16; write safetensors, or use --dtype float32 or --precision float16"
+            f"--format {name} has no bfloat16; use --format safetensors, --dtype float32 or --precision float16"
         )
     return chosen
 
 
 def write_shard(
-    chosen: ShardFormat, target: Path, rows: Mapping[str, Tensor], paths: Sequence[str], about: Mapping[str, str]
+    chosen: ShardFormat, target: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]
 ) -> None:
-    """Write a shard to the disk; ``target`` appears when it is whole and would survive the power going out.
+    """Write a shard to disk atomically and durably: ``target`` appears once it is complete and flushed.
 
     Raises:
         OSError: it cannot be written.
@@ -160,31 +160,31 @@ def write_shard(
     unfinished = target.with_name(target.name + UNFINISHED)
     remove(unfinished)
     try:
-        chosen.write(unfinished, rows, paths, about)
+        chosen.write(unfinished, rows, paths, metadata)
         for part in sorted(unfinished.rglob("*")) if unfinished.is_dir() else ():
-            _synchronise(part)
-        _synchronise(unfinished)
+            _fsync(part)
+        _fsync(unfinished)
         os.replace(unfinished, target)
-        _synchronise(target.parent)
+        _fsync(target.parent)
     finally:
         remove(unfinished)
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a small file so that it is there as a whole or not at all."""
+    """Write a small file atomically."""
     unfinished = target.with_name(target.name + UNFINISHED)
     try:
         unfinished.write_text(text, encoding="utf-8")
-        _synchronise(unfinished)
+        _fsync(unfinished)
         os.replace(unfinished, target)
-        _synchronise(target.parent)
+        _fsync(target.parent)
     finally:
         remove(unfinished)
 
 
 @contextmanager
-def writing(folder: object) -> Iterator[None]:
-    """Turn errors of writing into ones that name ``folder``; the system's own may be no more than a number.
+def write_errors(folder: object) -> Iterator[None]:
+    """Turn errors of writing into ones that name ``folder``.
 
     Raises:
         FxError: it cannot be written.
@@ -192,37 +192,37 @@ def writing(folder: object) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise FxError(f"{folder} cannot be written: {said}") from error
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise FxError(f"{folder} cannot be written: {reason}") from error
 
 
 def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
-    """Remove shards that were begun and never entered in the index."""
+    """Remove shards that were never added to the index."""
     for file in folder.glob(f"shard-*{suffix}*"):
         if file.name not in kept:
             remove(file)
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """``shard-000012.npz``."""
+    """File name of a shard: ``shard-000012.npz``."""
     return f"shard-{number:06d}{suffix}"
 
 
 def remove(file: Path) -> None:
-    """Remove a file, or a folder with all in it, if it is there."""
+    """Remove a file, or a folder and its contents, if it exists."""
     if file.is_dir():
         shutil.rmtree(file)
     else:
         file.unlink(missing_ok=True)
 
 
-def _synchronise(file: Path) -> None:
-    """Flush to the disk what was written to ``file``, or the names that are in a folder."""
+def _fsync(file: Path) -> None:
+    """Flush a file's content, or a folder's entries, to disk."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError:
-        if not file.is_dir():  # some file systems cannot do it for folders
+        if not file.is_dir():  # some file systems do not support it for folders
             raise
     finally:
         os.close(handle)

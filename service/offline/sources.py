@@ -1,4 +1,4 @@
-"""Where images come from: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
+"""Find and read images: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from functools import lru_cache
 from typing import IO
 
 from fxcore.errors import BadImage, FxError
-from service.offline.folder import filesystem, is_url, reaching
+from service.offline.folder import driver_errors, filesystem, is_url
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 WHOLE = -1
-"""The offset of an image that is a file of its own."""
+"""Offset of an image that is a whole file."""
 
 Boxes = Sequence[Sequence[float]]
-"""``x1, y1, x2, y2`` each, in pixels of the image."""
+"""Boxes ``[x1, y1, x2, y2]`` in pixels of the image."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Source:
     """One image.
 
     Attributes:
-        path: what it is called: absolute or a URL, of a member of an archive ``ARCHIVE/NAME``.
-        file: the file to open. On some systems names need not be text; those are here as Python opens them, and in
-            ``path`` with their odd bytes written out.
-        offset: where in the (unpacked) file the image begins, or :data:`WHOLE`.
-        size: its bytes; None where that has not been looked at.
-        error: why it cannot be read, where that is known before.
-        boxes: the regions of it that are wanted, one at least; None where it is the whole image.
+        path: its absolute path or URL; ``ARCHIVE/NAME`` for a member of an archive. Bytes that are not UTF-8 are
+            escaped.
+        file: the file to open, with such bytes as Python decodes them.
+        offset: where the image begins in the (decompressed) file, or :data:`WHOLE`.
+        size: its bytes; None if not known yet.
+        error: why it cannot be read, if that is known already.
+        boxes: the boxes to pool, at least one; None for the whole image.
     """
 
     path: str
@@ -48,25 +48,25 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Rows of features that it gives."""
+        """Number of rows of its features."""
         return 1 if self.boxes is None else len(self.boxes)
 
     @property
-    def packed(self) -> bool:
-        """Whether it is in a compressed archive, which can only be read from front to back."""
+    def in_compressed_archive(self) -> bool:
+        """Whether it is in a compressed archive, which can only be read sequentially."""
         return self.offset != WHOLE and _compressed(self.file)
 
 
 def find(inputs: Iterable[str]) -> Iterator[Source]:
-    """Every image that ``inputs`` name, in no particular order and perhaps twice; nothing is kept in memory.
+    """Yield every image that ``inputs`` name, in no particular order and possibly repeated.
 
     Args:
-        inputs: files, which are taken whatever they are called; folders, of which all images are taken that have a
-            suffix of :data:`IMAGE_SUFFIXES`, and the archives; patterns as of :func:`glob.glob`, ``**`` allowed; and
-            URLs of these that fsspec has a driver for. The list of a bucket's files is in memory as a whole.
+        inputs: files with any suffix; folders, which are searched recursively for archives and files with a suffix of
+            :data:`IMAGE_SUFFIXES`; patterns of :func:`glob.glob`, ``**`` included; and URLs of these that fsspec has a
+            driver for. Only the listing of a bucket is held in memory.
 
     Raises:
-        FxError: an input that is not there or cannot be reached, or a pattern that nothing matches.
+        FxError: an input does not exist or cannot be accessed, or nothing matches a pattern.
     """
     inputs = list(inputs)
     for text in inputs:
@@ -77,30 +77,30 @@ def find(inputs: Iterable[str]) -> Iterator[Source]:
         if is_url(text):
             yield from _in_bucket(text)
         elif os.path.lexists(path):
-            yield from _under(path)
+            yield from _find_at(path)
         else:
             matched = False
             for match in glob.iglob(path, recursive=True):
                 matched = True
-                if not os.path.isdir(match) or not text.endswith("**"):  # ** gives folders and what is in them
-                    yield from _under(match)
+                if not os.path.isdir(match) or not text.endswith("**"):  # ** matches folders and their files
+                    yield from _find_at(match)
             if not matched:
                 raise FxError(f"{text}: nothing matches this pattern")
 
 
-def _under(path: str) -> Iterator[Source]:
+def _find_at(path: str) -> Iterator[Source]:
     if os.path.isdir(path):
         yield from _in_folder(path)
     elif path.lower().endswith(TAR_SUFFIXES):
         yield from _in_archive(path)
     else:
-        yield Source(_shown(path), path)
+        yield Source(_printable(path), path)
 
 
 def _in_bucket(url: str) -> Iterator[Source]:
-    """The file at ``url``, or all images below it or that match it."""
+    """Yield the file at ``url``, or all images below it, or those that match it."""
     fs, path = filesystem(url)
-    with reaching(url):
+    with driver_errors(url):
         if glob.has_magic(path):
             found = fs.glob(path, detail=True)
         elif fs.isfile(path):
@@ -123,8 +123,8 @@ def _in_bucket(url: str) -> Iterator[Source]:
             yield Source(name, name, size=info.get("size"))
 
 
-def opened(file: str) -> IO[bytes]:
-    """A file of this machine or at a URL; it can be read from anywhere."""
+def open_binary(file: str) -> IO[bytes]:
+    """Open a local file or a URL for random access."""
     if not is_url(file):
         return open(file, "rb")
     fs, path = filesystem(file)
@@ -133,7 +133,7 @@ def opened(file: str) -> IO[bytes]:
 
 
 def _in_folder(root: str) -> Iterator[Source]:
-    """All images below ``root``; links to folders are followed, each folder is looked at once."""
+    """Yield all images below ``root``. Symbolic links are followed; each folder is visited once."""
     seen: set[tuple[int, int]] = set()
     folders = [root]
     while folders:
@@ -148,73 +148,74 @@ def _in_folder(root: str) -> Iterator[Source]:
                     name = entry.name.lower()
                     try:
                         is_folder = entry.is_dir()
-                    except OSError as error:  # a link in a circle, through a file, or to where none may look
-                        yield Source(_shown(entry.path), entry.path, error=error.strerror)
+                    except OSError as error:  # a link that is circular, broken or not accessible
+                        yield Source(_printable(entry.path), entry.path, error=error.strerror)
                         continue
                     if is_folder:
                         folders.append(entry.path)
                     elif name.endswith(IMAGE_SUFFIXES):
-                        yield Source(_shown(entry.path), entry.path)
+                        yield Source(_printable(entry.path), entry.path)
                     elif name.endswith(TAR_SUFFIXES):
                         yield from _in_archive(entry.path)
         except OSError as error:
-            yield Source(_shown(folder), folder, error=f"the folder cannot be read: {error.strerror}")
+            yield Source(_printable(folder), folder, error=f"the folder cannot be read: {error.strerror}")
 
 
 def _in_archive(path: str) -> Iterator[Source]:
-    shown = _shown(path)
+    shown = _printable(path)
     links: dict[str, list[str]] = {}
     try:
         for member in _members(path):
             if not member.name.lower().endswith(IMAGE_SUFFIXES):
                 continue
             if member.isfile():
-                yield Source(f"{shown}/{_shown(member.name)}", path, member.offset_data, member.size)
+                yield Source(f"{shown}/{_printable(member.name)}", path, member.offset_data, member.size)
             elif member.islnk() or member.issym():
                 folder = posixpath.dirname(member.name) if member.issym() else ""
                 target = posixpath.normpath(posixpath.join(folder, member.linkname))
-                links.setdefault(target, []).append(f"{shown}/{_shown(member.name)}")
-        # Names to places of all members may be more than memory holds; those that links need are looked for again.
+                links.setdefault(target, []).append(f"{shown}/{_printable(member.name)}")
+        # A table of all members could exceed the memory; the targets of links are looked up in a second pass.
         for member in _members(path) if links else ():
             for name in links.pop(posixpath.normpath(member.name), ()) if member.isfile() else ():
                 yield Source(name, path, member.offset_data, member.size)
         for target, names in links.items():
-            yield from (Source(name, path, error=f"a link to {target}, which the archive lacks") for name in names)
+            yield from (Source(name, path, error=f"a link to {target}, which is not in the archive") for name in names)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        # What was found before the damage is as good as any; zlib and lzma errors are OSError or ValueError.
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield Source(shown, path, error=f"the archive cannot be read to its end: {said}")
+        # Members before the damage are usable; zlib and lzma errors are OSError or ValueError.
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        yield Source(shown, path, error=f"the archive cannot be read to its end: {reason}")
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    with opened(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
+    with open_binary(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # it would remember them all
+            archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
             yield member
 
 
 @lru_cache(64)
 def _compressed(path: str) -> bool:
-    """Whether the archive is, whatever it is called."""
+    """Whether an archive is compressed, by its content."""
     try:
-        with opened(path) as file:
+        with open_binary(path) as file:
             tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.ReadError:
         return True
-    except OSError:  # which reading it will tell
+    except OSError:  # reported when it is read
         return False
     return False
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
+    """Escape bytes of a file name that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 class Reader:
-    """Reads images; safe to use from several threads.
+    """Reads encoded images. Thread-safe.
 
     Args:
-        limit: most bytes of an image.
+        limit: maximum bytes of an image.
     """
 
     def __init__(self, limit: int) -> None:
@@ -223,17 +224,17 @@ class Reader:
         self._archive: tuple[str, tarfile.TarFile, IO[bytes]] | None = None
 
     def read(self, source: Source) -> bytes:
-        """The encoded image.
+        """Read an encoded image.
 
         Raises:
             BadImage: it cannot be read, or is larger than the limit.
         """
         try:
-            if source.packed:
+            if source.in_compressed_archive:
                 self._check(source.size or 0)
-                return self._unpacked(source)
+                return self._read_compressed(source)
             if is_url(source.file):
-                return self._fetched(source)
+                return self._read_url(source)
             with open(source.file, "rb") as file:
                 size = os.fstat(file.fileno()).st_size if source.size is None else source.size
                 self._check(size)
@@ -241,22 +242,22 @@ class Reader:
                     file.seek(source.offset)
                 return file.read(size)
         except (OSError, EOFError, tarfile.TarError, ValueError) as error:
-            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise BadImage(said) from error
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise BadImage(reason) from error
 
     def close(self) -> None:
-        """Close the archive that was read last."""
+        """Close the archive that is open."""
         with self._lock:
-            self._end_archive()
+            self._close_archive()
 
-    def _end_archive(self) -> None:
+    def _close_archive(self) -> None:
         if self._archive is not None:
             self._archive[1].close()
             self._archive[2].close()
             self._archive = None
 
-    def _fetched(self, source: Source) -> bytes:
-        """From a URL. What is said of the image alone is its own error, any other ends the run."""
+    def _read_url(self, source: Source) -> bytes:
+        """Read from a URL. A missing or forbidden file fails only its image; other errors end the run."""
         fs, path = filesystem(source.file)
         try:
             self._check(fs.size(path) if source.size is None else source.size)
@@ -266,19 +267,19 @@ class Reader:
         except (FileNotFoundError, PermissionError, BadImage):
             raise
         except Exception as error:
-            with reaching(source.file):
+            with driver_errors(source.file):
                 raise error
 
     def _check(self, size: int) -> None:
         if size > self._limit:
             raise BadImage(f"the file has {size:,} bytes; at most {self._limit:,} are taken (FXSERVE_MAX_BODY_BYTES)")
 
-    def _unpacked(self, source: Source) -> bytes:
-        """From a compressed archive, which stays open: the next image is further on in it."""
+    def _read_compressed(self, source: Source) -> bytes:
+        """Read from a compressed archive, which stays open, since the next image usually comes after this one."""
         with self._lock:
             if self._archive is None or self._archive[0] != source.file:
-                self._end_archive()
-                stream = opened(source.file)
+                self._close_archive()
+                stream = open_binary(source.file)
                 self._archive = source.file, tarfile.open(fileobj=stream, mode="r:*"), stream  # noqa: SIM115
             unpacked = self._archive[1].fileobj
             assert unpacked is not None

@@ -1,4 +1,4 @@
-"""Rows of features, gathered into shards and written beside the computing."""
+"""Gather rows of features into shards and write them in a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,66 +14,77 @@ from torch import Tensor
 from fxcore.memory import give_back
 from service.engine.device.threads import compute_with
 from service.offline.index import Index
-from service.offline.shards import ShardFormat, shard_name, write_shard, writing
-from service.offline.workplace import Workplace
+from service.offline.shards import ShardFormat, shard_name, write_errors, write_shard
+from service.offline.working_folder import WorkingFolder
 
 ERRORS = "errors.jsonl"
 
-_MOST_BYTES = 64 * 1024**2
-_MOST_ROWS = 4096
-_LONGEST = 300.0
-"""Seconds of work that a kill may cost at most, where images take so long that a shard fills slowly."""
+_MAX_BYTES = 64 * 1024**2
+_MAX_ROWS = 4096
+_MAX_SECONDS = 300.0
+"""Maximum time between shards, so that a run that is killed does not lose more work than that."""
 
-_MOST_ERRORS = 1024
+_MAX_ERRORS = 1024
 
 
 class Writer:
-    """Gathers rows into shards of one shape and has a thread of its own write them; two are in memory at most.
+    """Gathers rows of equal shape into shards and writes them in a thread; at most two shards are in memory.
 
     Args:
-        place: where to.
-        chosen: the format.
-        index: what is entered there counts.
-        about: what each shard says of itself.
-        shard_rows: rows of a shard; None: as many as make some 64 MiB.
+        folder: where to write.
+        chosen: the file format.
+        index: where finished shards are added.
+        metadata: metadata of each shard.
+        shard_rows: rows per shard; None for about 64 MiB of them.
     """
 
     def __init__(
-        self, place: Workplace, chosen: ShardFormat, index: Index, about: Mapping[str, str], shard_rows: int | None
+        self,
+        folder: WorkingFolder,
+        chosen: ShardFormat,
+        index: Index,
+        metadata: Mapping[str, str],
+        shard_rows: int | None,
     ) -> None:
-        self._place = place
+        self._folder = folder
         self._format = chosen
         self._index = index
-        self._about = about
-        self._asked_rows = shard_rows
+        self._metadata = metadata
+        self._shard_rows = shard_rows
         names = index.shards()
         self._number = int(names[-1].split("-")[1].split(".")[0]) + 1 if names else 0
         self._thread = ThreadPoolExecutor(1, "fxserve-write", compute_with, (1,))
         self._writing: asyncio.Future[None] | None = None
         self._paths: list[str] = []
         self._rows: dict[str, Tensor] = {}
-        self._room = 0
+        self._capacity = 0
         self._errors: list[tuple[str, str]] = []
-        self._since = time.monotonic()
+        self._last_flush = time.monotonic()
 
     async def add(
         self, paths: Sequence[str], parts: Sequence[Mapping[str, Tensor]], errors: Sequence[tuple[str, str]]
     ) -> None:
-        """Take features, some rows a part, with the paths of all rows, and (path, reason) of what has none."""
+        """Add the features of some images.
+
+        Args:
+            paths: path of each row's image.
+            parts: consecutive parts of the rows: key → ``[n, ...]``.
+            errors: (path, reason) of images without features.
+        """
         self._errors += errors
         start = 0
         for part in parts:
             rows = len(next(iter(part.values())))
             await self._add(paths[start : start + rows], part)
             start += rows
-        if len(self._errors) >= _MOST_ERRORS or time.monotonic() - self._since > _LONGEST:
+        if len(self._errors) >= _MAX_ERRORS or time.monotonic() - self._last_flush > _MAX_SECONDS:
             await self._flush()
 
     async def close(self) -> None:
-        """Write what is left and wait until all is written."""
+        """Write the remaining rows and wait for the writer."""
         try:
             await self._flush()
-            await self._written()
+            await self._wait_written()
         finally:
             self._thread.shutdown(wait=False)
 
@@ -83,28 +94,30 @@ class Writer:
         start = 0
         while start < len(paths):
             if not self._paths:
-                self._take_memory(part, _end(paths, start) - start)
+                self._allocate(part, _end_of_image(paths, start) - start)
             there = len(self._paths)
-            stop = start  # all rows of an image, which are of its boxes, stay together
-            while stop < len(paths) and there + (end := _end(paths, stop)) - start <= self._room:
+            stop = start  # all rows of an image, its boxes, go into one shard
+            while stop < len(paths) and there + (end := _end_of_image(paths, stop)) - start <= self._capacity:
                 stop = end
             for key, values in part.items():
                 self._rows[key][there : there + stop - start] = values[start:stop]
             self._paths += paths[start:stop]
-            if stop < len(paths) or len(self._paths) == self._room:
+            if stop < len(paths) or len(self._paths) == self._capacity:
                 await self._flush()
             start = stop
 
-    def _take_memory(self, part: Mapping[str, Tensor], least: int) -> None:
-        """Memory for a shard of such rows, ``least`` at least. Many small tensors, kept until the shard is full, would
-        leave the memory between them in pieces that no batch fits into: three times as much was seen to be held."""
+    def _allocate(self, part: Mapping[str, Tensor], least: int) -> None:
+        """Allocate memory for a shard of at least ``least`` rows shaped like ``part``.
+
+        Keeping many small tensors until the shard is full would fragment the heap.
+        """
         row = sum(values[:1].nbytes for values in part.values())
-        self._room = max(least, self._asked_rows or min(_MOST_ROWS, _MOST_BYTES // max(1, row)))
-        self._rows = {key: torch.empty(self._room, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
+        self._capacity = max(least, self._shard_rows or min(_MAX_ROWS, _MAX_BYTES // max(1, row)))
+        self._rows = {key: torch.empty(self._capacity, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
 
     async def _flush(self) -> None:
-        """Have what was gathered written."""
-        await self._written()
+        """Start writing the gathered rows."""
+        await self._wait_written()
         if self._paths or self._errors:
             name = shard_name(self._number, self._format.suffix)
             self._number += bool(self._paths)
@@ -113,30 +126,30 @@ class Writer:
                 self._thread, self._write, name, self._paths, rows, self._errors
             )
         self._paths, self._rows, self._errors = [], {}, []
-        self._since = time.monotonic()
+        self._last_flush = time.monotonic()
 
-    async def _written(self) -> None:
+    async def _wait_written(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
 
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
-        with writing(self._place):
+        with write_errors(self._folder):
             if paths:
-                write_shard(self._format, self._place.folder / name, rows, paths, self._about)
-                self._place.put(name)
+                write_shard(self._format, self._folder.path / name, rows, paths, self._metadata)
+                self._folder.publish(name)
             self._index.commit(name, paths, errors)
-            self._place.committed()
-            with (self._place.folder / ERRORS).open("ab") as file:
+            self._folder.publish_index()
+            with (self._folder.path / ERRORS).open("ab") as file:
                 file.writelines(error_line(path, reason) for path, reason in errors)
-        give_back()  # else what the allocator keeps of a shard's memory adds up: 1 KB an image was seen
+        give_back()  # otherwise memory that the allocator keeps after each shard accumulates
 
 
-def _end(paths: Sequence[str], start: int) -> int:
-    """Where the rows of the image at ``start`` end."""
+def _end_of_image(paths: Sequence[str], start: int) -> int:
+    """Index after the last row of the image at row ``start``."""
     return next((row for row in range(start, len(paths)) if paths[row] != paths[start]), len(paths))
 
 
 def error_line(path: str, reason: str) -> bytes:
-    """A line of ``errors.jsonl``."""
+    """Encode a line of ``errors.jsonl``."""
     return orjson.dumps({"path": path, "error": reason}, option=orjson.OPT_APPEND_NEWLINE)

@@ -103,7 +103,7 @@ def test_a_run_goes_on_and_other_boxes_are_refused(
     assert_right(found_in(out), {str(root / path): value for path, value in lines.items()}, reference)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     lines["001.png"] = [[1, 2, 30, 40]]
-    with pytest.raises(FxError, match=r"001\.png was done with other boxes: extract into a new folder"):
+    with pytest.raises(FxError, match=r"001\.png was extracted with other boxes; use a new folder"):
         extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     with pytest.raises(FxError, match="made with pool roi, not avg"):
         extract(job(out, root, spec={"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}), SETTINGS)
@@ -159,25 +159,25 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
         "003.png": "box 1, [50, 10, 20, 40], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
         "004.png": "box 0, [0, 10, 10, 30], lies outside of the part of its image that the model sees: leave it out",
         "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF",
-        "gone.png": "it has boxes, and is not among the images",
+        "gone.png": "it has boxes but is not among the images",
     }
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("boxes.txt", "", r"read from a \.parquet or a \.csv file"),
+        ("boxes.txt", "", r"must be in a \.parquet or \.csv file"),
         ("gone.csv", None, "No such file"),
         ("gone.parquet", None, "No such file"),
-        ("boxes.parquet", "path,boxes\n", "is no Parquet file"),
+        ("boxes.parquet", "path,boxes\n", "is not a Parquet file"),
         ("boxes.csv", "", "has the columns none; it needs the columns path and boxes"),
         ("boxes.csv", "image,x1,y1,x2,y2\na.png,1,2,3,4\n", "has the columns image, x1, y1, x2, y2; it needs"),
-        ("boxes.csv", "path,boxes\na.png,1 2 3 4\n", r"row 1: boxes is a list of .* and here it is 1 2 3 4"),
-        ("boxes.csv", 'path,boxes\na.png,\nb.png,"[1,2,3,4]"\n', r"row 2: boxes is a list of .*here it is \[1,2,3,4\]"),
-        ("boxes.csv", 'path,boxes\na.png,"[[1,2,3]]"\n', r"row 1: .*here it is \[\[1,2,3\]\]"),
+        ("boxes.csv", "path,boxes\na.png,1 2 3 4\n", r"row 1: boxes must be a list of .*, not 1 2 3 4"),
+        ("boxes.csv", 'path,boxes\na.png,\nb.png,"[1,2,3,4]"\n', r"row 2: boxes must be a list of .*, not \[1,2,3,4\]"),
+        ("boxes.csv", 'path,boxes\na.png,"[[1,2,3]]"\n', r"row 1: .*, not \[\[1,2,3\]\]"),
         ("boxes.csv", 'path,boxes\na.png,"[[1,2,3,1e999]]"\n', "row 1: "),
         ("boxes.csv", 'path,boxes\na.png,"[[1,2,3,true]]"\n', "row 1: "),
-        ("boxes.csv", 'path,boxes\n,"[[1,2,3,4]]"\n', "row 1: path is the path of an image, not ''"),
+        ("boxes.csv", 'path,boxes\n,"[[1,2,3,4]]"\n', "row 1: path must be the path of an image, not ''"),
         ("boxes.csv", b"path,boxes\n\xff.png,\n", "utf-8"),
     ],
 )
@@ -197,14 +197,14 @@ def test_a_file_that_is_wrong_is_told_before_anything_is_done(
 def test_boxes_that_are_not_finite_are_told(tmp_path: Path) -> None:
     table = pyarrow.table({"path": ["a.png", "b.png"], "boxes": [None, [[1.0, 2.0, float("nan"), 4.0]]]})
     pyarrow.parquet.write_table(table, tmp_path / "boxes.parquet")
-    with pytest.raises(FxError, match="row 2: boxes is a list of"):
+    with pytest.raises(FxError, match="row 2: boxes must be a list of"):
         list(boxes.read(str(tmp_path / "boxes.parquet")))
 
 
 def test_a_file_that_names_none_of_the_images_is_told(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(2), tmp_path / "out"
     elsewhere = csv(tmp_path / "boxes.csv", {"001.png": BOXES})  # beside the folder, not in it
-    with pytest.raises(FxError, match=rf"names no image .*{tmp_path}/001\.png: it has boxes, and is not among"):
+    with pytest.raises(FxError, match=rf"names no image .*{tmp_path}/001\.png: it has boxes but is not among"):
         extract(regions(out, elsewhere, root), SETTINGS)
     with pytest.raises(FxError, match=r"boxes\.csv has no boxes"):
         extract(regions(out, csv(tmp_path / "boxes.csv", {"001.png": []}), root), SETTINGS)

@@ -12,7 +12,7 @@ from service.offline.sources import Source
 
 
 def left(index: Index) -> list[str]:
-    return [source.path for block in index.left() for source in block]
+    return [source.path for block in index.pending() for source in block]
 
 
 def files(*names: str) -> list[Source]:
@@ -21,23 +21,23 @@ def files(*names: str) -> list[Source]:
 
 def test_what_is_entered_is_left_until_it_is_in_a_shard(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.enter(files("b", "c", "a", "b"))
+    index.add(files("b", "c", "a", "b"))
     assert left(index) == ["a", "b", "c"]
     index.commit("shard-000000.npz", ["b"], [("c", "it is no image")])
     index.close()
     index = Index(tmp_path)
     assert (left(index), index.counts(), list(index.errors())) == (["a"], (3, 1, 1), [("c", "it is no image")])
-    index.enter(files("c", "d", "b"))  # a is gone now, d is new, and c may have been mended
+    index.add(files("c", "d", "b"))  # a is gone now, d is new, and c may have been mended
     assert (left(index), index.counts()) == (["c", "d"], (3, 1, 0))
     index.close()
 
 
 def test_shards_that_are_gone_are_done_again(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.enter(files("a", "b", "c"))
+    index.add(files("a", "b", "c"))
     index.commit("shard-000000.npz", ["a", "b"], [])
     index.commit("shard-000001.npz", ["c"], [])
-    index.keep(["shard-000001.npz"])
+    index.keep_shards(["shard-000001.npz"])
     assert (left(index), index.shards()) == (["a", "b"], ["shard-000001.npz"])
     index.close()
 
@@ -45,16 +45,16 @@ def test_shards_that_are_gone_are_done_again(tmp_path: Path) -> None:
 def test_members_of_an_archive_are_left_in_the_order_of_their_places(tmp_path: Path) -> None:
     index = Index(tmp_path)
     members = [Source(f"t.tar/{name}", "t.tar", offset, 5) for offset, name in ((30, "a"), (10, "c"), (20, "b"))]
-    index.enter([*members, Source("t.tar/a", "t.tar", 40, 6)])  # a once more: tar takes the last
+    index.add([*members, Source("t.tar/a", "t.tar", 40, 6)])  # a once more: tar takes the last
     assert left(index) == ["t.tar/c", "t.tar/b", "t.tar/a"]
-    assert [source.offset for block in index.left() for source in block] == [10, 20, 40]
+    assert [source.offset for block in index.pending() for source in block] == [10, 20, 40]
     index.close()
 
 
 def test_many_are_given_in_blocks_and_each_once(tmp_path: Path) -> None:
     index = Index(tmp_path)
-    index.enter(files(*(f"{n:05d}" for n in range(3000))))
-    blocks = [[source.path for source in block] for block in index.left()]
+    index.add(files(*(f"{n:05d}" for n in range(3000))))
+    blocks = [[source.path for source in block] for block in index.pending()]
     assert [path for block in blocks for path in block] == [f"{n:05d}" for n in range(3000)]
     assert max(map(len, blocks)) < 2000
     index.close()

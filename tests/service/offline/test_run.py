@@ -201,7 +201,7 @@ def test_a_folder_whose_default_preprocessing_was_another_is_refused(
     written = json.loads(before)
     del written["images"]  # as before it was written down
     (out / "spec.json").write_text(json.dumps(written))
-    with pytest.raises(FxError, match="made with an fxserve whose preprocess=default was another"):
+    with pytest.raises(FxError, match="made with a version of fxserve with another preprocess=default"):
         extract(job(out, root), SETTINGS)
 
 

@@ -112,7 +112,7 @@ def test_links_in_archives_give_what_they_are_of(mode: str, tmp_path: Path) -> N
         tar.add(root, ".")
     found = {source.path.rpartition("/")[2]: source for source in find([str(path)])}
     assert sorted(found) == ["a.png", "gone.png", "hard.png", "soft.png"]
-    assert found.pop("gone.png").error == "a link to /nowhere.png, which the archive lacks"
+    assert found.pop("gone.png").error == "a link to /nowhere.png, which is not in the archive"
     reader = Reader(10**6)
     assert [reader.read(source) == png(1) for source in found.values()] == [True] * 3
     reader.close()

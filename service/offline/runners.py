@@ -1,0 +1,334 @@
+"""Run an extractor on batches of encoded images: on this process's own engine, or on servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadBox, BadImage, FxError, ImageTooLarge
+from fxcore.images.decoding import WAYS
+from service.client import AsyncClient, AsyncExtractor, exceptions
+from service.engine import Engine, ExtractorRecord, FeatureOptions
+from service.engine.errors import ComputeFailed, OutOfMemory
+from service.offline.shards import BOX
+from service.offline.sources import Boxes
+from service.schemas.v1 import ExtractorSpec
+from service.settings import Settings
+
+Rows = dict[str, Tensor]
+
+_UNLIMITED = 2**62
+"""The engine's limits protect a service from its clients; here the only client bounds its own load."""
+
+_SERVER_TIMEOUT = 600.0
+"""Seconds that a batch may take, retries included, or that a server may be unreachable."""
+
+_MAX_RETRY_DELAY = 10.0
+"""Maximum seconds between two attempts to reach a server."""
+
+_MAX_TIMEOUTS = 3
+"""How often a single image may time out before it counts as unreadable."""
+
+# Errors that a single image can cause, in the engine and on a server.
+_IMAGE_ERRORS = (BadImage, BadBox, ImageTooLarge, OutOfMemory, ComputeFailed)
+_SERVER_IMAGE_ERRORS = (
+    exceptions.ImageProblem,
+    exceptions.TooLarge,
+    exceptions.OutOfMemory,
+    exceptions.ComputeFailed,
+    exceptions.DeadlineExceeded,
+)
+
+# Errors that another server, or the same one later, may not have.
+_RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
+
+
+class Unreadable(FxError):
+    """The features of an image cannot be computed."""
+
+
+@dataclass(frozen=True)
+class ExtractorInfo:
+    """Description of an extractor, for ``spec.json``.
+
+    Attributes:
+        spec: everything that determines its values, with node names and weights resolved.
+        outputs: key, node, layout and stride of each output.
+        fingerprint: hash of the model's graph.
+        backend: the backend in this process; None if servers choose.
+        one_size: whether outputs have the same shape for all images.
+        images: how images are preprocessed, in words.
+    """
+
+    spec: dict[str, Any]
+    outputs: list[dict[str, Any]]
+    fingerprint: str
+    backend: str | None
+    one_size: bool
+    images: str
+
+
+class Runner(Protocol):
+    """Runs one extractor on several batches concurrently.
+
+    Attributes:
+        info: describes the extractor.
+        concurrency: number of images in flight that keeps it busy.
+    """
+
+    info: ExtractorInfo
+    concurrency: int
+
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+        """Compute key → ``[len(images), ...]``.
+
+        With ``boxes``, a list for each image, the first dimension is the boxes, and the key
+        :data:`~service.offline.shards.BOX` has their coordinates, float64 ``[boxes, 4]``.
+
+        Raises:
+            Unreadable: the features of a single image cannot be computed.
+            FxError, Problem: any other failure. With several images, one of them may be the cause:
+                see :func:`is_image_error`.
+        """
+
+    async def close(self) -> None:
+        """Stop the engine, or close the connections."""
+
+
+class LocalRunner:
+    """Runs an extractor on an engine in this process.
+
+    Args:
+        settings: settings of the engine.
+        options: how to pool and cast the outputs.
+        fast: look for a faster backend before starting, which takes seconds.
+    """
+
+    concurrency = 64
+
+    def __init__(self, settings: Settings, options: FeatureOptions, fast: bool) -> None:
+        changed: dict[str, Any] = {"preload": (), "models": None, "lowering": fast}
+        changed |= {"max_response_bytes": _UNLIMITED, "max_inflight_bytes": _UNLIMITED, "request_timeout": 7 * 86400.0}
+        self._engine = Engine(settings.model_copy(update=changed))
+        self._options = options
+        self._record: ExtractorRecord | None = None
+
+    async def start(self, spec: ExtractorSpec, served_by: str | None) -> None:
+        """Build the extractor.
+
+        Args:
+            spec: what to build.
+            served_by: the backend that computed earlier rows; ``auto`` then means that one.
+
+        Raises:
+            FxError: it cannot be built.
+        """
+        await self._engine.start()
+        requested = spec.backend
+        if requested == "auto" and served_by is not None:
+            spec = spec.model_copy(update={"backend": served_by})
+        record, _ = await self._engine.extractor(spec)
+        await self._engine.extractors.load(record)
+        await self._engine.settle(record)  # a switch of backends in mid-run would round later rows differently
+        self._record = record
+        self.info = ExtractorInfo(
+            spec=_spec(spec, requested, record.weights, record.return_nodes),
+            outputs=[_output(vars(info)) for info in record.outputs],
+            fingerprint=record.fingerprint,
+            backend=record.backend,
+            one_size=record.preprocessing.fixed_size and self._options.preprocess != "none",
+            images=_images(self._options, self._engine.settings.preprocess),
+        )
+
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+        assert self._record is not None
+        try:
+            result = await self._engine.features(self._record, images, self._options, boxes=boxes)
+            return _add_boxes(result.outputs, boxes)
+        except _IMAGE_ERRORS as error:
+            if len(images) > 1:
+                raise
+            raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+
+    async def close(self) -> None:
+        await self._engine.close(0.0)
+
+
+class _Server:
+    """One server and its state in this run.
+
+    After a request times out, the server gets one request at a time for the rest of the run, with half as many images
+    after each timeout. A single image that times out is retried, and counts as unreadable after :data:`_MAX_TIMEOUTS`
+    attempts; the next run into the folder tries it again.
+
+    Attributes:
+        in_flight: batches sent to it and not answered yet.
+        retry_at: when to use it again after a failure, on the monotonic clock.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.extractor: AsyncExtractor | None = None
+        self.in_flight = 0
+        self.retry_at = 0.0
+        self._max_images: int | None = None
+        self._one_request = asyncio.Lock()
+
+    async def features(
+        self, images: Sequence[bytes], boxes: Sequence[Boxes] | None, options: Mapping[str, Any]
+    ) -> Rows:
+        """Compute key → ``[len(images), ...]``, in several requests once one has timed out.
+
+        Raises:
+            FxserveError: the server failed or rejected a request.
+        """
+        assert self.extractor is not None
+        if self._max_images is None:
+            try:
+                return await self.extractor(list(images), boxes=boxes, as_torch=True, **options)
+            except exceptions.DeadlineExceeded:
+                self._max_images = self._max_images or max(1, len(images) // 2)
+        parts: list[Rows] = []
+        start = timeouts = 0
+        async with self._one_request:
+            while start < len(images):
+                some = list(images[start : start + self._max_images])
+                some_boxes = None if boxes is None else boxes[start : start + self._max_images]
+                try:
+                    parts.append(await self.extractor(some, boxes=some_boxes, as_torch=True, **options))
+                except exceptions.DeadlineExceeded:
+                    timeouts += len(some) == 1
+                    if timeouts == _MAX_TIMEOUTS or (timeouts and len(images) > 1):
+                        raise
+                    self._max_images = max(1, len(some) // 2)
+                else:
+                    start += len(some)
+        return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+class RemoteRunner:
+    """Runs an extractor on servers. Each batch goes to the one with the fewest in flight; unreachable ones are skipped.
+
+    Args:
+        urls: base URLs of the servers.
+        api_key: API key for all of them.
+        options: how to pool and cast the outputs.
+    """
+
+    def __init__(self, urls: Sequence[str], api_key: str | None, options: FeatureOptions) -> None:
+        self._options = options
+        key = {"Authorization": f"Bearer {api_key}"} if api_key is not None else None
+        try:
+            clients = [AsyncClient(url, timeout=_SERVER_TIMEOUT, retries=10_000, headers=key) for url in urls]
+        except ValueError as error:
+            raise FxError(f"--server: {error}") from error
+        self._servers = [_Server(client) for client in clients]
+        self.concurrency = 64 * len(urls)
+
+    async def start(self, spec: ExtractorSpec) -> None:
+        """Build the extractor on every server.
+
+        Raises:
+            FxError: a server cannot build it, or servers differ in graph, weights or preprocessing.
+        """
+        extractors = await asyncio.gather(*(self._extractor(server.client, spec) for server in self._servers))
+        defaults = await asyncio.gather(
+            *(self._default_preprocess(server.client, spec.model) for server in self._servers)
+        )
+        infos = [self._info(spec, e.description, default) for e, default in zip(extractors, defaults, strict=True)]
+        first, first_url = infos[0], self._servers[0].client.url
+        for server, extractor, info in zip(self._servers, extractors, infos, strict=True):
+            if (info.spec, info.fingerprint) != (first.spec, first.fingerprint):
+                raise FxError(f"{server.client.url} and {first_url} build different extractors of {info.spec}")
+            if info.images != first.images:
+                raise FxError(f"{server.client.url} prepares images by {info.images}, {first_url} by {first.images}")
+            server.extractor = extractor
+        self.info = first
+
+    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+        options = {name: value for name, value in self._options.named().items() if value is not None}
+        deadline = time.monotonic() + _SERVER_TIMEOUT
+        delay = 0.5
+        while True:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda one: (max(one.retry_at, now), one.in_flight))
+            await asyncio.sleep(max(0.0, server.retry_at - now))
+            server.in_flight += 1
+            try:
+                rows = await server.features(images, boxes, options)
+                rows.pop("box_image", None)
+                return _add_boxes(rows, boxes)
+            except _SERVER_IMAGE_ERRORS as error:
+                if len(images) > 1:
+                    raise
+                raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+            except exceptions.FxserveError as error:
+                if not isinstance(error, _RETRYABLE) or time.monotonic() + delay > deadline:
+                    raise FxError(f"{server.client.url}: {error}") from error
+                server.retry_at = time.monotonic() + delay
+                delay = min(2 * delay, _MAX_RETRY_DELAY)
+            finally:
+                server.in_flight -= 1
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.client.close()
+
+    async def _extractor(self, client: AsyncClient, spec: ExtractorSpec) -> AsyncExtractor:
+        fields = spec.model_dump(exclude={"model", "return_nodes", "name"})
+        try:
+            return await client.extractor(spec.model, spec.return_nodes, **fields)
+        except exceptions.FxserveError as error:
+            raise FxError(f"{client.url}: {error}") from error
+
+    async def _default_preprocess(self, client: AsyncClient, model: str) -> str:
+        try:
+            return str((await client.model(model))["default_preprocess"]["way"])
+        except exceptions.FxserveError as error:
+            raise FxError(f"{client.url}: {error}") from error
+
+    def _info(self, spec: ExtractorSpec, description: Mapping[str, Any], default: str) -> ExtractorInfo:
+        nodes = {output["key"]: output["node"] for output in description["outputs"]}
+        fixed = not any(size is None for output in description["outputs"] for size in output["shape"][1:])
+        return ExtractorInfo(
+            spec=_spec(spec, spec.backend, description["weights"], nodes),
+            outputs=[_output(output) for output in description["outputs"]],
+            fingerprint=description["fingerprint"],
+            backend=None,
+            one_size=fixed and self._options.preprocess != "none",
+            images=_images(self._options, default),
+        )
+
+
+def _add_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
+    """Add the coordinates of the boxes to the outputs."""
+    if boxes is None:
+        return rows
+    if BOX in rows:
+        raise FxError(f"an output cannot be called {BOX!r}, the name of the column of boxes")
+    return {**rows, BOX: torch.tensor([box for of_image in boxes for box in of_image], dtype=torch.float64)}
+
+
+def is_image_error(error: Exception) -> bool:
+    """Whether a batch may have failed because of one of its images."""
+    return isinstance(error, (*_IMAGE_ERRORS, *_SERVER_IMAGE_ERRORS))
+
+
+def _images(options: FeatureOptions, default: str) -> str:
+    way = default if options.preprocess == "default" else options.preprocess
+    return WAYS.get(way, "pixels as they are, in [0, 1]")
+
+
+def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:
+    fields = spec.model_dump(mode="json", exclude={"name"})
+    return {**fields, "backend": backend, "weights": weights, "return_nodes": dict(return_nodes)}
+
+
+def _output(output: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: output[name] for name in ("key", "node", "layout", "stride")}

@@ -1,0 +1,75 @@
+"""The local folder that a run writes to: the output folder itself, or a scratch folder for a bucket."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from service.offline import index, shards
+from service.offline.folder import Folder
+
+_INDEX_SECONDS = 30.0
+"""Interval between uploads of the index to a bucket: a run that is killed loses at most about this much work."""
+
+
+class WorkingFolder:
+    """The local folder that a run writes to. For a bucket, its files are uploaded one by one.
+
+    The index of a bucket is downloaded at the start, and uploaded regularly and at the end. Shards that it does not
+    name are removed and computed again, as on disk. Concurrent runs into one bucket are not prevented.
+
+    Args:
+        out: the output folder.
+
+    Attributes:
+        path: the local folder.
+
+    Raises:
+        FxError: the bucket cannot be read.
+    """
+
+    def __init__(self, out: Folder) -> None:
+        self._out = out
+        self._scratch = tempfile.TemporaryDirectory(prefix="fxserve-") if out.disk is None else None
+        self.path = out.disk or Path(self._scratch.name if self._scratch else "")
+        self._uploaded = time.monotonic()
+        if self._scratch:
+            out.get(index.FILE, self.path / index.FILE)
+
+    def __str__(self) -> str:
+        return str(self._out)
+
+    def shards(self, suffix: str) -> list[str]:
+        """List the names of the shards in the output folder."""
+        return [name for name in self._out.names() if name.startswith("shard-") and name.endswith(suffix)]
+
+    def remove_all_but(self, suffix: str, kept: Sequence[str]) -> None:
+        """Remove shards that were never added to the index."""
+        if self._scratch is None:
+            shards.remove_all_but(self.path, suffix, kept)
+        else:
+            for name in set(self.shards(suffix)).difference(kept):
+                self._out.remove(name)
+
+    def publish(self, name: str) -> None:
+        """Upload a finished shard, for a bucket."""
+        if self._scratch is not None:
+            self._out.put(self.path / name)
+            shards.remove(self.path / name)
+
+    def publish_index(self) -> None:
+        """Upload the index, for a bucket, if the last upload is long enough ago."""
+        if self._scratch is not None and time.monotonic() - self._uploaded > _INDEX_SECONDS:
+            self._out.put(self.path / index.FILE)
+            self._uploaded = time.monotonic()
+
+    def close(self) -> None:
+        """Upload the remaining files, for a bucket. The index must be closed."""
+        if self._scratch is not None:
+            try:
+                for file in sorted(self.path.iterdir()):
+                    self._out.put(file)
+            finally:
+                self._scratch.cleanup()
