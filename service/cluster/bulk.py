@@ -32,6 +32,7 @@ from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
 from service.offline import Job, Summary, boxes, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
+from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
 from service.offline.run import MIN_IMAGES_TO_LOWER, add_images
@@ -87,7 +88,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
         _check(info, job.options, probe)
         made = spec_file.SpecFile(info, job.options, FORMAT, probe)
-        with shards.write_errors(out):
+        with write_errors(out):
             made.write_or_check(out)
         output = Output(out, index, job.boxes is not None)
         output.look()

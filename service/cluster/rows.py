@@ -14,7 +14,8 @@ import pyarrow
 import pyarrow.parquet
 
 from service.offline.batches import Result
-from service.offline.folder import Folder, driver_errors
+from service.offline.failures import driver_errors
+from service.offline.folder import Folder
 from service.offline.index import Index, boxes_changed
 from service.offline.runners import Rows
 from service.offline.shards import BOX, PATH, arrow_column

@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 
 from fxcore.errors import FxError
-from service.offline.folder import driver_errors, is_url
+from service.offline.failures import driver_errors
+from service.offline.folder import is_url
 from service.offline.sources import Boxes, open_binary
 
 PATH, BOXES = "path", "boxes"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from fxcore.errors import FxError, summarize
+from fxcore.errors import FxError
+from service.offline.failures import driver_errors
 from service.offline.shards import write_text
 
 
@@ -32,24 +31,6 @@ def filesystem(url: str) -> tuple[Any, str]:
         reason = str(error).rstrip(".")
         raise FxError(f"{url}: {reason}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
     return fs, path.rstrip("/")
-
-
-@contextmanager
-def driver_errors(url: str) -> Iterator[None]:
-    """Turn errors of a file system's driver into ones that name ``url``.
-
-    Raises:
-        FxError: the driver failed.
-    """
-    try:
-        yield
-    except FxError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise FxError(f"{url}: {reason}") from error
-    except Exception as error:  # errors of botocore and others have no common base class
-        raise FxError(f"{url}: {summarize(error)}") from error
 
 
 class Folder:

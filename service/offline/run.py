@@ -14,6 +14,7 @@ from fxcore.errors import FxError
 from service.engine import FeatureOptions
 from service.offline import boxes, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
+from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
 from service.offline.runners import LocalRunner, RemoteRunner
@@ -105,12 +106,12 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         probed = await probe(runner, job.options.pool)
         chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
         spec = spec_file.SpecFile(runner.info, job.options, job.format, probed)
-        with shards.write_errors(out):
+        with write_errors(out):
             spec.write_or_check(out)
             folder = await asyncio.to_thread(WorkingFolder, out)
             index = Index(folder.path)
         try:
-            with shards.write_errors(out):
+            with write_errors(out):
                 await asyncio.to_thread(_prepare, job, chosen, folder, index)
             writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
             await _Pipeline(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report).run()
@@ -118,7 +119,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             return Summary(spec.outputs, images, done, unreadable, len(index.shards()))
         finally:
             index.close()
-            with shards.write_errors(out):
+            with write_errors(out):
                 await asyncio.to_thread(folder.close)
     finally:
         await runner.close()

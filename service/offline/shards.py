@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import sqlite3
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,20 +178,6 @@ def write_text(target: Path, text: str) -> None:
         _fsync(target.parent)
     finally:
         remove(unfinished)
-
-
-@contextmanager
-def write_errors(folder: object) -> Iterator[None]:
-    """Turn errors of writing into ones that name ``folder``.
-
-    Raises:
-        FxError: it cannot be written.
-    """
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise FxError(f"{folder} cannot be written: {reason}") from error
 
 
 def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:

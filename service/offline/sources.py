@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import IO
 
 from fxcore.errors import BadImage, FxError
-from service.offline.folder import driver_errors, filesystem, is_url
+from service.offline.failures import driver_errors, reason_of
+from service.offline.folder import filesystem, is_url
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
@@ -182,8 +183,7 @@ def _in_archive(path: str) -> Iterator[Source]:
             yield from (Source(name, path, error=f"a link to {target}, which is not in the archive") for name in names)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         # Members before the damage are usable; zlib and lzma errors are OSError or ValueError.
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        yield Source(shown, path, error=f"the archive cannot be read to its end: {reason}")
+        yield Source(shown, path, error=f"the archive cannot be read to its end: {reason_of(error)}")
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
@@ -242,8 +242,7 @@ class Reader:
                     file.seek(source.offset)
                 return file.read(size)
         except (OSError, EOFError, tarfile.TarError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise BadImage(reason) from error
+            raise BadImage(reason_of(error)) from error
 
     def close(self) -> None:
         """Close the archive that is open."""
