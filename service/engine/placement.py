@@ -9,8 +9,8 @@ from service.engine.device.threads import MOST_THREADS
 from service.machine import available_threads
 
 _SHARE = 1 / 4
-"""Share of the threads that this process may have which extractors may take: models of a fixed size, the service itself
-and the processes that compile need the rest."""
+"""Share of the threads of this process that compiled extractors may take. The service itself, models of a fixed size
+and compiling processes need the rest."""
 
 
 def most_compiled(compute_threads: int) -> int:

@@ -56,4 +56,5 @@ def row_layout(info: OutputInfo) -> str | None:
 
 
 def several_rows(info: OutputInfo, rows: int, images: int) -> bool:
+    """Whether an output of ``rows`` rows for ``images`` images has several rows for each image."""
     return info.rows_per_image > 1 or rows != images

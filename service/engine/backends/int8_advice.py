@@ -30,10 +30,10 @@ _MARGIN = 0.003
 """Margin by which a simulation must be nearer to float32 than required: torch's own ranges differ from it."""
 
 
-class Passing:
-    """The search for nodes with whose ``keep_float`` a module passes in int8.
+class KeepFloatSearch:
+    """The search for nodes that make a module agree in int8 when they are kept in float.
 
-    They are the layers that lose most: first as many as a simulation says, then twice as many.
+    Tried are the layers that lose most: first as many as a simulation needs, then twice as many.
 
     Args:
         module: too far from float32 in int8.
@@ -47,8 +47,8 @@ class Passing:
         self._layers = layers
         self._found: tuple[list[str], Candidate] | None = None
 
-    async def search(self, attempt: Callable[[fx.GraphModule], Awaitable[Candidate]]) -> None:
-        """Look for them.
+    async def run(self, attempt: Callable[[fx.GraphModule], Awaitable[Candidate]]) -> None:
+        """Run the search.
 
         Args:
             attempt: lowers a module to torch's own int8 and compares it with float32.
@@ -89,7 +89,7 @@ class Passing:
         )
 
     def _fewest(self, names: Sequence[str]) -> int:
-        """How many of the layers ``names`` have to stay in float, by the simulation."""
+        """How many of the layers ``names``, from the first on, have to stay in float by the simulation."""
         counts = range(1, len(names))
         return bisect_left(counts, MIN_COSINE + _MARGIN, key=lambda n: self._simulation.cosine(names[:n])) + 1
 

@@ -22,14 +22,15 @@ _SLOWEST_PASS = 0.5
 """About the longest forward pass to time, in seconds: requests wait for it."""
 
 _WARM_SECONDS = 0.25
-"""Batch sizes that take longer than this many seconds are not warmed up: their first pass is little slower than the
-next, and the start would wait for it."""
+"""Longest batch to warm up, in seconds: the first pass of a longer one is little slower than the next, and the start
+would wait for it."""
 
 _ROUNDS = 3
+"""Most times that each is timed at a batch size; the fastest counts."""
 
-_CLEAR = 0.6
-"""A candidate under this share of eager's time is taken to be faster without further rounds: requests wait while it is
-timed, and the first pass of a size, which is slow with compilers, is already among those measured."""
+_CLEARLY_FASTER = 0.6
+"""A candidate under this share of eager's time is faster without further rounds: requests wait while it is timed. Its
+slow first pass of a size is among those already timed."""
 
 
 class Trials:
@@ -81,7 +82,7 @@ class Trials:
             for _ in range(_ROUNDS):
                 for run, one in ((eager, own), (lowered, candidate)):
                     one.time(rows, await self._run(reference.timed, run, rows))
-                if candidate.ms[str(rows)] <= _CLEAR * own.ms[str(rows)]:
+                if candidate.ms[str(rows)] <= _CLEARLY_FASTER * own.ms[str(rows)]:
                     break
         return candidate.judge(own)
 

@@ -29,7 +29,7 @@ from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
 from service.engine.backends.choice import chosen_backend, has_copy
 from service.engine.backends.fallback import OneSize
-from service.engine.backends.int8_advice import Passing, shown, simulation
+from service.engine.backends.int8_advice import KeepFloatSearch, shown, simulation
 from service.engine.backends.lowering import Lowering
 from service.engine.backends.search import Search
 from service.engine.backends.trials import Trials
@@ -64,18 +64,18 @@ class Upgrades:
         self._verdicts = Verdicts(settings)
         self._trials = Trials(queue, settings.max_batch)
         self._lowering = Lowering(device, self._trials, settings)
-        # Two pools: what a request waits for does not queue behind background work.
-        self._asked = Pool(1, "fxserve-lower", compute_on, device, 1)
-        self._unasked = Pool(1, "fxserve-improve", compute_on, device, 1)
-        # Called when another backend has taken over, which takes memory.
+        # Two pools: builds that requests wait for do not queue behind background work.
+        self._foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
+        self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
+        # Called when another backend may have taken over, which takes memory.
         self.on_upgrade: Callable[[], object] = lambda: None
         self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
         self._checks: set[asyncio.Task[Candidate]] = set()
 
     def start(self) -> None:
         """Start the threads."""
-        self._asked.start()
-        self._unasked.start()
+        self._foreground.start()
+        self._background.start()
 
     def close(self) -> None:
         """Cancel all lowerings and searches."""
@@ -85,13 +85,13 @@ class Upgrades:
                 record.upgrade.cancel()
         for check in self._checks:
             check.cancel()
-        for pool in (self._asked, self._unasked):
+        for pool in (self._foreground, self._background):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, record: ExtractorRecord) -> None:
-        """Lower nothing more for ``record``, which is deleted or unloaded, unless requests wait for its lowering.
+        """Cancel the lowering of ``record``, which is deleted or unloaded, unless requests wait for it.
 
-        A lowering that nobody uses would keep others waiting and memory in use.
+        An unused lowering would keep others waiting and memory in use.
         """
         record.gone = True
         if record.check is not None:
@@ -100,7 +100,7 @@ class Upgrades:
         if searching or not record.users:
             self._cancel(record)
         if searching:
-            self._unasked.submit(tidy)  # runs once the lowering in that pool has released it
+            self._background.submit(tidy)  # runs once the lowering in that pool has released it
 
     async def first(
         self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor
@@ -108,7 +108,7 @@ class Upgrades:
         """Set what runs the first request of ``record``.
 
         Args:
-            original: computes what the model itself does: ``extractor.module`` before any transform.
+            original: computes what the model itself does, as ``extractor.module`` did before any transform.
             pool: the threads that prepare eager, which is as quick as building an extractor.
 
         Raises:
@@ -124,12 +124,12 @@ class Upgrades:
             await self._lowered_first(record, extractor, backend)
 
     async def _lowered_first(self, record: ExtractorRecord, extractor: Extractor, backend: Backend) -> None:
-        """Lower before the first request and compare: the backend serves, or the spec is refused."""
+        """Lower before the first request, and compare: the backend serves, or the spec is refused."""
         spec = record.spec
         candidate = Candidate(backend.name)
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
-            lowered, reference = await self._lowering.lower(record, extractor, backend, self._asked)
+            lowered, reference = await self._lowering.lower(record, extractor, backend, self._foreground)
             await self._trials.compare(candidate, reference, lowered)
             await self._trials.warm(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
@@ -157,7 +157,7 @@ class Upgrades:
     ) -> Candidate:
         """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
 
-        Requests do not wait for it; until it is done, or if it fails, the errors are None.
+        Requests do not wait for it. Until it is done, or if it fails, the errors are None.
         """
         try:
             # Not in a pool, whose work takes longer than this does.
@@ -182,8 +182,8 @@ class Upgrades:
     async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
         """Measure what each layer loses in int8, unless the backend reports it itself."""
         try:
-            made = await in_pool(self._unasked, simulation, record, extractor, self._settings.calibration_dir)
-            layers = await in_pool(self._unasked, made.layers)
+            made = await in_pool(self._background, simulation, record, extractor, self._settings.calibration_dir)
+            layers = await in_pool(self._background, made.layers)
             if record.checks is not None:
                 record.checks = record.checks | shown(layers)
         except Exception:
@@ -193,33 +193,35 @@ class Upgrades:
     async def _too_far(
         self, record: ExtractorRecord, extractor: Extractor, far: Candidate, reference: Reference, lowered: Lowered
     ) -> BackendRefused:
-        """The error for a spec whose int8 is too far from float32; finding nodes to keep in float may take as long as
-        lowering."""
+        """The error for a spec whose int8 is too far from float32.
+
+        It names nodes to keep in float, if there are some; searching for them may take as long as lowering.
+        """
 
         async def attempt(module: fx.GraphModule) -> Candidate:
             changed = replace(extractor, module=module)
-            kept, _ = await self._lowering.lower(record, changed, BACKENDS["eager"], self._asked)
+            kept, _ = await self._lowering.lower(record, changed, BACKENDS["eager"], self._foreground)
             found = Candidate("eager")
             await self._trials.compare(found, reference, kept)
             return found
 
-        made = await in_pool(self._asked, simulation, record, extractor, self._settings.calibration_dir)
-        layers = lowered.layers if isinstance(lowered, EagerInt8) else await in_pool(self._asked, made.layers)
-        passing = Passing(extractor.module, made, layers)
+        made = await in_pool(self._foreground, simulation, record, extractor, self._settings.calibration_dir)
+        layers = lowered.layers if isinstance(lowered, EagerInt8) else await in_pool(self._foreground, made.layers)
+        search = KeepFloatSearch(extractor.module, made, layers)
         if BACKENDS["eager"].unavailable(self._device, "int8") is None:
             with suppress(PassFailed, LoweringFailed):
-                await passing.search(attempt)
-        return passing.refusal(record.spec, far)
+                await search.run(attempt)
+        return search.refusal(record.spec, far)
 
     def used(self, record: ExtractorRecord, images: int) -> None:
-        """Count a request that ``record`` answered, and look for a faster backend if it has answered enough."""
+        """Count a request that ``record`` answered, and search for a faster backend if it has answered enough."""
         record.images += images
         if record.upgrade is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
             self.improve(record)
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
-        """Start looking for a faster backend, unless that was done, there is none, or ``record`` is deleted or
-        unloaded."""
+        """Start the search for a faster backend, unless it was started before, there is no such backend, or ``record``
+        is deleted or unloaded."""
         if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
             return None
         precision = record.spec.precision  # int8's backend was chosen at the start, by the nodes to keep in float
@@ -235,11 +237,13 @@ class Upgrades:
         if eager is None:
             return
         own = await record.check if record.check is not None else Candidate("eager", CandidateState.SERVING)
-        search = Search(record, extractor, own, backends, self._lowering, self._trials, self._verdicts, self._unasked)
+        search = Search(
+            record, extractor, own, backends, self._lowering, self._trials, self._verdicts, self._background
+        )
         await search.run(eager)
         del search, eager
         self.on_upgrade()
-        await in_pool(self._unasked, tidy)
+        await in_pool(self._background, tidy)
 
     def _cancel(self, record: ExtractorRecord) -> None:
         """Cancel the lowering of ``record``, and the search that it is part of."""

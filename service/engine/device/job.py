@@ -38,8 +38,7 @@ class Job:
     """One request in the device worker; made on the event loop that waits for its answer.
 
     It is settled once, by the first of: the worker when all rows are done, a decoder that fails, or the event loop when
-    the caller is gone. ``queued`` (on the clock of ``time.monotonic()``) is set by the thread that queues its rows;
-    everything else belongs to the worker.
+    the caller is gone.
 
     Args:
         record: the extractor.
@@ -47,6 +46,10 @@ class Job:
         rows: how many rows the answer has.
         deadline: of the request, on the clock of ``time.monotonic()``.
         regions: the boxes to pool, if any: the answer has a row for each then.
+
+    Attributes:
+        queued: when its last rows were queued, on the clock of ``time.monotonic()``; set by the thread that does so.
+        computed: seconds that its batches took; set by the worker.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Job:
         """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
-            EngineError: what the job failed of.
+            EngineError: the job failed.
         """
         try:
             return await self._answer
@@ -89,12 +92,12 @@ class Job:
         return not self._settled.is_set()
 
     def answered(self, rows: range) -> range:
-        """The rows of the answer that ``rows`` become."""
+        """The rows of the answer that the rows ``rows`` of the input become."""
         return rows if self.regions is None else self.regions.of(rows)
 
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
         """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery completes the
-        answer, which :func:`announce` brings to the event loop."""
+        answer; :func:`announce` then wakes the caller."""
         if self._settled.is_set():
             return
         for key, values in outputs.items():
@@ -131,8 +134,8 @@ class Job:
             values = copied(values)
         return values
 
-    def _arrive(self) -> None:
-        """On the event loop: wake the caller."""
+    def _wake(self) -> None:
+        """Wake the caller. On the event loop."""
         outcome, self._outcome = self._outcome, None
         if outcome is None or self._answer.done():  # the caller is gone, or was woken already
             return
@@ -150,12 +153,12 @@ def announce(jobs: Sequence[Job]) -> None:
     settled = [job for job in jobs if job._settled.is_set()]
     if settled:
         with suppress(RuntimeError):  # the loop is closed
-            settled[0]._loop.call_soon_threadsafe(_arrive, settled)
+            settled[0]._loop.call_soon_threadsafe(_wake, settled)
 
 
-def _arrive(jobs: Sequence[Job]) -> None:
+def _wake(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        job._arrive()
+        job._wake()
 
 
 @dataclass(eq=False)
@@ -166,7 +169,8 @@ class Item:
         rows: their indices in the answer.
         inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
             :meth:`fxcore.images.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
-        row_bytes: what one row takes on the device while it is computed, by prediction; above zero.
+        row_bytes: predicted bytes that one row takes on the device while it is computed; above zero.
+        since: when it was queued, on the clock of ``time.monotonic()``.
     """
 
     job: Job
@@ -181,7 +185,7 @@ class Item:
         return self.job.record, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
 
     def split(self, rows: int) -> tuple[Item, Item]:
-        """The first ``rows`` rows, and the rest."""
+        """Split into the first ``rows`` rows and the rest."""
         return (
             Item(self.job, self.rows[:rows], tuple(t[:rows] for t in self.inputs), self.row_bytes, self.since),
             Item(self.job, self.rows[rows:], tuple(t[rows:] for t in self.inputs), self.row_bytes, self.since),

@@ -71,7 +71,7 @@ def finish(
 
 
 def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """``values`` in pieces of so many rows."""
+    """``values`` split into pieces of ``counts`` rows."""
     return torch.split(values, counts) if len(counts) > 1 else (values,)
 
 

@@ -1,14 +1,12 @@
-"""Work that waits for the device, and how batches are made of it.
+"""The queue of the device worker, and how batches are formed from it.
 
 A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
 have one shape. :class:`Queue` has a queue for each (extractor, shape, dtype) and hands out, whenever the device is
 free, the largest batch of the one whose first item has waited longest.
 
-Batches are made for each extractor, not over the union of the nodes of several: a batch each took 0.65 to 0.91 of the
-time of one batch over the union (``benchmarks/union.py``; two extractors with 1 and with 8 images each, eager and
-OpenVINO). A union keeps the nodes of both alive and copies them for rows that nobody asked them of, for less overhead
-a pass, and it would have to be lowered and checked for each combination of extractors that happens to come together.
-What extractors over one model share is its weights.
+Each extractor has batches of its own, even where several share a model: a batch each is faster than one batch over the
+union of their nodes (``benchmarks/union.py``). The union computes every node for every row, and it would have to be
+lowered and checked for each combination of extractors. Extractors over one model share its weights.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ T = TypeVar("T")
 
 
 class BackgroundTask:
-    """Other work for the device worker: done when no batch waits, or once it has waited ``max_wait`` seconds.
+    """Other work for the device worker: run when no batch waits, or once it has waited ``max_wait`` seconds.
 
     Args:
-        function: what to do.
-        max_wait: seconds after which it goes before batches that wait.
+        function: what to run.
+        max_wait: seconds after which it runs before waiting batches.
     """
 
     def __init__(self, function: Callable[[], Any], max_wait: float) -> None:
@@ -41,7 +39,7 @@ class BackgroundTask:
         self._function = function
 
     def run(self) -> None:
-        """Do it; what it returns or raises goes to ``answer``."""
+        """Run it; its result or exception goes to ``answer``."""
         if not self.answer.set_running_or_notify_cancel():
             return
         try:
@@ -57,7 +55,7 @@ class Queue:
 
     Args:
         max_rows: most rows in a batch.
-        max_bytes: most predicted bytes in a batch; one row is handed out whatever it takes.
+        max_bytes: most predicted bytes in a batch, unless a single row takes more.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
@@ -80,7 +78,7 @@ class Queue:
             item.job.fail(self._closed)
 
     def run_idle(self, function: Callable[[], T], max_wait: float = 1.0) -> Future[T]:
-        """Have the worker call ``function`` when nothing waits, or after ``max_wait`` seconds between two batches."""
+        """Have the worker call ``function`` when no batch waits, or after ``max_wait`` seconds between two batches."""
         task = BackgroundTask(function, max_wait)
         with self._changed:
             if self._closed is None:
@@ -133,7 +131,7 @@ class Queue:
             queue = self._queues[key]
             try:
                 self._form(batch, queue)
-            except BaseException as error:  # whoever came for this queue would fail of it again
+            except BaseException as error:  # forming this batch again would fail again
                 for item in (*batch, *queue):
                     item.job.fail(error)
                 batch.clear()
@@ -173,10 +171,10 @@ class Queue:
 
 
 def usual_size(rows: int) -> int:
-    """The largest batch made of ``rows`` rows: a power of two, or three times one.
+    """The largest batch formed of ``rows`` rows: a power of two, or three times one.
 
-    Compilers and CUDA graphs prepare for each size anew: a first batch took 0.3 s where the second took 0.03. Up to 32
-    there are only ten of these sizes.
+    Compilers and CUDA graphs prepare for each batch size, which makes the first batch of a size slow. Up to 32 there
+    are only ten such sizes.
     """
     power = 1 << (rows.bit_length() - 1) if rows else 0
     return power + power // 2 if rows >= power + power // 2 else power

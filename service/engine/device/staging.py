@@ -1,7 +1,7 @@
 """Reused memory that batches are assembled in, and copies out of it.
 
-Most calls into torch release the GIL, and on a busy server it takes a while to get it back. So there are few of them
-here: views are cached, and NumPy allocates.
+Most calls into torch release the GIL, and on a busy server it takes a while to get it back. So this module makes few:
+views are cached, and NumPy allocates.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LARGEST = 64 * 1024**2
 _COPIED_WITH_GIL = 1024**2
 """Most bytes that are copied while holding the GIL, which is quicker than getting it back."""
 
-_REMEMBERED_VIEWS = 64
+_CACHED_VIEWS = 64
 
 
 class Staging:
     """Assembles batches in reused memory. One thread uses it, one batch at a time.
 
-    Fresh memory for every batch costs more than copying into it: the system clears each page. For CUDA the memory is
-    pinned, which makes the copy to the device fast.
+    Allocating for every batch costs more than copying: the system clears each new page. For CUDA the memory is pinned,
+    which makes the copy to the device fast.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class Staging:
             memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = memory
             self._views.clear()  # some are of the smaller memory that this replaces
-        if len(self._views) >= _REMEMBERED_VIEWS:
+        if len(self._views) >= _CACHED_VIEWS:
             self._views.clear()
         flat = memory[:count]
         rows, *others = shape

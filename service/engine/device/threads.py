@@ -25,13 +25,14 @@ _NICENESS = 10
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 _SPARE = 8
+"""Threads that the system must have left for a build."""
 
 MOST_THREADS = 256
 """Most threads that all compiled models may have together."""
 
 
 def thread_trouble() -> str | None:
-    """Why nothing can be built now, if the system has hardly a thread left for this process."""
+    """Why nothing can be built now: the system has too few threads left for this process. None if it has enough."""
     try:
         check_threads(_SPARE)
     except RuntimeError as error:
@@ -40,7 +41,7 @@ def thread_trouble() -> str | None:
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool whose threads can all be started at the beginning: later the system may have none left.
+    """A pool that can start all its threads at once: later the system may have none left.
 
     Args:
         threads: how many.
@@ -58,7 +59,7 @@ class Pool(ThreadPoolExecutor):
         """Start all threads.
 
         Raises:
-            RuntimeError: the system has none left.
+            RuntimeError: the system has no thread left.
         """
         together = threading.Barrier(self._threads_wanted)
         try:
@@ -101,7 +102,7 @@ def run_at_low_priority() -> None:
 
 
 def alone(function: Callable[[], T]) -> T:
-    """What ``function()`` returns; torch uses the calling thread only, as other cores are busy."""
+    """Call ``function``, in which torch uses the calling thread only, as other cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,7 +112,8 @@ def alone(function: Callable[[], T]) -> T:
 
 
 async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> T:
-    """What ``function(*args)`` returns or raises in a thread of ``pool``, so that the event loop survives it."""
+    """Call ``function(*args)`` in a thread of ``pool``. Exceptions that would end the event loop become others; see
+    :func:`service.engine.errors.as_exception`."""
 
     def call() -> T:
         try:

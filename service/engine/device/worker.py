@@ -34,9 +34,10 @@ log = logging.getLogger("fxserve.worker")
 _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
 
 _FULL_COLLECTION_EVERY = 10.0
+"""Seconds."""
 
-_SHARE = 64 * 1024
-"""Values of a tensor for each thread, so that torch computes with all: it gives none less than 32,768."""
+_VALUES_EACH = 64 * 1024
+"""Values of a tensor for each thread that make torch use all threads: it gives none less than 32,768."""
 
 
 class DeviceWorker:
@@ -72,13 +73,16 @@ class DeviceWorker:
             self._thread.join(timeout)
 
     def abandon(self, reason: NotReady) -> None:
-        """Answer the requests of the batch in hand with ``reason``; what is computed of it goes nowhere."""
+        """Fail the requests of the current batch with ``reason``; its results are dropped."""
         for item in self._batch:
             item.job.fail(reason)
 
     def trouble(self, longest_batch: float) -> str | None:
-        """Why the worker cannot be relied on: its device is lost, or it has been on one batch for ``longest_batch``
-        seconds. A thread that hangs cannot be ended from outside, and another beside it would find the device busy."""
+        """Why the worker does not work; None if it does.
+
+        Its device is lost, or it has been on one batch for ``longest_batch`` seconds. A thread that hangs cannot be
+        ended from outside, and a second one would find the device busy.
+        """
         if self._lost is not None:
             return self._lost
         if not self._thread.is_alive():
@@ -96,10 +100,10 @@ class DeviceWorker:
         try:
             compute_on(self.device, self._threads)
             # Starts the threads that compute with this one, now: OpenMP ends the process if it cannot start one.
-            torch.zeros(self._threads * _SHARE).add_(1)
+            torch.zeros(self._threads * _VALUES_EACH).add_(1)
             began = True
             self._work()
-        except BaseException as error:  # whatever ended this thread, nobody may wait for it in vain
+        except BaseException as error:  # whatever ended this thread, its requests must be answered
             log.exception("the device worker died")
             self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
 
@@ -113,17 +117,19 @@ class DeviceWorker:
                 self._batch = work
                 self._serve(work)
             self._busy_since = None
-            self._batch = work = ()  # an idle worker holds nobody's tensors
+            self._batch = work = ()  # an idle worker keeps no tensors in memory
 
     def _die(self, error: BaseException, lost: bool) -> None:
-        """Answer for the batch in hand. Another thread goes on with what waits, unless the device itself is ``lost``:
-        so it is when a thread could not even begin, as the next one could not either, and so on without end."""
+        """Fail the current batch, and start another thread for what waits, unless the device is ``lost``.
+
+        It counts as lost when a thread could not even begin: the next one could not either.
+        """
         why = f"the device worker died of {summarize(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
         for item in batch:
             item.job.fail(NotReady(why, retry_after=1.0))
         if not lost:
-            with self._replacing:  # the fresh one may die as well, and be replaced, before it is known here
+            with self._replacing:  # the new thread may die, and be replaced, before it is assigned here
                 try:
                     fresh = self._fresh_thread()
                     fresh.start()
@@ -136,7 +142,7 @@ class DeviceWorker:
         self._queue.close(NotReady(why))
 
     def _serve(self, items: Sequence[Item]) -> None:
-        """Compute a batch. If that fails, compute its parts, until those that cannot be computed are alone."""
+        """Compute a batch. If that fails, halve it until the rows that fail are alone."""
         items = [item for item in items if item.job.wanted()]
         if not items:
             return
@@ -144,7 +150,7 @@ class DeviceWorker:
         try:
             self._compute(items)
         except _DEVICE_LOST as lost:
-            if not is_out_of_memory(lost) and not self._answers():
+            if not is_out_of_memory(lost) and not self._is_usable():
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
@@ -163,14 +169,13 @@ class DeviceWorker:
         elif len(items) > 1 and not out_of_memory:
             halves = (items[: len(items) // 2], items[len(items) // 2 :])
         else:
-            items[0].job.fail(_verdict(error, out_of_memory))
+            items[0].job.fail(_error_for(error, out_of_memory))
             return
         for half in halves:
             self._serve(half)
 
-    def _answers(self) -> bool:
-        """Whether the device can be used after an error of it, which some, as of a kernel that was not started, leave
-        as it was."""
+    def _is_usable(self) -> bool:
+        """Whether the device can be used after it raised an error; some, such as a failed kernel launch, do no harm."""
         try:
             torch.cuda.synchronize(self.device)
         except Exception:
@@ -178,8 +183,11 @@ class DeviceWorker:
         return True
 
     def _free(self) -> None:
-        """Free what can be. A full collection takes a third of a second, so a batch full of rows that do not fit must
-        not cause one for each: those after the first only look at what is young, as the last batch's remains are."""
+        """Free memory after a batch that did not fit.
+
+        A full collection stops all threads, so there is one at most every :data:`_FULL_COLLECTION_EVERY` seconds. What
+        the last batch left is young, and the others find it.
+        """
         now = time.monotonic()
         full = now - self._collected > _FULL_COLLECTION_EVERY
         if full:
@@ -189,11 +197,11 @@ class DeviceWorker:
             torch.cuda.empty_cache()
 
     def _compute(self, items: Sequence[Item]) -> None:
-        """Run a batch through its extractor, and deliver to each job what is its own."""
+        """Run a batch through its extractor, and deliver the outputs to its jobs."""
         started = time.monotonic()
         record = items[0].job.record
         run = record.run  # read once: a backend is swapped in between batches
-        if run is None:  # evicted meanwhile, which happens only once nobody waits for any of these items
+        if run is None:  # evicted meanwhile: no request waits for these items
             return
         with torch.inference_mode():
             values = self._forward(record, run, items)
@@ -204,10 +212,10 @@ class DeviceWorker:
             job.computed += spent
         for group, outputs in finished:
             _deliver(group, outputs)
-        self._metrics.batch_size.observe(_rows(items))  # which nobody waits for
+        self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
 
     def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
-        """What ``run`` gives for a batch."""
+        """The outputs of ``run`` for a batch."""
         inputs = self._staging.inputs([item.inputs for item in items], record.decoder, record.dtype)
         outputs = run(*inputs)
         rows = _rows(items)
@@ -217,8 +225,11 @@ class DeviceWorker:
 
 
 def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
-    """Give the jobs of ``items`` their rows of ``outputs``. What cannot be delivered fails its own job only: computed
-    again, the batch would be delivered twice to the others."""
+    """Deliver to the jobs of ``items`` their rows of ``outputs``.
+
+    A delivery that fails, fails its own job only: other jobs may have their rows already, so the batch must not be
+    computed again.
+    """
     parts = deliveries(items)
     counts = [len(job.answered(rows)) for job, rows in parts]
     pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
@@ -226,7 +237,7 @@ def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
         try:
             job.deliver(rows, {key: piece[place] for key, piece in pieces.items()})
         except Exception as error:
-            job.fail(_verdict(error, is_out_of_memory(error)))
+            job.fail(_error_for(error, is_out_of_memory(error)))
     announce([job for job, _ in parts])
 
 
@@ -252,7 +263,8 @@ def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
 
 
-def _verdict(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
+def _error_for(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
+    """The error of a request whose rows failed with ``error``."""
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     if is_shortage(error):

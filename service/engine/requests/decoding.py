@@ -25,7 +25,7 @@ log = logging.getLogger("fxserve.decoding")
 class Decoders:
     """Threads that decode, first come, first served.
 
-    They are no executor: no caller waits for a part, and a future for each would cost the event loop time.
+    This is no executor: no caller waits for a part, and a future for each would take the event loop's time.
     """
 
     def __init__(self, threads: int) -> None:
@@ -53,19 +53,19 @@ class Decoders:
         while (decode := self._work.get()) is not None:
             try:
                 decode()
-            except BaseException:  # a part that fails must not end the thread
+            except BaseException:  # it must not end the thread
                 log.exception("a decoder failed")
-            del decode  # an idle thread holds no images
+            del decode  # an idle thread keeps no images in memory
 
 
 class Decoding:
-    """Decodes the parts of a job. Each is queued as soon as it is decoded: the device need not wait for the last.
+    """Decodes the parts of a job. Each is queued as soon as it is decoded, so the device does not wait for the last.
 
     Args:
         plan: the parts.
         job: fails with the error of the first part, in the order sent, that fails.
         queue: where the rows go.
-        row_bytes: what a row of each shape takes while it is computed.
+        row_bytes: predicted bytes that a row of each shape takes while it is computed.
         at_once: most parts that are decoded at a time; the request has claimed memory for so many.
     """
 

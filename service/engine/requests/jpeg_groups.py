@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FEWEST = 4
-"""Fewest JPEG files that are decoded together: CPU threads decode fewer than these before a device would begin. A guess
-that was not measured on a device yet."""
+"""Fewest JPEG files that are decoded together: CPU threads decode fewer before a device would begin. Not measured on a
+device yet."""
 
 MOST = 32
 """Most files that are decoded together: the rows of a batch on a GPU, by default."""
