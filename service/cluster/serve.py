@@ -1,7 +1,10 @@
 """The service on Ray Serve: replicas of the whole application behind Serve's own proxy.
 
     serve run service.cluster.serve:app model=resnet50 nodes=C4,C5 cpus=2 replicas=2 extractors=s3://bucket/extractors
-    serve build service.cluster.serve:app -o serve.yaml
+    serve deploy serve.yaml
+
+``serve.yaml`` is ``serveConfigV2`` of ``.deploy/ray/rayservice.yaml``. ``serve build`` cannot write it: it takes
+applications, and no builders that have arguments.
 
 Each replica builds its own application and engine when it begins; none of it is pickled, and there is no hop between
 replicas. Batching and admission are the engine's: Serve hands a replica as many requests as it admits. Extractors made
@@ -33,7 +36,7 @@ _OWN = ("model", "nodes", "weights", "cpus", "gpus", "replicas", "max_replicas")
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """The application for ``serve run``, ``serve build`` and the ``args`` of a config file.
+    """The application for ``serve run`` and the ``args`` of a config file.
 
     Args:
         args: ``model``, with ``nodes`` (its levels without them) and ``weights``, is built before a replica is ready;
