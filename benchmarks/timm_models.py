@@ -149,7 +149,7 @@ def answer() -> None:
             graph = model_graph(entry, entry.structure())
             row["size"] = list(graph.input_size)
             row["nodes"] = len(graph.eval_nodes)
-            row["closed"] = sorted({re.sub(r"\d+", "*", part.path) for part in graph.closed})
+            row["closed"] = sorted({re.sub(r"\d+", "*", part.path) for part in graph.untraceable})
             row["levels"] = {level: [found.node, found.channels] for level, found in graph.levels.items()}
             forget_graph(graph)
         except Exception as error:

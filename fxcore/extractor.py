@@ -1,7 +1,7 @@
-"""A graph, a model with weights, and chosen nodes → a pruned module that returns those nodes' values.
+"""Build extractors: a graph, a model with weights and chosen nodes → a pruned module that returns the nodes' values.
 
-The module shares the model's parameters: a hundred extractors over one model cost a hundred graphs, not a hundred
-models. Every key is tied to one node, so overlapping names and repeated nodes are no special case.
+The module shares the model's parameters, so another extractor over a model costs a graph, not a model. Each key belongs
+to one node, so overlapping names and repeated nodes are not a special case.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.trace_arguments import LeafModule
-from fxcore.tracing.tracer import CLOSED, PATH, record, trace
+from fxcore.tracing.tracer import PATH, UNTRACEABLE, record, trace
 from fxcore.transforms.base import APPLIED, fork
-from fxcore.transforms.out_of_place import functionalize, out_of_place
+from fxcore.transforms.functionalize import functionalize
+from fxcore.transforms.out_of_place import out_of_place
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -48,16 +49,16 @@ class OutputInfo:
     """One output of an extractor.
 
     Attributes:
-        key: the name that the client gave it.
+        key: its name in the output.
         node: torchvision's name of the node.
-        shape: None for the batch, and for height and width where they follow the image.
+        shape: None for the batch, and for height and width where they depend on the image.
         dtype: ``float32``, ``bfloat16``, …
-        layout: which axis is what, or None where that is unknown.
-        stride: input pixels per position, where the value is a map.
-        bytes_per_image: size at the graph's nominal input size.
+        layout: such as ``NCHW``; None if unknown.
+        stride: input pixels per position of a feature map; None for other values.
+        bytes_per_image: size at the graph's input size.
         rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
-        tokens: the places that tokens ``[N, L, C]`` stand for; None where it is something else, or they cannot be told.
-        attention: the map whose positions attend to each other, of weights that ``attention_maps`` brings.
+        tokens: the image positions of tokens ``[N, L, C]``; None for other values, or if they are unknown.
+        attention: the map whose positions attend to each other, for the weights that ``attention_maps`` adds.
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -81,9 +82,15 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class Extractor:
-    """A runnable extractor: ``module(*inputs) -> {key: tensor}``, keys in the order asked.
+    """An extractor.
 
-    What its nodes do not need is not there, and what is there is the model's own:
+    Attributes:
+        module: ``module(*inputs) -> {key: tensor}``, keys in the order of ``outputs``.
+        graph: the model's graph that it was built from.
+        outputs: its outputs, in order.
+        dtype: the floating-point dtype of its parameters.
+
+    Its module has only the nodes that the outputs need, and shares the model's parameters:
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -102,11 +109,11 @@ class Extractor:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What the module takes, in order."""
+        """The inputs of the module, in order."""
         return self.graph.inputs
 
     def bytes_for(self, height: int, width: int) -> int:
-        """About how many bytes one image's outputs take for an input of that size."""
+        """Estimated bytes of the outputs for one image with an input of that size."""
         nominal_height, nominal_width = self.graph.input_size
         area = (height * width) / (nominal_height * nominal_width)
         return math.ceil(sum(o.bytes_per_image * (area if o.stride else 1) for o in self.outputs))
@@ -118,16 +125,15 @@ def build_extractor(
     """Prune ``graph`` to what ``return_nodes`` need and bind it to ``model``.
 
     Args:
-        graph: the model's graph; it is not changed.
-        model: from :func:`fxcore.models.weights.load_model`, on its device and in its precision. Its parameters are
-            shared.
+        graph: the model's graph; it does not change.
+        model: from :func:`fxcore.models.weights.load_model`, perhaps moved and cast. The module shares its parameters.
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
 
     Raises:
-        BadArgument: ``graph`` is none, or ``return_nodes`` are not its nodes' exact names.
-        CannotTransform: the model writes to memory in a way that cannot be followed; see
-            :func:`fxcore.transforms.out_of_place.functionalize`.
+        BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` are not exact names of its nodes.
+        CannotTransform: the model's in-place operations cannot be rewritten; see
+            :func:`fxcore.transforms.functionalize.functionalize`.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")
@@ -137,7 +143,7 @@ def build_extractor(
     {'C4': (1, 256, 14, 14), 'C5': (1, 512, 7, 7)}
     """
     if not isinstance(graph, ModelGraph):
-        raise BadArgument(f"an extractor is made of what model_graph returns, not of {graph!r:.100}")
+        raise BadArgument(f"graph is what model_graph returns, not {graph!r:.100}")
     exact = return_nodes.values() if isinstance(return_nodes, Mapping) else [None]
     if any(not isinstance(name, str) or name not in graph.by_name for name in exact):
         raise BadArgument(f"return_nodes is what graph.resolve returns, not {return_nodes!r:.100}")
@@ -159,7 +165,7 @@ def build_extractor(
     kept = _pruned(whole, list(wanted.values()), pruned)
     results = {key: kept[node] for key, node in wanted.items()}
     for key, node in wanted.items():
-        if node.meta["value"].is_quantized:  # int8 models hand out the real numbers that their integers stand for
+        if node.meta["value"].is_quantized:  # outputs of int8 models are dequantized
             results[key] = pruned.call_method("dequantize", (kept[node],))
     pruned.output(results)
     pruned.lint()
@@ -170,8 +176,10 @@ def build_extractor(
 
 
 def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
-    """The same graph for an int8 model with weights. torch.fx keeps the scales of int8 additions as plain numbers, and
-    those of a model without weights mean nothing."""
+    """Trace an int8 model with weights, and copy the annotations of ``graph``.
+
+    torch.fx records the scales of int8 additions as numbers, and those of a model without weights are meaningless.
+    """
     traced, _ = record(model.eval())
     for node, annotated in zip(traced.nodes, graph.graph.nodes, strict=True):
         node.meta = annotated.meta
@@ -186,30 +194,31 @@ def create_extractor(
     leaf_modules: Sequence[LeafModule] | str | None = None,
     leaf_functions: Sequence[Callable[..., Any]] = (),
 ) -> fx.GraphModule:
-    """A module that returns the values of chosen nodes of ``module``, in eval mode, whatever kind of module it is.
+    """Make an extractor of any module: a graph module in eval mode that returns the values of chosen nodes.
 
-    ``module`` is neither changed nor moved, nor is its mode: the result has its parameters, where they are. In-place
-    operations become others, so that no value depends on which others are asked for.
+    ``module`` is neither changed nor moved, and keeps its mode; the result shares its parameters. In-place operations
+    are replaced by out-of-place ones, so that no value depends on which others are extracted.
 
     Args:
         module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned.
         return_nodes: names, which are their own keys, or name → key. A name is torchvision's name of a node
             (``get_graph_node_names``), or a truncated path, which means the last node under it.
-        example_inputs: of one call: positional arguments, arguments by name, or the only one, on the module's device.
-            Arguments that hold no tensor keep the value that they have here, or their default, and are not inputs of
-            the result. The module runs on copies of them once.
+        example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
+            Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
+            result. The module runs once, on copies of them.
         leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
 
     Returns:
-        A graph module that takes the tensors, by position or by name, and returns ``{key: value}`` in the order asked.
-        Its nodes have ``meta["tensor_meta"]``, as torch's ``ShapeProp`` writes it.
+        A graph module that takes the tensors, by position or by name, and returns ``{key: value}`` in the order of
+        ``return_nodes``. Its nodes have ``meta["tensor_meta"]`` as by torch's ``ShapeProp``.
 
     Raises:
+        NotAModule: ``module`` is not a module.
         NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
-        UnknownNode: there is no node of that name, or it makes no tensor.
-        DuplicateKey: two names share a key.
+        UnknownNode: there is no node of that name, or its value has no tensor.
+        DuplicateKey: two names have the same key.
         BadTensor: the module does not take ``example_inputs``.
-        CannotTransform: it writes to memory in a way that cannot be followed.
+        CannotTransform: its in-place operations cannot be rewritten.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -252,21 +261,21 @@ def create_extractor(
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(module.meta if isinstance(module, fx.GraphModule) else {})
     for part in result.modules():
-        if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are in eval mode
+        if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
             part.training = False
     return result
 
 
 class NotAModule(FxError):
-    """A module was needed and something else was given."""
+    """An argument that must be a module is something else."""
 
 
 class NodeNames:
-    """Names of a traced module's nodes, to look others up in.
+    """Names of a traced module's nodes, for :func:`fxcore.graph.nodes.resolve`.
 
     Args:
-        model: what the module is called.
-        by_name: nodes by name, in order of execution; their values have been observed.
+        model: name of the module, for errors.
+        by_name: observed nodes by name, in order of execution.
     """
 
     def __init__(self, model: str, by_name: dict[str, fx.Node]) -> None:
@@ -274,7 +283,9 @@ class NodeNames:
         self.by_name = by_name
         self.eval_nodes = list(by_name)
         self.levels: dict[str, Level] = {}
-        self.closed = [UntraceablePart(str(n.target), n.meta[CLOSED]) for n in by_name.values() if CLOSED in n.meta]
+        self.untraceable = [
+            UntraceablePart(str(n.target), n.meta[UNTRACEABLE]) for n in by_name.values() if UNTRACEABLE in n.meta
+        ]
 
     def extractable(self, node: fx.Node) -> bool:
         return bool(node.meta["carries"])
@@ -297,12 +308,12 @@ def _listed(names: Any) -> Sequence[Any]:
 
 
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
-    """``module`` with a forward that takes those of its arguments alone that hold tensors, and those."""
+    """Narrow the forward of ``module`` to the arguments that hold tensors; returns it with their values."""
     call = bound(module, inputs)
     tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
-        raise BadTensor(f"{called(module)} takes any number of arguments, and a graph takes as many as it was made for")
+        raise BadTensor(f"{called(module)} takes any number of arguments, but a graph takes a fixed number")
     if len(tensors) == len(kinds):
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
@@ -314,7 +325,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _pruned(whole: fx.Graph, wanted: list[fx.Node], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Copy the inputs of ``whole`` and what ``wanted`` need to ``graph``; the copies."""
+    """Copy the inputs of ``whole``, and ``wanted`` with their ancestors, to ``graph``; returns original → copy."""
     needed = _ancestors(wanted)
     kept: dict[fx.Node, fx.Node] = {}
     for node in whole.nodes:
@@ -335,17 +346,16 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> None:
-    """Give the model the tensors that tracing computes from its buffers; they are few and small.
+    """Add the constants of ``graph`` to the model as buffers, with values computed from the model's own buffers.
 
-    The graph's own trace saw the buffers as they were built, before any weights were loaded; so it is the model itself
-    that is traced, once.
+    The graph was traced before weights were loaded, so the model is traced again, once. Constants are few and small.
     """
     with _ADDING:
         if all(hasattr(model, name) for name in graph.constants):
             return
         own = set(vars(model))
         traced, root, _ = trace_model(graph.entry, model)
-        # Numbers in the attributes' names go on where an earlier trace of the same model left off; their order stays.
+        # The numbers in the attributes' names may be others, after an earlier trace; their order is the same.
         made = made_constants(traced)
         values = [getattr(root, name) for name in made]
         for name in (set(vars(model)) - own).intersection(made):
@@ -353,7 +363,7 @@ def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> N
         device = _device_of(model)
         for name, value in zip(graph.constants, values, strict=True):
             if not hasattr(model, name):
-                # One made of numbers in the code was not cast with the model.
+                # A constant of literals in the code was not cast with the model.
                 cast = dtype if value.dtype == torch.float32 else value.dtype
                 model.register_buffer(name, value.to(device, cast), persistent=False)
 

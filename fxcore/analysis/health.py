@@ -1,4 +1,4 @@
-"""At which node numbers go bad: NaN, infinity, saturation."""
+"""Find NaN, infinity and saturation, and the node where they begin."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxcore.tracing.frozen import frozen
+from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
-from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
-# Functions whose values lie between two bounds; one that is nearly everywhere at a bound tells nothing apart any more.
+# Bounds of functions that saturate.
 _BOUNDS: dict[Any, tuple[float, float]] = {
     "sigmoid": (0.0, 1.0),
     "hardsigmoid": (0.0, 1.0),
@@ -36,14 +36,14 @@ _NEAR = 1e-3
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The numbers of one node's value.
+    """The health of one node's value.
 
     Attributes:
         name: torchvision's name of the node, or its fx name.
-        nan, inf: how many elements are.
+        nan, inf: number of NaN and of infinite elements.
         largest: the largest finite magnitude.
-        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1
-            where even one element is beyond what ``limit`` allows.
+        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1 if
+            any element is over ``limit``.
     """
 
     name: str
@@ -55,13 +55,13 @@ class NodeHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """What became of the numbers on their way.
+    """The health of all nodes.
 
     Attributes:
-        nodes: every node whose value is a floating-point tensor, in order of execution.
-        first_nan, first_inf, first_saturated: names of the first nodes where each is seen, or None.
-        frozen: constants that were drawn at random when the model was traced, and are the same in every call since.
-        cause: for the first NaN or infinity, ``input``, ``weights`` or ``operation``: where it comes from.
+        nodes: the nodes whose values are floating-point tensors, in order of execution.
+        first_nan, first_inf, first_saturated: name of the first node with each, or None.
+        cause: origin of the first NaN or infinity: ``input``, ``weights`` or ``operation``; None if there is none.
+        frozen: random constants: they were drawn when the model was traced, and are the same in every call.
     """
 
     nodes: list[NodeHealth]
@@ -73,22 +73,25 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """No NaN, no infinity, nothing saturated, nothing drawn at random that is a constant now."""
+        """Whether there is no NaN, no infinity, no saturated node and no random constant."""
         return (self.first_nan, self.first_inf, self.first_saturated, self.frozen) == (None, None, None, [])
 
 
 def check_health(
     module: fx.GraphModule, inputs: Inputs, *, saturation: float = 0.99, limit: float | None = None
 ) -> Health:
-    """Run ``module`` once on ``inputs`` and find the first node where numbers go bad.
+    """Run ``module`` once on ``inputs`` and find the first node with NaN, infinity or saturation.
 
     Args:
         module: in eval mode, on the inputs' device.
-        inputs: positional arguments, arguments by name, or the only one.
-        saturation: from which share of saturated elements on a node counts as saturated.
-        limit: magnitude from which on a single element saturates its node, such as ``torch.finfo(torch.float16).max``
-            to learn whether a model can run in half precision; the largest number of the value's own type where not
-            given.
+        inputs: positional arguments, arguments by name, or a single tensor.
+        saturation: share of saturated elements from which a node counts as saturated.
+        limit: magnitude from which a single element saturates its node, such as ``torch.finfo(torch.float16).max`` to
+            check for half precision; by default the largest number of the value's dtype.
+
+    Raises:
+        NotAGraph: ``module`` is not a graph module.
+        BadTensor: ``module`` does not take ``inputs``.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
@@ -108,7 +111,7 @@ def check_health(
     require_graph(module)
     arguments = positional(module, inputs)
     watcher = _Watcher(module, limit)
-    with explained(module, arguments), torch.no_grad():
+    with explain_mismatch(module, arguments), torch.no_grad():
         watcher.run(*arguments)
     nodes = list(watcher.found.values())
     bad = next((n for n, h in watcher.found.items() if h.nan or h.inf), None)
@@ -123,7 +126,7 @@ def check_health(
 
 
 def _cause(module: fx.GraphModule, node: fx.Node) -> str:
-    """Where the first bad number comes from; all nodes before it are sound."""
+    """The origin of the NaN or infinity in the value of ``node``, the first with one."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -164,7 +167,7 @@ class _Watcher(Interpreter):
         limit = self.limit if self.limit is not None else torch.finfo(value.dtype).max
         beyond = value.abs() >= limit
         if bool(beyond.any()):
-            # One element that does not fit spoils all that is computed from it.
+            # One overflowing element makes everything computed from it wrong.
             shares.append(1.0)
         kind = self._kind(node)
         if kind == "relu":
@@ -176,7 +179,7 @@ class _Watcher(Interpreter):
         return max(shares)
 
     def _kind(self, node: fx.Node) -> str | None:
-        """The bounded function that ``node`` applies, if it does."""
+        """The bounded function that ``node`` applies; None if it applies none."""
         if node.op == "call_module":
             called = self.fetch_attr(str(node.target))
             return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))

@@ -1,4 +1,4 @@
-"""Where a module's time and memory go, node by node, on real input."""
+"""Profile the time and memory of a graph module, node by node."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxcore.bad_argument import BadArgument
+from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
-from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """What one node takes.
+    """Time and memory of one node.
 
     Attributes:
         name: torchvision's name of the node, or its fx name.
         fx_name, op, target: as torch.fx has them.
         milliseconds: median over the runs.
         share: of the sum over all nodes.
-        bytes: memory that its value holds and that none of its inputs held before; 0 for a view.
-        live_bytes: memory of all values that are still needed once it has run, its own and the inputs included.
-        peak_bytes: on a GPU, the most that was allocated while it ran, beyond what was before; None on a CPU.
+        bytes: memory of its value that no earlier value shares; 0 for a view.
+        live_bytes: memory of all values that are alive after it has run, its own and its inputs included.
+        peak_bytes: on a GPU, peak allocated memory while it ran, minus that before; None on a CPU.
     """
 
     name: str
@@ -47,8 +47,9 @@ class Profile:
     """All nodes in order of execution, and the whole.
 
     Attributes:
-        milliseconds: median of whole runs, without the watching: less than the sum over the nodes.
+        milliseconds: median of runs of the whole module, without profiling overhead.
         peak_bytes: the largest ``live_bytes``.
+        runs: number of runs that the medians are over.
     """
 
     nodes: list[NodeProfile]
@@ -68,14 +69,14 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
 
     Args:
         module: in eval mode, on the inputs' device.
-        inputs: positional arguments, arguments by name, or the only one.
+        inputs: positional arguments, arguments by name, or a single tensor.
         runs: how many runs the medians are over.
-        warmup: runs before those.
+        warmup: runs before those, which are not measured.
 
     Raises:
-        NotAGraph: see there.
+        NotAGraph: ``module`` is not a graph module.
         BadTensor: ``module`` does not take ``inputs``.
-        BadArgument: no runs to take a median of.
+        BadArgument: ``runs`` is below 1, or ``warmup`` below 0.
 
     >>> from torch import nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval())
@@ -86,17 +87,17 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
     if not (isinstance(runs, int) and runs >= 1 and isinstance(warmup, int) and warmup >= 0):
         raise BadArgument(f"runs is at least 1 and warmup at least 0, not {runs!r:.100} and {warmup!r:.100}")
     profiler = Profiler(module, inputs)
-    with explained(module, positional(module, inputs)):
+    with explain_mismatch(module, positional(module, inputs)):
         for run in range(warmup + runs):
             profiler.run(counts=run >= warmup)
     return profiler.result()
 
 
 class Profiler:
-    """:func:`profile`, one run at a time, for callers that do other work in between.
+    """:func:`profile` one run at a time, for callers that do other work in between.
 
     Args:
-        module, inputs: see there.
+        module, inputs: see :func:`profile`.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Inputs) -> None:
@@ -124,7 +125,7 @@ class Profiler:
                 self._whole.append(1000 * (time.perf_counter() - start))
 
     def result(self) -> Profile:
-        """The medians over the runs that counted; there must be one."""
+        """The medians over the runs that count, of which there must be at least one."""
         watcher = self._watcher
         medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
         total = sum(medians.values()) or 1.0
@@ -155,7 +156,7 @@ class _Watcher(Interpreter):
         self.fresh: dict[fx.Node, int] = {}
         self.live: dict[fx.Node, int] = {}
         self._counts = True
-        # Parameters are there before and after, whatever runs.
+        # Parameters are allocated all the time, and are not counted.
         self._parameters = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
 
     def begin(self, counts: bool) -> None:
@@ -190,7 +191,7 @@ class _Watcher(Interpreter):
         self.live[node] = sum({**held, **own}.values())
 
     def _storages(self, values: list[Any]) -> dict[int, int]:
-        """Bytes of each piece of memory that tensors among ``values`` hold."""
+        """Bytes of each storage of tensors in ``values``, by address."""
         found = {}
         for tensor in pytree.tree_leaves(values):
             if isinstance(tensor, Tensor):
@@ -201,6 +202,6 @@ class _Watcher(Interpreter):
 
 
 def _wait(device: torch.device) -> None:
-    """A GPU works on while Python goes on."""
+    """Wait for the work that is queued on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""How far a transformed module is from the original: errors of each output, a verdict, and the speed."""
+"""Compare a transformed module with the original: errors of each output, and speed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
+from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
-from fxcore.tracing.misfit import explained
 from fxcore.tracing.tracer import public_name
 
 
 class Incomparable(FxError):
-    """The two modules return different things: other keys or shapes, or a tensor on one side only; ``output`` names the
-    first, ``node`` the first node whose value differs. Types may differ, since it is numbers that are compared."""
+    """The two modules return different keys or shapes, or a tensor and something else.
+
+    ``output`` names the first such output, ``node`` the first node whose value differs. dtypes may differ.
+    """
 
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """How far one output is from the original; a complex number counts as two.
+    """Errors of one output; the parts of complex numbers count separately.
 
-    Where an infinity or NaN stands on one side only, or infinities of two signs, nothing is near: the errors are
-    infinite and the cosine is zero.
+    If an element is NaN or infinite on one side only, or infinite with opposite signs, the errors are infinite and the
+    cosine is zero.
 
     Attributes:
-        max_abs: the largest difference of two elements.
+        max_abs: the largest absolute difference of two elements.
         relative: norm of the difference over norm of the original.
-        cosine: of the two as flat vectors; 1 for equal ones, also where both are zero.
+        cosine: cosine similarity of the two as flat vectors; 1 for equal ones, also if both are zero.
         allclose: whether every element is within ``atol * (largest magnitude) + rtol * |original|``.
     """
 
@@ -45,14 +47,14 @@ class OutputErrors:
 
 @dataclass(frozen=True)
 class Verification:
-    """The errors of each output by key (``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested ones), and how fast.
+    """The result of :func:`verify`.
 
     Attributes:
-        allclose: whether every output is.
-        speedup: median time of the original over that of the transformed module, or None where it was not measured.
-        first_divergence: the first node, by its public name and in the original's order, whose value is not allclose.
-            None where every output is, where the two are not both graph modules, and where no node that both have
-            differs.
+        outputs: errors of each output by key: ``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested ones.
+        allclose: whether all outputs are.
+        speedup: median time of the original over that of the transformed module; None if it was not measured.
+        first_divergence: public name of the first node, in the original's order, whose value is not allclose. None if
+            all outputs are, if the two are not both graph modules, or if no node with the same name differs.
 
     >>> found = verify(lambda x: {"a": x, "b": 2 * x}, lambda x: {"a": x, "b": 3 * x}, torch.ones(4))
     >>> found.allclose, found.outputs["a"].max_abs, found.outputs["b"].relative
@@ -66,21 +68,21 @@ class Verification:
 
     @property
     def max_abs(self) -> float:
-        """The largest of all outputs."""
+        """The largest ``max_abs`` of all outputs."""
         return max((o.max_abs for o in self.outputs.values()), default=0.0)
 
     @property
     def relative(self) -> float:
-        """The largest of all outputs."""
+        """The largest ``relative`` of all outputs."""
         return max((o.relative for o in self.outputs.values()), default=0.0)
 
     @property
     def cosine(self) -> float:
-        """The smallest of all outputs."""
+        """The smallest ``cosine`` of all outputs."""
         return min((o.cosine for o in self.outputs.values()), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; numbers that JSON has not are None."""
+        """The result for JSON; NaN and infinity become None."""
         outputs = {key: finite(asdict(errors)) for key, errors in self.outputs.items()}
         return {
             "allclose": self.allclose,
@@ -103,14 +105,13 @@ def verify(
 
     Args:
         original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
-        inputs: positional arguments, arguments by name, or the only one.
-        rtol: tolerance in units of each element of the original.
-        atol: tolerance in units of the largest magnitude of the whole output, since activations of 0.001 and of 1,000
-            are both usual.
-        runs: how often each is timed, the two in turns; 0 to measure no speed.
+        inputs: positional arguments, arguments by name, or a single tensor.
+        rtol: tolerance relative to each element of the original.
+        atol: tolerance relative to the largest magnitude of the output, since activations vary widely in scale.
+        runs: how often each is timed, in turns; 0 measures no speed.
 
     Raises:
-        Incomparable: they do not return the same keys and shapes, or a tensor on one side only.
+        Incomparable: they return different keys or shapes, or a tensor and something else.
         BadTensor: one of the modules does not take the inputs.
 
     >>> from torch import nn
@@ -118,7 +119,7 @@ def verify(
     >>> found.allclose, found.max_abs, found.cosine
     (True, 0.0, 1.0)
 
-    Of two graph modules, the first node that diverges is named:
+    For two graph modules, it names the first node that diverges:
 
     >>> from fxcore import trace
     >>> from fxcore.transforms import replace_op
@@ -129,10 +130,10 @@ def verify(
     arguments = positional(original, inputs)
     positional(transformed, arguments)
     with torch.no_grad():
-        # Each gets inputs of its own: one that works in place would change what the other sees.
-        with explained(original, arguments):
+        # Each gets a copy of the inputs, since one may be in-place.
+        with explain_mismatch(original, arguments):
             expected = flat(original(*_copies(arguments)))
-        with explained(transformed, arguments):
+        with explain_mismatch(transformed, arguments):
             values = flat(transformed(*_copies(arguments)))
         speedup = _speedup(original, transformed, arguments, runs) if runs else None
     if list(expected) != list(values):
@@ -154,7 +155,7 @@ def verify(
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Tensors and numbers of a nested structure by dotted key."""
+    """Flatten a nested structure to values by dotted key."""
     if isinstance(value, Mapping):
         items = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -170,7 +171,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _first_divergence(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], rtol: float, atol: float
 ) -> str | None:
-    """The first node of ``original`` whose value differs from that of the node with its name."""
+    """The first node of ``original`` whose value differs from that of the node of the same name in ``transformed``."""
     if not isinstance(original, fx.GraphModule) or not isinstance(transformed, fx.GraphModule):
         return None
     both = {public_name(n) for n in original.graph.nodes} & {public_name(n) for n in transformed.graph.nodes}
@@ -178,7 +179,7 @@ def _first_divergence(
     different: set[str] = set()
 
     def keep(name: str, value: Any) -> None:
-        # As it is now: what works in place later writes to it.
+        # A copy: later in-place operations may write to it.
         expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
 
     def compare(name: str, value: Any) -> None:
@@ -199,18 +200,18 @@ def _first_divergence(
 
 
 class _Watcher(Interpreter):
-    """Tells what each of some nodes makes as soon as it is made."""
+    """Passes the value of each node in ``names`` to ``on_value`` as soon as it is computed."""
 
-    def __init__(self, module: fx.GraphModule, names: set[str], tell: Callable[[str, Any], None]) -> None:
+    def __init__(self, module: fx.GraphModule, names: set[str], on_value: Callable[[str, Any], None]) -> None:
         super().__init__(module)
         self._names = names
-        self._tell = tell
+        self._on_value = on_value
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         name = public_name(n)
         if n.op != "output" and name in self._names:
-            self._tell(name, value)
+            self._on_value(name, value)
         return value
 
 
@@ -228,7 +229,7 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
         return OutputErrors(0.0, 0.0, 1.0, True)
     complex_ = expected.is_complex() or value.is_complex()
     x, y = _numbers(expected, complex_), _numbers(value, complex_).to(expected.device)
-    # Where both are NaN, or both the same infinity, they agree; such elements take no part in the norms.
+    # Elements that are NaN, or the same infinity, on both sides agree, and are left out of the norms.
     agree = (x == y) | (x.isnan() & y.isnan())
     special = agree & ~x.isfinite()
     x, y = x.masked_fill(special, 0), y.masked_fill(special, 0)
@@ -252,7 +253,7 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
 
 
 def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
-    """Every number of ``tensor`` in double precision; of complex ones, both parts."""
+    """The elements of ``tensor`` in float64; of complex ones, both parts."""
     plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
     return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
 
@@ -261,7 +262,7 @@ def _speedup(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int
 ) -> float:
     times: tuple[list[float], list[float]] = ([], [])
-    # In turns, so that whatever else the machine does slows both.
+    # In turns, so that other load slows both.
     for _ in range(runs):
         for function, taken in zip((original, transformed), times, strict=True):
             arguments = _copies(inputs)
@@ -274,7 +275,8 @@ def _speedup(
 
 
 def _wait(inputs: tuple[Any, ...]) -> None:
-    """A GPU works on while Python goes on. Waiting for all of its work would disturb who records a graph meanwhile."""
+    """Wait for the work on the GPU's current stream. Waiting for the whole device would break a CUDA graph capture in
+    another thread."""
     for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

@@ -1,6 +1,6 @@
-"""Run a graph on meta tensors and write down what each node makes.
+"""Run a graph on meta tensors and record the shape, dtype and FLOPs of each node's value.
 
-Nothing is computed: shapes, dtypes and FLOPs come from torch's own meta kernels and flop counter.
+Nothing is computed: they come from torch's meta kernels and FLOP counter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxcore.graph import layout
 from fxcore.tracing.interpreter import Interpreter, on_device
 
-#: batch size of the first run. Dimensions that grow with the batch are told apart by a second run with one image.
 _BATCH = 13
+"""Batch size of the first of two runs. Dimensions that differ in the second, with one image, grow with the batch."""
 
 
 class _Recorder(Interpreter):
-    """Keeps each node's value, which on the meta device holds no memory.
+    """Passes each node's value to a callback.
 
     Args:
-        device: where the module is, for devices in its graph; None: they stay as they were recorded.
+        on_value: called with a node and its value.
+        only: the nodes to run, beside the inputs; None: all.
+        device: replaces the devices in the graph; None: they stay as they were recorded.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class _Recorder(Interpreter):
         return (args, kwargs) if self._device is None else on_device(args, kwargs, self._device)
 
     def _versions(self, n: fx.Node) -> list[int | None]:
-        """Torch counts the writes to each tensor; inference tensors go uncounted."""
+        """torch's version counters, which count the writes to each tensor; None for inference tensors, which have
+        none."""
         values = (self.env.get(m) for m in n.all_input_nodes)
         return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
 
@@ -68,15 +71,18 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     Args:
         module: a traced model with its parameters on ``device``.
         shapes: the shape of each input without its batch dimension.
-        device: ``meta``, or ``cpu`` for int8 models, whose kernels know no meta tensors.
+        device: ``meta``, or ``cpu`` for int8 models, whose kernels do not run on meta tensors.
 
-    Sets ``meta["value"]`` (the value for one image: a tensor on ``device`` or whatever the node makes),
-    ``meta["rows"]`` (how many rows of the first dimension belong to one image; 0 where the value does not grow with the
-    batch or does so in another dimension; absent for values that are not tensors), ``meta["axes"]`` (see
-    :mod:`fxcore.graph.layout`),
-    ``meta["carries"]`` (whether the value holds any tensor at all), ``meta["memory"]`` (numbers that nodes have in
-    common whose values share memory) and ``meta["mutates"]`` (which of the node's ``all_input_nodes`` it overwrites, by
-    index; functions that fx does not look into may, as MViT's do).
+    Sets in ``meta``:
+
+    - ``value``: the value for one image, a tensor on ``device`` or whatever the node returns;
+    - ``rows``: how many rows of the first dimension belong to one image; 0 where that dimension does not grow with the
+      batch; absent for values that are not tensors;
+    - ``axes``: see :mod:`fxcore.graph.layout`;
+    - ``carries``: whether the value holds any tensor;
+    - ``memory``: numbers of the storages that the value lies in; nodes that share one share memory;
+    - ``mutates``: indices of the ``all_input_nodes`` that the node overwrites, as functions that fx does not trace
+      into may (MViT's do).
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -108,7 +114,7 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
 
 
 def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Fill ``meta["value"]``, ``["memory"]``, ``["carries"]`` and ``["mutates"]`` of each node of ``module`` (see
+    """Set ``meta["value"]``, ``["memory"]``, ``["carries"]`` and ``["mutates"]`` of each node of ``module`` (see
     :func:`annotate`) from one run on copies of ``inputs``.
 
     Raises:
@@ -152,9 +158,9 @@ def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: t
 def values_at(
     module: fx.GraphModule, shapes: Sequence[tuple[int, ...]], device: torch.device, wanted: Collection[fx.Node]
 ) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of the tensors that ``wanted`` nodes need, themselves included, for one image of ``shapes``.
+    """Shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
-    Nothing else is run and annotations stay as they are. Safe to call from several threads.
+    Other nodes are not run, and annotations stay as they are. Thread-safe.
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -175,7 +181,7 @@ def values_at(
 
 
 def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
-    """Number of parameters that ``node`` brings, each counted at the first node that uses it."""
+    """Number of parameters of ``node`` that are not in ``seen`` yet (by id), which gets them."""
     if node.op == "call_module":
         candidates = list(module.get_submodule(str(node.target)).parameters())
     elif node.op == "get_attr":

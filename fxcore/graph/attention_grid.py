@@ -1,4 +1,4 @@
-"""Which places of the image the rows and columns of attention weights stand for."""
+"""Image positions of the rows and columns of attention weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class AttentionGrid:
 
     Attributes:
         height, width: of that map, at the input size that the graph is annotated for.
-        prefix: how many tokens come before the positions; they attend and are attended to.
-        window: height and width of the windows that the map, padded below and on the right to whole ones, is cut into,
-            row by row; None where every position attends to all.
-        shift: by how many rows and columns it is rolled, up and to the left, before that.
+        prefix: number of tokens before those of the map; they attend and are attended to.
+        window: height and width of the windows that the map is partitioned into, row by row, after it is padded at the
+            bottom and right to whole windows; None for global attention.
+        shift: rows and columns by which the map is rolled, up and to the left, before that.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("swin_t").with_nodes_of("attention_maps")
@@ -39,7 +39,7 @@ class AttentionGrid:
 def attention_grid(node: fx.Node) -> AttentionGrid | None:
     """The grid of an annotated ``node`` of attention weights ``[N, heads, L, L]``, or ``[N, windows, heads, L, L]``.
 
-    None for what is no such weights, or where the graph does not show which positions they are of.
+    None if its value is no such weights, or the graph does not show their positions.
     """
     value = node.meta.get("value")
     if ATTENTION not in node.meta or not isinstance(value, Tensor) or value.shape[-1] != value.shape[-2]:

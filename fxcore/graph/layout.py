@@ -1,9 +1,9 @@
-"""Which axis of an activation is what: NCHW, NHWC, tokens, …
+"""The layout of an activation: NCHW, NHWC, tokens, …
 
-The axes are followed through the graph as letters: N batch, T time, C channels, H and W space, L a sequence of
-positions. An operation that permutes axes permutes the letters; one that keeps the rank keeps them; one that merges
-space into a sequence yields L. Where none of this applies (attention heads, windows) the layout is unknown and stays
-unknown until an operation that fixes it.
+Axes are propagated through the graph as letters: N batch, T time, C channels, H and W space, L a sequence of positions.
+An operation that permutes axes permutes the letters; one that keeps the rank keeps them; one that merges space into a
+sequence yields L. Where none of this applies (attention heads, windows) the layout is unknown until an operation whose
+output layout is fixed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchvision import ops
 
 TOKENS = "tokens"
 
-# Modules that only accept channels in second place.
+# Modules that take channels in dimension 1 only.
 _CHANNELS_FIRST = (
     nn.modules.conv._ConvNd,
     nn.modules.pooling._MaxPoolNd,
@@ -30,16 +30,16 @@ _CHANNELS_FIRST = (
     ops.Conv3dNormActivation,
     ops.SqueezeExcitation,
 )
-# Of these, those that need not have positions.
+# Of these, those that also take [N, C].
 _ALSO_NC = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 _FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
-# The longest way from where windows are cut to where they are joined again: MaxViT's attention.
-_DETOUR = 40
+# Most nodes between a windows partition and its reverse: MaxViT's attention has the most.
+_WINDOW_NODES = 40
 _PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
 
 
 def layout_name(axes: str | None) -> str | None:
-    """The name of a layout on the wire: letters, or ``tokens`` for ``[N, L, C]``."""
+    """The public name of a layout: its letters, or ``tokens`` for ``[N, L, C]``."""
     return TOKENS if axes == "NLC" else axes
 
 
@@ -53,7 +53,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
     """
     inputs = [n for n in node.all_input_nodes if n.meta.get("axes")]
     if not isinstance(value, Tensor):
-        return inputs[0].meta["axes"] if inputs else None  # a tuple hands its axes on to its elements
+        return inputs[0].meta["axes"] if inputs else None  # elements of a tuple have its axes
     if node.op == "placeholder":
         return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -92,10 +92,10 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
 
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
-    """A reshape back to the shape that the tensor had a few steps before restores its axes: channel shuffles, windows
-    of attention."""
+    """The axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel shuffles
+    and window attention."""
     previous = node
-    for _ in range(_DETOUR):
+    for _ in range(_WINDOW_NODES):
         tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
         if not tensors:
             return None
@@ -111,7 +111,7 @@ def _reordered(axes: str, dims: list[int]) -> str | None:
 
 
 def _permuted(axes: str, before: Any, value: Tensor, name: str, node: fx.Node) -> str | None:
-    """Ask torch: permute a tensor whose sizes are all different and read the axes off the result."""
+    """Permute a meta tensor whose sizes all differ by the node's operation, and read the axes from the result."""
     if not isinstance(before, Tensor) or before.ndim != len(axes):
         return None
     marked = torch.empty(tuple(range(2, 2 + before.ndim)), device="meta")
@@ -126,7 +126,7 @@ def _permuted(axes: str, before: Any, value: Tensor, name: str, node: fx.Node) -
 
 
 def _dims(name: str, arguments: list[Any]) -> list[Any]:
-    """``x.permute(0, 2, 1)`` and ``torch.permute(x, (0, 2, 1))`` say the same."""
+    """Arguments as ``torch.permute(x, (0, 2, 1))`` takes them, from those of ``x.permute(0, 2, 1)``."""
     if name == "permute" and arguments and isinstance(arguments[0], int):
         return [arguments]
     return arguments

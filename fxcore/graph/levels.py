@@ -23,6 +23,7 @@ from torchvision import ops
 from fxcore.models.entry import FeatureMap
 from fxcore.tracing.tracer import MODULE, PATH
 
+_C_STRIDES = (2, 4, 8, 16, 32)
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
 
 # timm ends these at the last 1x1 convolution, whose width belongs to the published architecture's stages.
@@ -46,7 +47,11 @@ class Level:
 
 
 def stride_of(node: fx.Node, size: tuple[int, int]) -> int | None:
-    """Input pixels per position of the node's map, as the nearest power of two; None where the value is no map."""
+    """Input pixels per position of the node's feature map, rounded to a power of two; None if it is no feature map.
+
+    Args:
+        size: height and width of the input.
+    """
     value, axes = node.meta.get("value"), node.meta.get("axes")
     if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
         return None
@@ -62,7 +67,7 @@ def stride_of(node: fx.Node, size: tuple[int, int]) -> int | None:
 
 
 def channels_of(node: fx.Node) -> int | None:
-    """Size of the channel axis, where it is known."""
+    """Size of the channel axis; None where it is not known."""
     value, axes = node.meta.get("value"), node.meta.get("axes")
     if isinstance(value, Tensor) and axes and "C" in axes and value.ndim == len(axes):
         return int(value.shape[axes.index("C")])
@@ -79,13 +84,13 @@ def find_levels(
         graph: annotated by :func:`fxcore.graph.annotate.annotate`.
         root: the module that the graph was traced from.
         size: height and width of the input that it was annotated for.
-        maps: what the model itself says of its feature maps; where it does, they are the levels.
+        maps: the feature maps that the model declares; if there are any, they are the levels.
 
     Returns:
         Levels in the order C1…C5, P2…; empty where the model has a single resolution (ViT) or none.
     """
     if maps:
-        return _told(graph, maps)
+        return _declared(graph, maps)
     last = _backbone_end(graph)
     trunk = _dominators(graph, last) if last is not None else []
     ends = _module_ends(graph)
@@ -97,7 +102,7 @@ def find_levels(
     trunks = _trunks(by_stride)
     chosen: dict[int, fx.Node] = {}
     for stride, nodes in by_stride.items():
-        if stride in (2, 4, 8, 16, 32):
+        if stride in _C_STRIDES:
             if stride == max(by_stride) and _HEAD_CONVOLUTION_KEPT not in name:
                 nodes = _without_head(nodes, root)
             picked = _outermost_end(nodes, ends, trunks)
@@ -109,14 +114,14 @@ def find_levels(
     return levels | _pyramid(graph, size)
 
 
-def _told(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
-    """The levels that the model itself names: the last node of each module that makes as many channels."""
+def _declared(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
+    """The levels that the model declares: of each module, the last node that makes as many channels."""
     found: dict[str, Level] = {}
-    for said in maps:
-        inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), said.module) and n.meta.get("rows") == 1]
-        node = next((n for n in reversed(inside) if channels_of(n) in (said.channels, None)), None)
-        if node is not None and said.stride in (2, 4, 8, 16, 32):
-            found[f"C{int(math.log2(said.stride))}"] = Level(node.meta[PATH], said.channels, said.stride)
+    for declared in maps:
+        inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
+        node = next((n for n in reversed(inside) if channels_of(n) in (declared.channels, None)), None)
+        if node is not None and declared.stride in _C_STRIDES:
+            found[f"C{int(math.log2(declared.stride))}"] = Level(node.meta[PATH], declared.channels, declared.stride)
     return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
@@ -125,7 +130,7 @@ def _level(node: fx.Node, stride: int) -> Level:
 
 
 def _backbone_end(graph: fx.Graph) -> fx.Node | None:
-    """The last tensor of the backbone where the model calls a part of it so, else of the graph."""
+    """The last tensor of the module ``backbone`` where the model has one, else of the graph."""
     tensors: list[fx.Node] = [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("value"), Tensor)]
     for part in ("backbone.body", "backbone"):
         inside = [n for n in tensors if _inside(n.meta.get(PATH, ""), part)]
@@ -155,7 +160,7 @@ def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
 
 
 def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """For each node the modules of which it is the last node."""
+    """For each node, the paths of the modules of which it is the last node."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op in ("output", "placeholder") or not node.meta.get("carries"):
@@ -169,7 +174,7 @@ def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _trunks(by_stride: dict[int, list[fx.Node]]) -> set[str]:
-    """Modules inside which the map goes through three strides or more."""
+    """Paths of the modules in which the feature map has three strides or more."""
     strides: dict[str, set[int]] = {}
     for stride, nodes in by_stride.items():
         for node in nodes:
@@ -185,6 +190,8 @@ def _outer_modules(path: str) -> list[str]:
 
 
 def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks: set[str]) -> fx.Node | None:
+    """The last of ``nodes`` that end an outermost module; modules with children come before leaves."""
+
     def rank(node: fx.Node, path: str) -> tuple[bool, int]:
         leaf = node.op == "call_module" and path == node.target
         return leaf, sum(outer not in trunks for outer in _outer_modules(path))
@@ -216,7 +223,7 @@ def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:
 
 
 def _pyramid(graph: fx.Graph, size: tuple[int, int]) -> dict[str, Level]:
-    """P levels: what a feature pyramid's output layers and extra blocks make."""
+    """P levels: the outputs of a feature pyramid's output layers and extra blocks."""
     found: dict[str, Level] = {}
     for node in graph.nodes:
         path = node.meta.get(PATH, "")

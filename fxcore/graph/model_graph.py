@@ -5,7 +5,6 @@ Listing nodes, resolving names and planning an extractor all read this one objec
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -23,31 +22,43 @@ from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import Level, channels_of, find_levels, stride_of
 from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
 from fxcore.tensors import TensorSpec, dtype_name
-from fxcore.tracing.frozen import made_constants
-from fxcore.tracing.parts import trace_model
 from fxcore.tracing.tracer import PATH, names
 from fxcore.transforms.base import Applied, applied, fork
 from fxcore.transforms.registry import apply_transforms
 
-#: frames of a clip that video graphs are annotated for; MViT accepts no other number
 VIDEO_FRAMES = 16
+"""Frames of a clip that video graphs are annotated for; MViT accepts no other number."""
 
-# Memory of a node as Python objects, with its share of the modules; 7.0 to 7.8 KiB were measured on resnet18, swin_t
-# and others, of which a copy's own are 2.3 to 2.4.
-_NODE_BYTES, _COPIED_NODE_BYTES = 8 * 1024, 5 * 512
+# Estimated memory of a node as Python objects: with its share of the modules, and of a graph that shares them.
+_NODE_BYTES, _DERIVED_NODE_BYTES = 8 * 1024, 5 * 512
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node of a graph, as people and programs read it.
+    """One node of a graph, described.
 
-    ``shape`` has None for the batch; where several rows of the first dimension belong to one image it says how many
-    by ``rows_per_image``. ``params`` counts each parameter at the first node that uses it. ``flops`` and
-    ``bytes``, the size of its value, are for one image; ``bytes`` is None where the value is no tensor. ``tokens`` is
-    the grid of positions that tokens are.
+    Attributes:
+        name: torchvision's name of the node; the fx name of a parameter that the graph reads itself.
+        fx_name, op: as torch.fx has them.
+        target: see :func:`target_name`.
+        module_type: class of the module that it calls, with its package; None for other nodes.
+        args, users: names of the nodes that it reads, and of those that read it.
+        shape: of its value, None for the batch; None if the value is not a tensor.
+        dtype: such as ``float32``; None if the value is not a tensor.
+        layout: which axis is what, such as ``NCHW``; None if unknown.
+        channels: size of the channel axis; None if unknown.
+        stride: input pixels per position of its feature map; None if the value is not a feature map.
+        level: the level that it is, such as ``C4``.
+        params: number of its parameters, each counted at the first node that uses it.
+        flops: for one image; a multiply-add is two.
+        bytes: size of its value for one image; None if the value is not a tensor.
+        extractable: whether its value is a tensor with a row per image.
+        rows_per_image: rows of the first dimension that belong to one image: 1, but for attention windows.
+        tokens: the grid of image positions that its tokens stand for.
 
     >>> node = next(n for n in model_graph("resnet18").nodes if n.name == "conv1")
     >>> node.op, node.args, node.users, node.shape, node.layout, node.stride
@@ -78,46 +89,55 @@ class NodeInfo:
 
 
 class ModelGraph:
-    """A model's eval graph on meta tensors, with everything that can be known of it without weights.
+    """A model's eval graph, annotated for one input size. It holds no weights.
+
+    :func:`model_graph` makes one of a model; graphs that are derived from it share its modules.
+
+    Args:
+        traced: the model.
+        input_size: height and width to annotate for.
+        derived: for a derived graph, the graph module to annotate a copy of; ``traced``'s own without it.
+        fingerprint: of the graph that it is derived from.
 
     Attributes:
-        entry: the model.
-        weights: the canonical weights whose structure was traced (``random``: the model as torchvision builds it).
-        graph: the eval graph as traced; copy it before changing it.
-        train_nodes, eval_nodes: names in order of execution, as ``get_graph_node_names`` gives them.
-        closed: parts of the model that could not be traced.
+        entry, weights, preprocessing, train_nodes, untraceable, num_params, constants: of ``traced``.
+        graph: the eval graph; copy it before changing it.
+        eval_nodes: names in order of execution, as ``get_graph_node_names`` returns them.
         input_size: height and width that shapes and FLOPs are for.
         levels: see :mod:`fxcore.graph.levels`.
-        num_params: number of parameters of the model, closed parts included.
-        constants: attributes for tensors that tracing computes from buffers; each model has its own values of them.
+        traced_modules: modules by path as they were traced, in-place ones included; derived graphs have the same.
+
+    Raises:
+        BadTensor: the model does not take inputs of that size.
     """
 
-    def __init__(self, entry: ModelEntry, weights: str = RANDOM, input_size: tuple[int, int] | None = None) -> None:
-        self.entry = entry
-        self.weights = weights
-        self.preprocessing = entry.preprocessing(weights)
-        self.input_size = input_size or self.preprocessing.nominal_size()
-        model = entry.build_weightless(weights)
-        self.num_params = sum(parameter.numel() for parameter in model.parameters())
-        self.train_nodes = names(trace_model(entry, model, training=True)[0])
-        self.graph, self._root, self.closed = trace_model(entry, model)
-        self._maps = entry.feature_maps(model)
-        self.eval_nodes = names(self.graph)
-        self.constants = made_constants(self.graph)
-        #: modules by path as they were traced, in-place ones included; copies of this graph share them
-        self.traced_modules: dict[str, nn.Module] = dict(self._root.named_modules())
-        self._device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
-        self._module = fx.GraphModule(self._root, self.graph)
-        # A view of a parameter asks for a gradient even without autograd, which torch's FLOP counter does not take.
-        self._module.requires_grad_(False)
-        if self._device.type == "meta":
-            self._module.to("meta")
+    def __init__(
+        self,
+        traced: TracedModel,
+        input_size: tuple[int, int],
+        derived: fx.GraphModule | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        self._traced = traced
+        self.entry = traced.entry
+        self.weights = traced.weights
+        self.preprocessing = traced.preprocessing
+        self.train_nodes = traced.train_nodes
+        self.untraceable = traced.untraceable
+        self.num_params = traced.num_params
+        self.constants = traced.constants
+        self.traced_modules = traced.modules
+        self.input_size = input_size
+        self._root, self._device = traced.root, traced.device
+        self._module = traced.module if derived is None else fork(derived)
         self.graph = self._module.graph
+        self.eval_nodes = names(self.graph)
         self._derived: dict[tuple[str, ...], ModelGraph] = {}
-        self._node_bytes = _NODE_BYTES
-        # int8 models are traced with their weights.
-        held = (*self._root.state_dict().values(), *(getattr(self._root, name) for name in self.constants))
-        self._tensor_bytes = sum(t.nbytes for t in held if isinstance(t, Tensor) and not t.is_meta)
+        self._node_bytes, self._tensor_bytes = _NODE_BYTES, traced.tensor_bytes
+        if derived is not None:
+            self._node_bytes, self._tensor_bytes = _DERIVED_NODE_BYTES, 0
+        if fingerprint is not None:
+            self.fingerprint = fingerprint
         self._annotate()
 
     @property
@@ -127,17 +147,17 @@ class ModelGraph:
 
     @property
     def bytes(self) -> int:
-        """Estimated bytes in memory, without the graphs that were derived from it."""
+        """Estimated bytes in memory, without derived graphs."""
         return len(self.graph.nodes) * self._node_bytes + self._tensor_bytes
 
     @property
     def derived(self) -> list[ModelGraph]:
-        """The graphs that :meth:`with_nodes_of` derived from it; they are dropped together with it."""
+        """The derived graphs of :meth:`with_nodes_of`, which live as long as this one."""
         return list(self._derived.values())
 
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs, for the size that this graph is annotated for; what has a default is none."""
+        """The model's inputs for :attr:`input_size`; arguments with a default are left out."""
         layout = self.preprocessing.layout
         frames = (VIDEO_FRAMES,) if "T" in layout else ()
         shape = (None, 3, *frames, *self.input_size)
@@ -146,12 +166,12 @@ class ModelGraph:
 
     @functools.cached_property
     def by_name(self) -> dict[str, fx.Node]:
-        """Nodes by torchvision's name; parameters used as they are and the output have none."""
+        """Nodes by torchvision's name; the output and parameters that the graph reads itself have none."""
         return {n.meta[PATH]: n for n in self.graph.nodes if PATH in n.meta}
 
     @functools.cached_property
     def nodes(self) -> list[NodeInfo]:
-        """Every node but the output, in order of execution; a parameter used as it is goes by its fx name."""
+        """All nodes but the output, in order of execution."""
         flops = count_flops(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
         level_of = {level.node: name for name, level in self.levels.items()}
         seen: set[int] = set()
@@ -163,18 +183,21 @@ class ModelGraph:
 
     @functools.cached_property
     def totals(self) -> dict[str, int]:
-        """Parameters of the model (closed parts included), FLOPs for one image, and number of nodes."""
+        """Number of parameters (untraceable parts included), FLOPs for one image, and number of nodes."""
         return {"params": self.num_params, "flops": sum(n.flops for n in self.nodes), "nodes": len(self.nodes)}
 
     @functools.cached_property
     def leaf_modules(self) -> list[str]:
-        """Classes of the modules that were kept whole, by name."""
+        """Names of the classes of the modules that were not traced into, sorted."""
         called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
         return sorted({type(self._root.get_submodule(target)).__name__ for target in called})
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the eval graph: names, operations, targets and shapes. It changes when a name changes its meaning."""
+        """Hash of the eval graph's names, operations, targets and shapes: it changes when a name changes its meaning.
+
+        Derived graphs have the fingerprint of the graph that they are derived from, whatever their input size.
+        """
         lines = [[n.meta.get(PATH, n.name), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:32]
 
@@ -193,10 +216,13 @@ class ModelGraph:
         >>> larger.shape_of(larger.by_name["layer4.1.relu_1"])
         [None, 512, 14, 10]
         """
-        return self if (height, width) == self.input_size else self._copy(self._module, (height, width))
+        if (height, width) == self.input_size:
+            return self
+        # Tracing does not depend on sizes, so nothing is traced again.
+        return ModelGraph(self._traced, (height, width), self._module, self.fingerprint)
 
     def with_nodes_of(self, *transforms: str) -> ModelGraph:
-        """The same graph with the nodes that passes bring, as ``attention_maps`` does; all others stay as they are.
+        """The same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.
 
         >>> graph = model_graph("vit_b_32").with_nodes_of("attention_maps")
         >>> graph.by_name["encoder.layers.encoder_layer_0.self_attention.attention"].meta["value"].shape
@@ -207,31 +233,9 @@ class ModelGraph:
             lock = _locks.setdefault((self.entry.name, self.weights, str(self.input_size), *key), threading.Lock())
         with lock:
             if key not in self._derived:
-                self._derived[key] = self._copy(apply_transforms(self._module, key), self.input_size)
+                module = apply_transforms(self._module, key)
+                self._derived[key] = ModelGraph(self._traced, self.input_size, module, self.fingerprint)
             return self._derived[key]
-
-    def _copy(self, module: fx.GraphModule, input_size: tuple[int, int]) -> ModelGraph:
-        """Copy this graph with the nodes of ``module``, annotated for ``input_size``.
-
-        The model, its modules and constants are shared. Tracing saw no sizes, so nothing is traced again.
-        """
-        other = copy.copy(self)
-        other._forget_computed()
-        other.fingerprint = self.fingerprint  # it is of the model, whatever the size
-        other.input_size = input_size
-        other._derived = {}
-        other._node_bytes, other._tensor_bytes = _COPIED_NODE_BYTES, 0
-        other._module = fork(module)
-        other.graph = other._module.graph
-        other.eval_nodes = names(other.graph)
-        other._annotate()
-        return other
-
-    def _forget_computed(self) -> None:
-        """Drop the values of cached properties."""
-        for name, member in vars(ModelGraph).items():
-            if isinstance(member, functools.cached_property):
-                self.__dict__.pop(name, None)
 
     def _annotate(self) -> None:
         try:
@@ -239,7 +243,7 @@ class ModelGraph:
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
         self.levels: dict[str, Level] = find_levels(
-            self.entry.name, self.graph, self._root, self.input_size, self._maps
+            self.entry.name, self.graph, self._root, self.input_size, self._traced.feature_maps
         )
 
     @property
@@ -250,9 +254,9 @@ class ModelGraph:
     def values_at(
         self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
     ) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Shape and dtype of the values of ``wanted`` nodes, and of all that they need, for one image.
+        """Shape and dtype of the values of ``wanted`` nodes and of their ancestors, for one image.
 
-        Cheaper than :meth:`at`: nothing is traced and nothing is kept.
+        Cheaper than :meth:`at`: only these nodes are run, and annotations stay as they are.
 
         Args:
             shapes: the shape of each input without its batch dimension.
@@ -284,7 +288,7 @@ class ModelGraph:
         return naming.resolve(self, return_nodes)
 
     def extractable(self, node: fx.Node) -> bool:
-        """Whether the node's value is a tensor that belongs to the images."""
+        """Whether the node's value is a tensor with one or more rows per image."""
         return bool(node.meta.get("rows"))
 
     def shape_of(self, node: fx.Node) -> list[int | None] | None:
@@ -295,9 +299,9 @@ class ModelGraph:
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
 
     def _refusal(self, shapes: Sequence[Sequence[int]], error: Exception) -> str:
-        """Why inputs of ``shapes`` are not taken.
+        """Say that the model does not take inputs of ``shapes``, and why.
 
-        The message of a model's own assertion was recorded with proxies in place of its numbers, and is left out.
+        The message of a model's own assertion is left out: it was recorded with proxies in place of its numbers.
         """
         shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
         usual = " x ".join(map(str, self.preprocessing.nominal_size()))
@@ -349,15 +353,23 @@ _locks: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
 
+def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
+    """Trace a model and annotate its graph for the size that its preprocessing makes; see :func:`model_graph`, which
+    caches the result."""
+    traced = trace_weightless(entry, weights)
+    return ModelGraph(traced, traced.preprocessing.nominal_size())
+
+
 def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
-    """The graph of a model, traced at most once per structure and kept until :func:`forget_graph`.
+    """The graph of a model, traced at most once per structure and cached until :func:`forget_graph`.
 
     Args:
         model: a model's name or entry.
         weights: canonical weights; they decide details of the structure (number of classes, input size).
 
     Raises:
-        UnknownModel, NotTraceable: see there.
+        UnknownModel: there is no model of that name.
+        NotTraceable: nothing of the model can be traced.
         BadArgument: ``model`` is neither a name nor an entry.
 
     >>> graph = model_graph("resnet18")
@@ -374,8 +386,8 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         graph = _cache.get(key)
-        if graph is None or graph.entry is not entry:  # a user's model may be described anew
-            graph = ModelGraph(entry, weights)
+        if graph is None or graph.entry is not entry:  # a user's model may have another description now
+            graph = trace_graph(entry, weights)
         with _guard:
             _cache[key] = graph
             _cache.move_to_end(key)
@@ -383,13 +395,13 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
 
 def kept_graphs() -> list[ModelGraph]:
-    """The graphs that :func:`model_graph` keeps, the one least recently asked for first."""
+    """The cached graphs of :func:`model_graph`, the least recently used first."""
     with _guard:
         return list(_cache.values())
 
 
 def forget_graph(graph: ModelGraph) -> None:
-    """Drop ``graph`` from the cache: holders may go on using it, and the next :func:`model_graph` traces it again."""
+    """Drop ``graph`` from the cache. It stays usable; the next :func:`model_graph` of its model traces again."""
     with _guard:
         for key in [key for key, kept in _cache.items() if kept is graph]:
             del _cache[key]

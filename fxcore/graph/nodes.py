@@ -1,7 +1,7 @@
-"""From the name a client gives to one node of a graph.
+"""Resolve names to nodes of a graph.
 
-Names are looked up, never matched as patterns: torchvision's own extractor takes them as regular expressions and lets
-each node answer one name only, so that overlapping names return wrong tensors.
+Names are looked up, never matched as patterns: torchvision's extractor treats them as regular expressions and uses each
+node for one name only, so that overlapping names return wrong tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Named(Protocol):
 
     eval_nodes: list[str]
     levels: dict[str, Level]
-    closed: list[UntraceablePart]
+    untraceable: list[UntraceablePart]
 
     @property
     def model(self) -> str:
@@ -36,7 +36,7 @@ class Named(Protocol):
         ...
 
     def extractable(self, node: fx.Node) -> bool:
-        """Whether a client may ask for the node's value."""
+        """Whether the node's value can be extracted."""
         ...
 
 
@@ -68,9 +68,9 @@ def resolve_one(graph: Named, name: str) -> str:
     """
     exact = _lookup(graph, name)
     if exact is None:
-        if closed := next((c for c in graph.closed if name == c.path or name.startswith(c.path + ".")), None):
+        if part := next((p for p in graph.untraceable if name == p.path or name.startswith(p.path + ".")), None):
             raise UnknownNode(
-                f"{name!r} lies in {closed.path}, which stays closed: {closed.reason}",
+                f"{name!r} is in {part.path}, which cannot be traced: {part.reason}",
                 name=name,
                 suggestions=_examples(graph),
             )
@@ -103,8 +103,8 @@ def _lookup(graph: Named, name: str) -> str | None:
 
 
 def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
-    """Names near to ``name``: by spelling among nodes, levels, paths and targets (ViT's suffixes lie: its node
-    ``…encoder_layer_0.ln`` is the module ``ln_1``)."""
+    """At most ``count`` names that are spelled like ``name``: of nodes, levels, paths, and of nodes by their targets,
+    which may differ (ViT's node ``…encoder_layer_0.ln`` calls the module ``ln_1``)."""
     candidates: dict[str, str] = {}
     for level in graph.levels:
         candidates[level] = level
@@ -125,7 +125,7 @@ def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
 
 
 def _extractable_near(graph: Named, exact: str, count: int = 3) -> list[str]:
-    """The nearest tensors before and after a node, in order of execution."""
+    """The extractable nodes nearest to a node in order of execution, the nearest first."""
     index = graph.eval_nodes.index(exact)
     order = sorted(range(len(graph.eval_nodes)), key=lambda i: (abs(i - index), i > index))
     return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:count]

@@ -1,7 +1,8 @@
-"""Which places of the image the tokens ``[N, L, C]`` of a transformer stand for.
+"""Image positions of the tokens ``[N, L, C]`` of a transformer.
 
-A transformer flattens a map of patches, row by row, and puts tokens in front of it that stand for no place: a class
-token, registers. The graph shows both: the map is among the ancestors, and what is more than its positions is in front.
+A transformer flattens a map of patches, row by row, and prepends tokens that have no position: a class token,
+registers. Both show in the graph: the map is an ancestor of the tokens, and tokens in excess of its positions come
+first.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from torch import Tensor, fx
 from fxcore.tracing.tracer import PATH
 from fxcore.transforms.attention import ATTENTION
 
-_MOST_PREFIXES = 64
-"""More tokens than this in front of a map mean that it is another map: no published model has over 16 registers."""
+_MAX_PREFIX = 64
+"""Most prefix tokens; a map with fewer positions than that leaves is another map. Published models have at most 16."""
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The grid that tokens are.
+    """The grid of image positions that tokens stand for.
 
     Attributes:
-        node: the node whose map was flattened.
+        node: name of the node whose map was flattened.
         height, width: of that map, at the input size that the graph is annotated for.
-        prefix: how many tokens come before the positions.
-        class_token: whether the first of those is a class token.
+        prefix: number of tokens before those of the grid.
+        class_token: whether the first of them is a class token.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("vit_b_16")
@@ -41,9 +42,9 @@ class TokenGrid:
 
 
 def token_grid(node: fx.Node) -> TokenGrid | None:
-    """The grid that the tokens of an annotated ``node`` are; None where its value is no such tokens.
+    """The grid of an annotated ``node``'s tokens; None if its value is no tokens of an image.
 
-    Of attention weights ``[N, heads, L, L]``, those of a sequence to itself, it is the grid of both.
+    For self-attention weights ``[N, heads, L, L]`` it is the grid of queries and keys.
     """
     value = node.meta.get("value")
     if not isinstance(value, Tensor):
@@ -53,9 +54,9 @@ def token_grid(node: fx.Node) -> TokenGrid | None:
         return None
     length = value.shape[-1] if weights else value.shape[1]
     ancestors = _ancestors(node)
-    # Not the nearest: the keys of some attention are of a smaller map.
+    # Not the nearest map: the keys of some attention come from a smaller one.
     grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]
-    fitting = [grid for grid in grids if length - _MOST_PREFIXES <= grid[0] <= length]
+    fitting = [grid for grid in grids if length - _MAX_PREFIX <= grid[0] <= length]
     if not fitting:
         return None
     area, height, width, source = max(fitting, key=lambda grid: grid[0])
@@ -76,8 +77,7 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _sizes(node: fx.Node) -> list[tuple[int, int]]:
-    """Height and width of the map that ``node`` makes, if it makes one; more than one position, as pooled maps and
-    squeezed channels have."""
+    """Height and width of the node's feature map in a list; empty if it has none, or one of a single position."""
     value, axes = node.meta.get("value"), node.meta.get("axes") or ""
     if PATH not in node.meta or not isinstance(value, Tensor) or axes not in ("NCHW", "NHWC") or value.ndim != 4:
         return []

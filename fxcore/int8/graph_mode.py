@@ -1,9 +1,8 @@
-"""The one place that knows torch.ao: torch's own int8, by torch.fx's graph mode.
+"""Quantization by torch.ao's FX graph mode. No other module imports torch.ao.
 
-Only :mod:`fxcore.int8.quantize` and the processes that load what it made import it, where :mod:`fxcore.torch_ao` says
-that it can be. Graph mode works from torch 2.11 to 2.15; with torchao 0.18 its successor PT2E was seen to refuse
-ResNets ("Input partition has more than one output node") and to take three to four times as long as float32 where it
-worked, unless a compiler follows.
+Only :mod:`fxcore.int8.quantize` imports it, and processes that load quantized modules, where :mod:`fxcore.torch_ao`
+says that torch.ao is available. Graph mode works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on
+ResNets ("Input partition has more than one output node"), and without a compiler is slower than float32.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
-from fxcore.int8.kernels import kind_of, ranges, untrusted
-from fxcore.int8.layers import class_of, computed_by, spelled_out
+from fxcore.int8.kernels import kind_of, miscomputed, ranges
+from fxcore.int8.layers import class_of, computed_by, inline_leaves
 from fxcore.int8.report import Rounding
 from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import fork
@@ -31,7 +30,7 @@ from fxcore.transforms.keep_float import named
 
 Inputs = tuple[Tensor, ...]
 
-# Said by torch on every call; once for the process, since ``catch_warnings`` is made for one thread.
+# torch warns on every call. Filtered once for the process, since ``catch_warnings`` is not thread-safe.
 warnings.filterwarnings("ignore", message=r"\s*torch\.ao\.quantization is deprecated", category=DeprecationWarning)
 warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are deprecated", category=UserWarning)
 
@@ -39,11 +38,17 @@ warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are dep
 def converted(
     module: fx.GraphModule, batches: Sequence[Inputs], keep: Sequence[str]
 ) -> tuple[fx.GraphModule, dict[str, Rounding]]:
-    """``module`` on torch's int8 kernels, and how it rounds the value of each layer, and inputs, by public name.
+    """Quantize ``module`` to torch's int8 kernels.
 
     Args:
-        batches: inputs to take ranges from.
+        batches: inputs to calibrate on.
         keep: names of nodes that stay in float32.
+
+    Returns:
+        The int8 module, and the rounding of inputs and of each layer's value, by public name.
+
+    Raises:
+        UnknownNode: ``keep`` names no node.
     """
     with torch.no_grad():
         observed, kept = observe(module, batches[0], keep)
@@ -61,7 +66,7 @@ def converted(
 
 
 def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
-    """How an observer would have its input rounded; None of a node that calls none."""
+    """The rounding that the observer called by ``node`` has calibrated; None if it calls no observer."""
     observer = observed.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(observer, ObserverBase) or observer.dtype != torch.quint8:
         return None
@@ -71,7 +76,7 @@ def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
 
 
 def let_int8_convolutions_load() -> None:
-    """Torch's int8 convolutions set attributes when unpickled, before ``nn.Module.__init__`` has run: run it first."""
+    """Patch torch's int8 convolutions, which set attributes when unpickled without ``nn.Module.__init__``: call it."""
     fill = _ConvNd.__setstate__
 
     def module_first(self: Any, state: Any) -> None:
@@ -82,12 +87,12 @@ def let_int8_convolutions_load() -> None:
 
 
 def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tuple[fx.GraphModule, set[str]]:
-    """A private copy with batch norms fused and observers placed, and the names of the nodes that stay in float.
+    """Copy ``module``, fuse its batch norms and insert observers; returns it with the names of nodes that stay float.
 
-    ``prepare_fx`` would trace the module again, and a trace patches nn.Module for every thread; it has been traced, so
-    its two other steps are called.
+    ``prepare_fx`` would trace the module again, which patches nn.Module for all threads; so its other two steps are
+    called here.
     """
-    private = spelled_out(copy.deepcopy(fork(module)).eval())
+    private = inline_leaves(copy.deepcopy(fork(module)).eval())
     mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep)
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
@@ -99,14 +104,14 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:
-    """The kinds of nodes whose values torch does not observe: sigmoids, tanh, softmax."""
+    """The kinds of nodes to which torch gives fixed ranges, without observers: sigmoid, tanh, softmax."""
     configs = mapping.object_type_qconfigs.items()
     return {target for target, config in configs if config and isinstance(config.activation(), FixedQParamsObserver)}
 
 
 def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
-    """Let what a sigmoid, tanh or softmax reads from a float layer have its own range: torch gives it the known range
-    of what they return, 0 to 1, and cuts off the rest."""
+    """Observe the inputs of sigmoid, tanh and softmax that come from float layers: torch gives them the fixed range of
+    the output, such as 0 to 1, and clips the rest."""
     assert mapping.global_qconfig is not None
     known = _of_known_range(mapping)
     returned, read = set(), []
@@ -122,8 +127,8 @@ def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
 
 
 def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
-    """Make all readers of an int8 layer read its rounded value: where a float layer read the unrounded one beside an
-    int8 layer, torch's lowering would erase it while it is still read (`Tried to erase Node`)."""
+    """Make all readers of an int8 layer read its rounded value: if a float layer and an int8 layer read it, torch's
+    lowering erases the unrounded value although it is still used (`Tried to erase Node`)."""
     for node in list(observed.graph.nodes):
         seen_by = [user for user in node.users if str(user.target).startswith("activation_post_process")]
         if seen_by and public_name(computed_by(observed, node)) not in kept:
@@ -132,6 +137,7 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
 
 
 def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:
+    """Exclude nodes named in ``keep``, and those without correct int8 kernels, from ``mapping``; their names."""
     layer = {node: computed_by(module, node) for node in module.graph.nodes}
     kept = set()
     for name in keep:
@@ -140,14 +146,14 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}
     known = _of_known_range(mapping)
-    kept |= untrusted(module, known)
+    kept |= miscomputed(module, known)
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
     for node in list(module.graph.nodes):
         if node in kept and kind_of(module, node) in known:
-            # torch makes int8 of these wherever int8 follows, whatever the mapping says; an operation that it has no
-            # int8 for, which gives what it is given, stands between.
+            # torch quantizes these before an int8 layer, whatever the mapping says, unless an operation without an int8
+            # kernel is in between: an identity.
             with module.graph.inserting_after(node):
                 between = module.graph.call_function(torch.positive, (node,))
             node.replace_all_uses_with(between)

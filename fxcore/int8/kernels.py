@@ -1,8 +1,8 @@
-"""What torch's int8 kernels compute rightly: the ranges they need, and the layers that have none to trust.
+"""Limits of torch's int8 kernels: the ranges that they need, and the layers that they compute wrongly.
 
-Each rule comes of comparing the kernels of torch 2.15 with the float values they stand for, on CPUs with and without
-VNNI. Which kernels run is up to ``torch.backends.quantized.engine``: ``x86`` takes oneDNN's where the CPU has VNNI, and
-FBGEMM's elsewhere and for more than 100 groups.
+The rules were found by comparing the kernels of torch 2.15 with float values, on CPUs with and without VNNI.
+``torch.backends.quantized.engine`` decides which kernels run: ``x86`` uses oneDNN's if the CPU has VNNI, and FBGEMM's
+otherwise and for more than 100 groups.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ TRANSPOSED = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
 )
-"""oneDNN's are wrong where the channels in and out differ in number, FBGEMM's for kernels of two rows (cosines of 0.3
-to 0.6), and of functions torch packs the arguments in another order."""
+"""Transposed convolutions. oneDNN's are wrong where the numbers of input and output channels differ, FBGEMM's for
+kernels with two rows; and torch packs the arguments of the functions in a wrong order."""
 
 _CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 _MOST_GROUPS = 100
-"""Most groups of a convolution that ``x86`` gives to oneDNN (should_use_onednn_quant in torch)."""
+"""Most groups of a convolution for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
 
 
 def ranges(module: fx.GraphModule) -> str:
-    """The engine whose activation ranges ``module`` is to have.
+    """The engine whose default ranges of activations ``module`` needs.
 
-    Without VNNI, x86 kernels add two products in 16 bits, so to avoid overflow their default leaves one of eight bits
-    unused. oneDNN's ranges use all eight, where its kernels with VNNI compute all of ``module``; FBGEMM's depthwise
-    ones use VNNI nowhere.
+    Without VNNI, x86 kernels add two products in 16 bits, so their default ranges use seven of eight bits to avoid
+    overflow. oneDNN's use all eight, if its kernels with VNNI compute all of ``module``; FBGEMM's depthwise kernels
+    never use VNNI.
     """
     engine = torch.backends.quantized.engine
     if engine not in ("x86", "onednn"):
@@ -40,13 +40,13 @@ def ranges(module: fx.GraphModule) -> str:
     return "onednn" if _has_vnni() and not by_fbgemm else "x86"
 
 
-def untrusted(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx.Node]:
-    """The nodes that no kernel of this CPU computes rightly, or whose values would make the next one overflow.
+def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx.Node]:
+    """The nodes that this CPU's kernels compute wrongly, or whose values make the next kernel overflow.
 
     Args:
-        module: what is going to be int8.
-        of_known_range: classes, functions and methods whose values are given all eight bits whatever :func:`ranges`
-            says, as sigmoids are.
+        module: the module to quantize.
+        of_known_range: classes, functions and methods whose values use all eight bits whatever :func:`ranges` says,
+            such as sigmoids.
     """
     overflowing = of_known_range if ranges(module) in ("x86", "fbgemm") else ()
     return {
@@ -59,24 +59,24 @@ def untrusted(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx
 
 
 def kind_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """The class of the module that a node calls, or the function, the name of the method or attribute."""
+    """The class of the module that a node calls; of other nodes the target."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else node.target
 
 
 def _is_fbgemms(groups: int) -> bool:
-    """Whether FBGEMM, not oneDNN, does a convolution of so many groups."""
+    """Whether FBGEMM, not oneDNN, computes a convolution with ``groups``."""
     engine = torch.backends.quantized.engine
     return engine == "fbgemm" or (engine == "x86" and (groups > _MOST_GROUPS or not _has_vnni()))
 
 
 def _has_vnni() -> bool:
-    """Whether the CPU has the VNNI of AVX-512, which is what torch asks for."""
+    """Whether the CPU has AVX-512 VNNI, which torch requires."""
     return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
 
 
 def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether FBGEMM would write past the memory of a convolution's weights: it packs groups of two and four channels
-    several at a time, eight and four with AVX-512, and leaves no room for the last where they do not come out even."""
+    """Whether FBGEMM would write past the end of a convolution's packed weights: it packs groups of two or four
+    channels eight or four at a time with AVX-512, and allocates too little for the last, incomplete pack."""
     groups = _groups(module, node)
     if groups == 1 or not _is_fbgemms(groups):
         return False
@@ -88,7 +88,7 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a convolution or a linear layer reads the value of ``node``, pooled or reshaped perhaps."""
+    """Whether a convolution or linear layer reads the value of ``node``, directly or through pooling or reshaping."""
     for user in node.users:
         reader = kind_of(module, user)
         if reader in (*_CONVOLUTIONS, nn.functional.linear):
@@ -101,7 +101,7 @@ def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _groups(module: fx.GraphModule, node: fx.Node) -> int:
-    """The groups of the convolution that a node is; 1 for all else."""
+    """Groups of the convolution that ``node`` calls; 1 for other nodes."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return int(called.groups) if isinstance(called, nn.modules.conv._ConvNd) else 1
@@ -112,7 +112,7 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:
-    """What a node reads of the module; None where it is computed."""
+    """The tensor of the module that ``node`` reads; None if the value is computed."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     owner, _, name = str(node.target).rpartition(".")

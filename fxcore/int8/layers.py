@@ -1,4 +1,4 @@
-"""A graph as int8 sees it: every operation spelled out, and the layers that its nodes make up."""
+"""Prepare a graph for quantization: inline leaves, and find the layers that nodes belong to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
 _NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
-def spelled_out(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, with what torchvision's names keep whole spelled out: containers, squeeze-and-excitation, …
+def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
+    """Replace calls of leaves that are not torch.nn's (containers, squeeze-and-excitation, …) by their operations.
 
-    The last node of each keeps the name of the whole.
+    The last node of each has the name of the leaf. ``module`` is edited; the result is a copy of it.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -28,14 +28,14 @@ def spelled_out(module: fx.GraphModule) -> fx.GraphModule:
         if type(called).__module__.startswith("torch.nn.") and not isinstance(called, nn.Sequential):
             continue
         try:
-            inner, _ = record(called, leaf_modules=[_Nothing])
+            inner, _ = record(called, leaf_modules=[_NoModule])
         except NotTraceable:
-            continue  # it stays as it is, in float32
+            continue  # it stays a leaf, in float32
         inputs = [n for n in inner.nodes if n.op == "placeholder"]
         if any(str(n.target).startswith("*") for n in inputs):
             continue  # several arguments are one node
         given = dict(zip((n.target for n in inputs), node.args, strict=False)) | node.kwargs
-        # What is not given has a default value.
+        # Other inputs have a default value.
         copies: dict[fx.Node, Any] = {n: given.get(n.target, *n.args) for n in inputs}
         with graph.inserting_before(node):
             for n in inner.nodes:
@@ -54,12 +54,12 @@ def spelled_out(module: fx.GraphModule) -> fx.GraphModule:
     return fork(module).eval()
 
 
-class _Nothing(nn.Module):
-    """A class that no module has: with it as the only leaf, every module is traced into."""
+class _NoModule(nn.Module):
+    """A class without instances: with it as the only leaf class, all modules are traced into."""
 
 
 def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The layer that computes ``node``: for a batch norm or a ReLU that is the one before it."""
+    """The layer that ``node`` belongs to: a batch norm or ReLU belongs to the layer before it, which fuses it."""
     while len(node.all_input_nodes) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
@@ -76,5 +76,5 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def class_of(module: fx.GraphModule, node: fx.Node) -> type:
-    """The class of the module that a node calls, or else of the one that holds it."""
+    """The class of the module that a node calls; for other nodes that of ``module``."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)

@@ -1,7 +1,7 @@
-"""int8 by torch's own kernels: calibrated on photographs, node by node, with the error that each layer brings.
+"""Static post-training quantization to torch's int8 kernels, with the error of each layer.
 
-What runs are torch's int8 kernels (``torch.backends.quantized.engine``), which exist on CPUs only, in a module that
-torch.ao's graph mode makes (:mod:`fxcore.int8.graph_mode`), while torch has it.
+The kernels (``torch.backends.quantized.engine``) exist on CPUs only. torch.ao's graph mode makes the module
+(:mod:`fxcore.int8.graph_mode`), as long as torch has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, Simulation
-from fxcore.tracing.misfit import explained
+from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.transforms.base import require_eval
 from fxcore.transforms.keep_float import KEPT
 
@@ -30,16 +30,16 @@ _WANTED = "int8 is calibrated on a tensor, a tuple of tensors, or an iterable of
 
 
 class CannotQuantize(FxError):
-    """Graph mode cannot quantize this module, or this torch has no graph mode."""
+    """The module cannot be quantized, or torch has no graph mode or int8 kernels here."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """An int8 module, and the error that each of its layers brings.
+    """An int8 module, and the error of each of its layers.
 
     Attributes:
-        module: takes and returns float32 as the original does; on the CPU.
-        layers: what was quantized, the layer that brings the largest error first.
+        module: on the CPU; takes and returns float32 like the original.
+        layers: the quantized layers, the one with the largest error first.
     """
 
     module: fx.GraphModule
@@ -47,29 +47,30 @@ class Quantized:
 
 
 def missing() -> str | None:
-    """Why torch's own int8 is not available here; None if it is."""
+    """Why torch's int8 is not available here; None if it is."""
     if not torch_ao.available():
         return torch_ao.MISSING
     return "torch has no int8 kernels for this machine" if torch.backends.quantized.engine == "none" else None
 
 
 def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence[str] = ()) -> Quantized:
-    """``module`` computed in int8 wherever torch has a kernel for that; it stays as it is.
+    """Copy ``module`` with int8 layers wherever torch has a kernel.
 
-    Weights get a scale per channel, activations one per tensor from histograms over the calibration inputs. Transposed
-    convolutions stay in float32: torch's int8 kernels give wrong values for them.
+    Weights have a scale per output channel, activations one per tensor, from histograms over the calibration inputs.
+    Transposed convolutions stay in float32: torch's int8 kernels compute them wrongly.
 
     Args:
         module: in eval mode, on the CPU, float32.
         calibration: a tensor or a tuple of positional arguments, or any iterable of those, such as a data loader.
-            :func:`fxcore.photos.calibration_rows` makes them of photographs.
-        keep: names of nodes to leave in float32; a path means every node under it. Those that
-            :func:`~fxcore.transforms.keep_float.keep_float` named come on top.
+            :func:`fxcore.photos.calibration_rows` makes some of photographs.
+        keep: names of nodes to leave in float32, beside those marked by
+            :func:`~fxcore.transforms.keep_float.keep_float`; a path means all nodes under it.
 
     Raises:
-        UnknownNode: ``keep`` names none.
-        CannotQuantize: torch fails, or ``calibration`` is empty or not what the module takes.
+        UnknownNode: ``keep`` names a node that does not exist.
+        CannotQuantize: torch fails, or ``calibration`` is empty or has other arguments than the module.
         BadTensor: the module does not take tensors of that shape or dtype.
+        CannotTransform: the module is not a graph module in eval mode.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> from fxcore.photos import calibration_rows
@@ -88,55 +89,64 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     from fxcore.int8.graph_mode import converted  # imports torch.ao
 
     try:
-        with explained(module, tuple(batches[0])):
+        with explain_mismatch(module, tuple(batches[0])):
             made, roundings = converted(module, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"
         layers = Simulation(module, few, roundings, per_channel).layers()
     except FxError:
         raise
-    except Exception as error:  # graph mode raises of every kind
+    except Exception as error:  # graph mode raises all kinds
         raise CannotQuantize(f"torch cannot quantize this module: {summarize(error)}") from error
     return Quantized(made, layers)
 
 
 def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """The positional inputs of each calibration call; calls of a single row are put together into batches.
+    """The positional inputs of each calibration call; calls with a single row are batched.
 
     Raises:
-        CannotQuantize: there are none, or they are not what ``module`` takes.
+        CannotQuantize: there are none, or they do not match the arguments of ``module``.
     """
-    one = isinstance(calibration, Tensor) or (
-        isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
-    )
-    if not one and not isinstance(calibration, Iterable):
-        raise CannotQuantize(f"{_WANTED}, not on {calibration!r:.100}")
-    inputs = module.graph.find_nodes(op="placeholder")
-    wanted = [node.name for node in inputs if not node.args]
-    groups: list[list[Inputs]] = []
-    for given in [calibration] if one else calibration:
-        call = (given,) if isinstance(given, Tensor) else given
-        if not isinstance(call, (tuple, list)) or not all(isinstance(part, Tensor) for part in call):
-            raise CannotQuantize(f"{_WANTED}, not on {given!r:.100}")
-        if not len(wanted) <= len(call) <= len(inputs):
-            raise CannotQuantize(
-                f"the module takes {', '.join(wanted)} and was given {len(call)} tensors to calibrate on; a tuple "
-                "holds the arguments of one call, a list several calls"
-            )
-        shapes = [part.shape for part in call]
-        last = groups[-1] if groups else []
-        if 0 < len(last) < _BATCH and _rows(call) == 1 and shapes == [part.shape for part in last[0]]:
-            last.append(tuple(call))
-        else:
-            groups.append([tuple(call)])
-    if not groups or any(part.numel() == 0 for part in groups[0][0]):
+    calls = _calls(module, calibration)
+    if not calls or any(part.numel() == 0 for part in calls[0]):
         raise CannotQuantize("int8 needs images to calibrate on, and none were given")
+    groups: list[list[Inputs]] = []
+    for call in calls:
+        last = groups[-1] if groups else []
+        alike = bool(last) and [part.shape for part in call] == [part.shape for part in last[0]]
+        if alike and len(last) < _BATCH and _rows(call) == 1:
+            last.append(call)
+        else:
+            groups.append([call])
     return [
         tuple(torch.cat(parts) for parts in zip(*group, strict=True)) if len(group) > 1 else group[0]
         for group in groups
     ]
 
 
+def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
+    """The positional inputs of each calibration call, checked."""
+    single = isinstance(calibration, Tensor) or (
+        isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
+    )
+    if not single and not isinstance(calibration, Iterable):
+        raise CannotQuantize(f"{_WANTED}, not on {calibration!r:.100}")
+    inputs = module.graph.find_nodes(op="placeholder")
+    required = [node.name for node in inputs if not node.args]
+    calls: list[Inputs] = []
+    for given in [calibration] if single else calibration:
+        call = (given,) if isinstance(given, Tensor) else given
+        if not isinstance(call, (tuple, list)) or not all(isinstance(part, Tensor) for part in call):
+            raise CannotQuantize(f"{_WANTED}, not on {given!r:.100}")
+        if not len(required) <= len(call) <= len(inputs):
+            raise CannotQuantize(
+                f"the module takes {', '.join(required)} and got {len(call)} tensors to calibrate on; a tuple "
+                "holds the arguments of one call, a list several calls"
+            )
+        calls.append(tuple(call))
+    return calls
+
+
 def _rows(call: Sequence[Tensor]) -> int | None:
-    """The size that all tensors of a call have in their first dimension; None if they differ in it."""
+    """The size of the first dimension of all tensors of a call; None if they differ."""
     sizes = {part.shape[0] if part.ndim else None for part in call}
     return sizes.pop() if len(sizes) == 1 else None

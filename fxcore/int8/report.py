@@ -1,7 +1,7 @@
-"""What each layer loses in int8, by rounding float values: no int8 kernel computes it, and no library quantizes.
+"""The error of each layer in int8, by simulated quantization: float operations between roundings (fake quantization).
 
-A value is rounded where a layer hands it on, with its batch norm and its ReLU done. Weights are rounded per output
-channel, symmetrically; rounding them before a batch norm is folded in is the same, since that scales whole channels.
+The output of a layer is rounded after its batch norm and ReLU. Weights are rounded symmetrically per output channel;
+rounding them before a batch norm is folded in is the same, since that scales whole channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import flat, verify
 from fxcore.int8.kernels import TRANSPOSED, kind_of
-from fxcore.int8.layers import WEIGHTED, computed_by, spelled_out
+from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
 from fxcore.transforms.base import bare_copy, fork
@@ -36,15 +36,15 @@ _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.cat)
 
 @dataclass(frozen=True)
 class LayerError:
-    """What one layer loses by being computed in int8.
+    """The error of one layer in int8.
 
     Attributes:
-        name: of its node, as :func:`~fxcore.int8.quantize.quantize` takes it in ``keep``; what was fused into it counts
-            with it.
-        sqnr: of the layer alone, in decibels: it is given the float model's own values, rounded to int8, and its output
-            is rounded to int8 too. Infinite where nothing is lost.
-        relative, cosine: the same error as norm of the difference over norm of the float value, and as cosine.
-        accumulated: the relative error of its value when everything before it is int8 as well.
+        name: of its node, for ``keep`` of :func:`~fxcore.int8.quantize.quantize`; fused operations are included.
+        sqnr: signal-to-quantization-noise ratio in decibels of the layer alone: its inputs are the float model's values
+            rounded to int8, and its output is rounded to int8. Infinite if there is no error.
+        relative, cosine: the same error as norm of the difference over norm of the float value, and as cosine
+            similarity.
+        accumulated: the relative error of its value if all layers before it are int8 too.
     """
 
     name: str
@@ -56,7 +56,9 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The integers that stand for a tensor's values: ``scale * (integer - zero_point)``, from ``low`` to ``high``.
+    """Affine quantization: an integer from ``low`` to ``high`` stands for ``scale * (integer - zero_point)``.
+
+    Calling it rounds a tensor to such values.
 
     >>> Rounding.between(0.0, 2.55)(torch.tensor([0.012, 1.0, 3.0]))
     tensor([0.0100, 1.0000, 2.5500])
@@ -69,7 +71,7 @@ class Rounding:
 
     @classmethod
     def between(cls, least: float, most: float) -> Rounding:
-        """Eight bits over the values from ``least`` to ``most``, zero among them."""
+        """Eight bits for the values from ``least`` to ``most``, zero included."""
         least, most = min(least, 0.0), max(most, 0.0)
         scale = max((most - least) / 255, _SMALLEST_SCALE)
         return cls(scale, round(-least / scale))
@@ -80,19 +82,19 @@ class Rounding:
 
 
 class Simulation:
-    """A model in int8 as float operations between roundings. It shares the weights of the model, which stays as it is.
+    """A simulated int8 model. It shares the weights of the module, which does not change.
 
     Args:
         module: in eval mode, float32.
-        rows: inputs to measure errors on; two or so.
-        roundings: of the value of each layer that is int8, and of inputs, by public name.
-        per_channel: whether weights have a scale per output channel.
+        rows: inputs to measure errors on, a few rows.
+        roundings: of inputs and of the value of each int8 layer, by public name.
+        per_channel: whether weights have a scale per output channel, or one per tensor.
     """
 
     def __init__(
         self, module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
     ) -> None:
-        self._graph = spelled_out(fork(module))
+        self._graph = inline_leaves(fork(module))
         self._rows = rows
         self._roundings = roundings
         self._per_channel = per_channel
@@ -121,7 +123,7 @@ class Simulation:
         return sorted(layers, key=lambda layer: layer.sqnr)
 
     def cosine(self, kept: Collection[str]) -> float:
-        """The smallest cosine similarity of an output to its float value, where the layers ``kept`` are in float."""
+        """The smallest cosine similarity of an output to its float value, with the layers ``kept`` in float."""
         roundings = {name: rounding for name, rounding in self._roundings.items() if name not in kept}
         rounded = _Rounded(self._graph, roundings, self._per_channel, self._floats, alone=False)
         with torch.no_grad():
@@ -130,10 +132,15 @@ class Simulation:
 
 
 def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> Simulation:
-    """``module`` in int8 with values between the least and the most that ``calibration`` brings, one row each.
+    """Simulate ``module`` in int8, with ranges from the minima and maxima over ``calibration``.
 
-    Layers with weights, sums, products, concatenations and activations are int8, but for those that
-    :func:`~fxcore.transforms.keep_float.keep_float` named.
+    Layers with weights, sums, products, concatenations and activations are int8, except those marked by
+    :func:`~fxcore.transforms.keep_float.keep_float`.
+
+    Args:
+        module: in eval mode, float32.
+        calibration: inputs, one row each.
+        rows: how many of them errors are measured on.
 
     >>> from fxcore import trace
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -143,12 +150,12 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
     >>> sorted(layer.name for layer in found.layers()), found.cosine(kept=["0", "2"]) > found.cosine(kept=[])
     (['0', '2'], True)
     """
-    private = spelled_out(fork(module))
+    private = inline_leaves(fork(module))
     graph: fx.Graph = private.graph
     keep: Sequence[str] = module.meta.get(KEPT, ())
     layer = {node: computed_by(private, node) for node in graph.nodes}
     kept = {layer[node] for node in graph.nodes if any(named(node, name) for name in keep)}
-    handed_on = {
+    outputs = {
         node.name: public_name(layer[node])
         for node in graph.nodes
         if layer[node] not in kept and _is_int8(private, node, layer[node])
@@ -158,7 +165,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
         for inputs in calibration:
             values = _Values(private)
             values.run(*inputs)
-            for node, name in handed_on.items():
+            for node, name in outputs.items():
                 if node in values.values and values.values[node].numel():
                     least, most = (float(x) for x in values.values[node].aminmax())
                     before = ranges.get(name, (least, most))
@@ -168,7 +175,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
 
 
 def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
-    """Whether the value of ``node`` is one that an int8 layer, or an input, hands on."""
+    """Whether ``node`` is the output of ``layer``, an int8 layer or an input."""
     if all(computed_by(module, user) is layer for user in node.users):
         return False
     kind = kind_of(module, layer)
@@ -182,7 +189,7 @@ def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
 
 
 class _Values(Interpreter):
-    """Runs a module and remembers every floating value by its node's name."""
+    """Runs a module and keeps all floating-point values by node name."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -196,11 +203,11 @@ class _Values(Interpreter):
 
 
 class _Rounded(Interpreter):
-    """Runs a module with the values and weights of int8 layers rounded, and compares.
+    """Runs a module with the values and weights of int8 layers rounded, and measures their errors.
 
     Args:
         floats: values of the float module by node name.
-        alone: whether each layer is given the float module's values, or what the layers before it made.
+        alone: whether the inputs of each layer are the float module's values, or those of the layers before it.
     """
 
     def __init__(
@@ -238,7 +245,7 @@ class _Rounded(Interpreter):
             called = self.fetch_attr(str(n.target))
             if isinstance(called, WEIGHTED) and "weight" in called._parameters:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                private = bare_copy(called)  # other threads run the original meanwhile
+                private = bare_copy(called)  # other threads may run the original
                 rounded = rounded_weight(called.weight, self._per_channel)
                 private._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
                 return private(*args, **kwargs)
@@ -249,7 +256,7 @@ class _Rounded(Interpreter):
 
 
 def rounded_weight(weight: Tensor, per_channel: bool = True) -> Tensor:
-    """``weight`` ``[out, ...]`` in 256 symmetric steps for each output channel, or for all of it."""
+    """Round ``weight`` ``[out, ...]`` to 256 symmetric steps, per output channel or per tensor."""
     most = weight.abs().amax(tuple(range(1, weight.ndim)), keepdim=True) if per_channel else weight.abs().amax()
     scale = (most / 127.5).clamp_min(_SMALLEST_SCALE)
     return torch.clamp(torch.round(weight / scale), -128, 127) * scale

@@ -1,7 +1,7 @@
-"""Why a model cannot be traced: what kind of code broke it, at which line of which module, and what to do about it.
+"""Explain why a model cannot be traced: the kind of code, the line and module, and what to do.
 
-torch.fx records a run with stand-ins for tensors. Code that needs to know a value (to branch, to count, to loop) cannot
-be recorded; what such code looks like is told from the error and from the very expression that raised it.
+torch.fx records a run with proxies in place of tensors. Code that needs a value (to branch, to count, to loop) cannot
+be recorded. Its kind is recognised by the error message and by the expression that raised the error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from fxcore.errors import NotTraceable
-from fxcore.tracing.frozen import Overwrite
+from fxcore.tracing.frozen import StateWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-_OWN = Path(__file__).parents[1]
+_FXCORE = Path(__file__).parents[1]
 _CONSTRUCTORS = (
     "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "tensor",
     "as_tensor", "from_numpy", "Tensor", "FloatTensor", "LongTensor",
@@ -30,32 +30,32 @@ _FIXED = " or fix it in __init__"
 
 
 class _Spot(NamedTuple):
-    """The place in the model's source at which tracing broke."""
+    """The place in the model's source at which tracing failed."""
 
     file: str
     line: int
     statement: str  # the whole line
-    expression: str  # what of it was being computed
+    expression: str  # the part of it that raised the error
     frame: FrameType
 
 
 class _Reason(NamedTuple):
     kind: str
-    says: str
+    problem: str  # a clause
     advice: str
 
 
 def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) -> NotTraceable:
-    """The error that tells a person what broke tracing.
+    """The error to raise for a trace that failed.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
     ``kwargs``, ``constructor``, ``assignment``, ``function``, ``module``, ``write``, ``other``), ``module``
     (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
-        error: what came out of the tracer.
+        error: what the tracer raised.
         model: what was traced.
-        path: of the innermost module that the error came out of; empty for ``model`` itself.
+        path: of the innermost module that raised it; empty for ``model`` itself.
     """
     spot = _spot(error, model)
     reason = _reason(error, spot)
@@ -67,9 +67,9 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     at = f" (at {source})" if source else ""
     whole = f', or keep the module whole with leaf_modules=("{path}",)' if path else ""
     if not path and isinstance(model, nn.Module):
-        whole = ", or ask for nodes of its parts that can be traced"
+        whole = ", or choose nodes of its parts that can be traced"
     return NotTraceable(
-        f"{name} cannot be traced{inside}: {reason.says}{at}; {reason.advice}{whole}",
+        f"{name} cannot be traced{inside}: {reason.problem}{at}; {reason.advice}{whole}",
         kind=reason.kind,
         module=path or name,
         source=source,
@@ -87,115 +87,115 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
     message = str(error)
     code = spot.expression if spot else ""
     statement = spot.statement if spot else ""
-    said = f"`{code}`" if code else "it"
-    if isinstance(error, Overwrite):
+    shown = f"`{code}`" if code else "it"
+    if isinstance(error, StateWrite):
         return _Reason(
             "write",
-            f"{said} writes to {error.name}, which the model keeps between calls, and a graph cannot record that",
+            f"{shown} writes to {error.name}, which the model keeps between calls, and a graph cannot record that",
             "compute a new tensor instead",
         )
     if "cannot be used as inputs to control flow" in message:
-        return _control_flow(said, code, statement, spot)
+        return _control_flow(shown, code, statement, spot)
     if "'len' is not supported" in message:
         return _Reason(
             "len",
-            f"{said} asks for the length of a traced value",
+            f"{shown} takes the length of a traced value",
             "use .shape[0] or .size(0), or leaf_functions=(len,)",
         )
     if "cannot be iterated" in message:
-        return _iteration(said, code, statement, spot)
+        return _iteration(shown, code, statement, spot)
     if _calls(code, _CONSTRUCTORS):
         return _Reason(
             "constructor",
-            f"{said} makes a tensor whose size or content is only known when the model runs",
+            f"{shown} makes a tensor whose size or content is only known when the model runs",
             "use zeros_like, ones_like, full_like or x.new_zeros(...) on a traced tensor, give the sizes as one "
             "tuple, or keep a fixed tensor as a buffer (register_buffer in __init__)",
         )
     if re.search(r"\brange\(", code):
-        return _Reason("range", f"{said} counts up to a traced value", "pass the count in concrete_args" + _FIXED)
+        return _Reason("range", f"{shown} counts up to a traced value", "pass the count in concrete_args" + _FIXED)
     if re.search(r"\b(int|float|complex|round|index|hex|str)\(", code) and "Proxy" in message:
         return _Reason(
             "number",
-            f"{said} makes a Python number of a traced value",
+            f"{shown} converts a traced value to a Python number",
             "leave out the conversion where a size or a tensor will do (x.shape[0] // 2, x.to(torch.int64)), or "
             "pass the value in concrete_args",
         )
     if "does not support item assignment" in message or "does not support item deletion" in message:
         return _Reason(
             "assignment",
-            f"{said} writes into a traced value",
+            f"{shown} writes into a traced value",
             "use torch.where, masked_fill or torch.cat, or keep a function that does the writing whole "
             "(leaf_functions)",
         )
     if outside := _outside(spot):
         return _Reason(
             "function",
-            f"{said} hands a traced value to {outside}, which is not torch's and needs its value",
+            f"{shown} passes a traced value to {outside}, which is not torch's and needs its value",
             f"use torch's own function, or keep it whole with leaf_functions=({outside},)",
         )
     if "Proxy" in message and ("interpreted as an integer" in message or "indices must be" in message):
         return _Reason(
             "number",
-            f"{said} needs a Python number and has a traced value",
+            f"{shown} needs a Python number and got a traced value",
             "pass the value in concrete_args" + _FIXED,
         )
     if re.search("(module|parameter) is not (installed as a submodule|a member of this module)", message):
         return _Reason(
             "module",
-            f"{said} uses a module or a parameter that is no part of what is traced",
+            f"{shown} uses a module or a parameter that is not part of what is traced",
             "trace an nn.Module that has it as an attribute",
         )
     first = message.splitlines()[0].split(". ")[0] if message else type(error).__name__
     return _Reason("other", first, "change that line")
 
 
-def _control_flow(said: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
+def _control_flow(shown: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
     decided = (
         "pass what decides it in concrete_args if it is the same for every input, choose with torch.where if it is not"
     )
     if outside := _outside(spot):
         return _Reason(
             "function",
-            f"{said} hands a traced value to {outside}, which decides something by it",
+            f"{shown} passes a traced value to {outside}, which branches on it",
             f"keep it whole with leaf_functions=({outside},)",
         )
     if match := re.match(r"(max|min|sum|any|all|sorted)\(", code):
         return _Reason(
             "function",
-            f"{said} compares traced values in Python",
+            f"{shown} compares traced values in Python",
             f"use torch's own function on tensors, or keep it whole with leaf_functions=({match[1]},)",
         )
     if re.match(r"bool\(", code):
-        return _Reason("bool", f"{said} makes a truth value of a traced value", decided)
+        return _Reason("bool", f"{shown} converts a traced value to a bool", decided)
     if statement.startswith("while"):
         return _Reason(
             "loop",
-            f"the loop `{statement}` goes on for as long as a traced value says",
-            "give it a fixed number of rounds",
+            f"the number of iterations of `{statement}` depends on a traced value",
+            "give it a fixed number of iterations",
         )
-    shown = f"`{statement}`" if re.match(r"(el)?if |assert ", statement) else said
-    return _Reason("control_flow", f"{shown} decides by a value that is only known when the model runs", decided)
+    branch = f"`{statement}`" if re.match(r"(el)?if |assert ", statement) else shown
+    return _Reason("control_flow", f"{branch} branches on a value that is only known when the model runs", decided)
 
 
-def _iteration(said: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
+def _iteration(shown: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
     names = _keyword_dicts(spot)
     if "**" in code or any(re.search(rf"\b{name}\b", statement) for name in names):
         return _Reason(
             "kwargs",
-            f"`{statement}` opens **kwargs, of which a trace knows no names",
+            f"`{statement}` reads **kwargs, whose names are not known while the model is traced",
             "name the arguments in the signature of forward, or pass them in concrete_args",
         )
-    what = f"the loop `{statement}`" if statement.startswith(("for ", "async for ")) else said
+    what = f"the loop `{statement}`" if statement.startswith(("for ", "async for ")) else shown
     return _Reason(
         "iteration",
-        f"{what} runs over a traced value, of which nobody knows how many parts it has",
+        f"{what} iterates over a traced value, whose length is only known when the model runs",
         "index it a fixed number of times (x[0], x[1]), unpack it into names, or use unbind, chunk or split with "
         "fixed numbers",
     )
 
 
 def _keyword_dicts(spot: _Spot | None) -> list[str]:
-    """Names under which the line knows the ``**`` parameter of what is traced."""
+    """Names of the variables that refer to the ``**`` parameter of what is traced."""
     scope = spot.frame.f_locals if spot else {}
     return [
         name for name, value in scope.items() if isinstance(value, fx.Proxy) and str(value.node.target).startswith("**")
@@ -208,7 +208,7 @@ def _calls(code: str, names: tuple[str, ...]) -> bool:
 
 
 def _outside(spot: _Spot | None) -> str | None:
-    """The function that the expression calls, if it is neither torch's, nor Python's, nor of the model's own source."""
+    """The name of the function that the expression calls, if it is not torch's, Python's, or in the model's source."""
     called = _called(spot.expression) if spot else None
     if spot is None or called is None:
         return None
@@ -231,7 +231,7 @@ def _outside(spot: _Spot | None) -> str | None:
 
 
 def _called(expression: str) -> str | None:
-    """The name of what a call calls; None for other expressions, which may well begin with a call."""
+    """The name of the function in a call expression; None for other expressions, even if they begin with a call."""
     try:
         parsed = ast.parse(expression, mode="eval").body
     except SyntaxError:
@@ -241,7 +241,7 @@ def _called(expression: str) -> str | None:
 
 
 def _spot(error: BaseException, model: Any) -> _Spot | None:
-    """The innermost line that belongs to the model, not to torch, Python or a library that the model calls."""
+    """The innermost frame that is in the model's source, not in torch, Python or a library that the model calls."""
     parts = model.modules() if isinstance(model, nn.Module) else [model]
     packages = {str(getattr(type(m) if isinstance(m, nn.Module) else m, "__module__", "")).split(".")[0] for m in parts}
     walked = [*traceback.walk_tb(error.__traceback__)]
@@ -255,7 +255,7 @@ def _spot(error: BaseException, model: Any) -> _Spot | None:
 
 
 def _is_models(file: str, packages: set[str]) -> bool:
-    if _OWN in Path(file).parents or file.endswith("torchvision/models/feature_extraction.py"):
+    if _FXCORE in Path(file).parents or file.endswith("torchvision/models/feature_extraction.py"):
         return False
     if "site-packages/" in file:
         package = file.split("site-packages/")[-1].split("/")[0]
@@ -264,7 +264,7 @@ def _is_models(file: str, packages: set[str]) -> bool:
 
 
 def _expression(summary: traceback.FrameSummary) -> str:
-    """What was being computed, by the columns that Python keeps; empty where it spans lines."""
+    """The expression that raised the error, by the columns in the traceback; empty if it spans lines."""
     start, end = summary.colno, summary.end_colno
     if start is None or end is None or summary.lineno != summary.end_lineno or summary.line is None:
         return ""
@@ -274,5 +274,5 @@ def _expression(summary: traceback.FrameSummary) -> str:
 
 
 def _short(source: str) -> str:
-    """Shorten a path to what follows site-packages, or to the file's name: errors do not say where packages are."""
+    """Shorten a path to what follows site-packages, or to the file's name: errors show no installation paths."""
     return source.split("site-packages/")[-1] if "site-packages/" in source else Path(source).name

@@ -1,7 +1,7 @@
-"""Tensors that a model makes while it is traced: the graph holds what came out that once.
+"""Constants of a graph: tensors that the model made while it was traced.
 
-torch.fx records what is done to its inputs and parameters. ``torch.randn(3)`` has neither: it runs, and its numbers
-become a constant of the graph, the same in every call.
+torch.fx records operations on inputs and parameters. ``torch.randn(3)`` has neither: it runs during the trace, and its
+result becomes a constant of the graph, the same in every call.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: key in ``node.meta`` of a constant that the model made while it was traced: a :class:`Made`
+#: key in ``node.meta`` of a constant that the model made while it was traced: an :class:`Origin`
 FROZEN = "frozen"
 
-_OWN = str(Path(__file__).parents[1]) + os.sep
-_ELSEWHERE = (_OWN, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+_FXCORE = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = (_FXCORE, str(Path(torch.__file__).parent) + os.sep, "<frozen")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _UNSET = ("empty", "empty_strided", "new_empty", "empty_like")
-# What ``torch.tensor([1, 2])`` comes to.
+# What ``torch.tensor([1, 2])`` dispatches to.
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
 _FILLS = ("fill_", "zero_", "copy_")
 
 
 class FrozenDraw(UserWarning):
-    """A model draws random numbers while it is traced; every call of the graph has the same."""
+    """A model drew random numbers while it was traced; every call of the graph uses the same."""
 
 
-class Overwrite(RuntimeError):
-    """A model was about to write to a tensor of its own while it was traced; ``name`` says which."""
+class StateWrite(RuntimeError):
+    """A model tried to write to a parameter or buffer while it was traced; ``name`` is the tensor's."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"writes to {name}")
         self.name = name
 
 
-class Made(NamedTuple):
-    """Where a constant comes from.
+class Origin(NamedTuple):
+    """The origin of a constant.
 
     Attributes:
-        function: torch's name of what made it, as ``randn``.
+        function: torch's name of the operator that made it, such as ``randn``.
         source: ``file:line: code`` of the model.
-        random: whether it would be another if it were made again.
+        random: whether it would differ if it were made again.
     """
 
     function: str
@@ -58,47 +58,46 @@ class Made(NamedTuple):
     random: bool
 
 
-class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, knows of each tensor that this thread makes from nothing where it was made.
+class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, records the origin of each tensor that this thread makes without tensors as arguments.
 
     Args:
-        model: whose parameters and buffers are left as they are. What it writes to them in training is undone
-            afterwards; in eval mode it raises :class:`Overwrite`, since later calls would see what was written and
-            the graph would not.
+        model: its parameters and buffers are protected. In train mode, writes to them are undone on exit; in eval
+            mode they raise :class:`StateWrite`, since later calls would see them and the graph would not.
 
     Attributes:
-        draws: one for each line that drew at random, whatever became of the numbers.
+        draws: the origin of each random draw, one for each line of the model.
     """
 
     def __init__(self, model: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._training = False
-        self._own: dict[int, str] = {}
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._state: dict[int, str] = {}
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         if isinstance(model, nn.Module):
             self._training = model.training
             tensors = (*model.named_parameters(), *model.named_buffers())
-            self._own = {t.untyped_storage()._cdata: name for name, t in tensors}
-        self.draws: dict[str, Made] = {}
-        self._made: Any = WeakTensorKeyDictionary()
+            self._state = {t.untyped_storage()._cdata: name for name, t in tensors}
+        self.draws: dict[str, Origin] = {}
+        self._origins: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            self._guard(func, args, kwargs)
+            self._check_write(func, args, kwargs)
         result = func(*args, **kwargs)
         name = str(func.overloadpacket.__name__)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if name in _FILLS:
-            given = given[1:]  # what was there is gone
-        sources = [self._made[t] for t in given if t in self._made]
+            given = given[1:]  # the first is overwritten
+        sources = [self._origins[t] for t in given if t in self._origins]
         fresh = not given and name not in _FILLS
         if name in _LITERALS and not sources:
             name, fresh = "tensor", True
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        made: Made | None
+        made: Origin | None
         if drawn or fresh:
-            made = Made(name.removesuffix("_"), _line(), drawn or name in _UNSET)
+            made = Origin(name.removesuffix("_"), _line(), drawn or name in _UNSET)
             if drawn:
                 self.draws.setdefault(made.source, made)
         else:
@@ -106,48 +105,48 @@ class Factories(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 if made is not None:
-                    self._made[tensor] = made
+                    self._origins[tensor] = made
                 elif name in _FILLS:
-                    self._made[tensor] = Made(name.removesuffix("_"), _line(), False)
+                    self._origins[tensor] = Origin(name.removesuffix("_"), _line(), False)
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            for tensor, before in self._before.values():
+            for tensor, before in self._saved.values():
                 tensor.copy_(before)
 
-    def _guard(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
         targets = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         for tensor in pytree.tree_leaves(targets):
             place = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
-            if place in self._own and not self._training:
-                raise Overwrite(self._own[place])
-            if place in self._own and place not in self._before:
+            if place in self._state and not self._training:
+                raise StateWrite(self._state[place])
+            if place in self._state and place not in self._saved:
                 whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                self._before[place] = whole, whole.clone()
+                self._saved[place] = whole, whole.clone()
 
-    def of(self, tensor: Tensor) -> Made | None:
-        """Where ``tensor`` was made, if this saw it."""
-        found: Made | None = self._made.get(tensor)
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """The origin of ``tensor``; None if it was not recorded."""
+        found: Origin | None = self._origins.get(tensor)
         return found
 
     def warn(self, model: str) -> None:
-        """Warn of draws at random."""
+        """Warn of random draws."""
         if self.draws:
             lines = "; ".join(f"{made.function} at {made.source}" for made in self.draws.values())
             warnings.warn(
-                f"{model} draws random numbers while it is traced, and every call of the graph will have those of "
-                f"this once ({lines}); draw with the likes of torch.randn_like(x) or x.new_empty(...).normal_(), which "
-                "are recorded, or keep the function that draws whole with leaf_functions",
+                f"{model} draws random numbers while it is traced, and every call of the graph will use the same "
+                f"numbers ({lines}); draw with torch.randn_like(x) or x.new_empty(...).normal_(), which are recorded, "
+                "or keep the function that draws whole with leaf_functions",
                 FrozenDraw,
                 stacklevel=_outside(),
             )
 
 
-def frozen(graph: fx.Graph) -> dict[str, Made]:
-    """The constants that the model made while it was traced, by the name of the attribute.
+def frozen(graph: fx.Graph) -> dict[str, Origin]:
+    """The constants that the model made while it was traced: attribute name → origin.
 
     >>> from fxcore import trace
     >>> made = frozen(trace(lambda x: x + torch.arange(3)).graph)["_tensor_constant0"]
@@ -158,9 +157,9 @@ def frozen(graph: fx.Graph) -> dict[str, Made]:
 
 
 def made_constants(graph: fx.Graph) -> list[str]:
-    """Attributes that tracing made of tensors that the model computes from its buffers, in order of first use.
+    """Names of the attributes that tracing adds for constants, in order of first use.
 
-    torch.fx records what is done to parameters, and keeps of what is done to buffers the result alone:
+    torch.fx records operations on parameters; of operations on buffers it keeps the result only:
 
     >>> import torch
     >>> from fxcore import trace
@@ -179,21 +178,21 @@ def made_constants(graph: fx.Graph) -> list[str]:
 
 
 def _line() -> str:
-    """The line of the model that runs."""
+    """The line of the model that is running, as ``file:line: code``."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_elsewhere(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
 
 
-def _is_elsewhere(file: str) -> bool:
-    return file.startswith(_ELSEWHERE) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or (file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file)
 
 
 def _outside() -> int:
-    """How many frames above :meth:`Factories.warn` fxcore ends."""
+    """Number of frames from :meth:`FactoryRecorder.warn` to the first outside of fxcore."""
     frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FXCORE):
         frame, level = frame.f_back, level + 1
     return level

@@ -12,16 +12,16 @@ from torch.fx.node import _get_qualified_name, map_aggregate
 
 _PLAIN = (str, int, float, bool, type(None))
 
-# What a graph module makes anew of its graph, and hooks of its editors.
+# Attributes that a GraphModule recreates from its graph, and hooks for editors of the graph.
 _MADE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) - {"meta"}
 
 
 class GraphModule(fx.GraphModule):
-    """torch.fx's, but pickled with its graph: nodes keep their names, ``module.meta`` what passes noted.
+    """A torch.fx.GraphModule that is pickled with its graph: node names, ``node.meta`` and ``module.meta`` are kept.
 
-    torch.fx pickles the generated code and traces that where it is read. Such a trace forgets what nodes and module
-    carried, looks into functions that were kept whole, and patches ``nn.Module`` for every thread meanwhile. Of a
-    node's ``meta``, text, numbers and tuples of those are kept.
+    torch.fx pickles the generated code and traces it when it is unpickled, which loses names and ``meta``, traces into
+    functions that were leaves, and patches ``nn.Module`` for all threads meanwhile. Of ``node.meta``, text, numbers
+    and tuples of those are kept.
 
     >>> import pickle
     >>> from fxcore.tracing.tracer import names, trace
@@ -49,7 +49,7 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Named:
-    """A function by its qualified name; pickle cannot find all of torch's."""
+    """A function by its qualified name; pickle cannot import all of torch's."""
 
     name: str
 
@@ -86,7 +86,7 @@ def _read(
 
 
 def _name(function: Callable[..., Any]) -> Any:
-    """The function's qualified name, or itself where that names something else: pickle says what it thinks of it."""
+    """The function's qualified name, or the function itself where that name is another's; pickle decides about it."""
     try:
         name = _get_qualified_name(function)
         name = name if "." in name else f"builtins.{name}"

@@ -24,12 +24,12 @@ def require_graph(module: Any) -> None:
     """
     if not isinstance(module, fx.GraphModule):
         raise NotAGraph(
-            f"what runs node by node is a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
+            f"to run node by node takes a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
         )
 
 
 Inputs = Sequence[Any] | Mapping[str, Any] | Tensor
-"""Of one call: positional arguments, arguments by name, or the only one."""
+"""Arguments of one call: a tuple by position, a mapping by name, or a single tensor."""
 
 
 def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
@@ -44,9 +44,7 @@ def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArgument
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError) as error:
-        raise BadTensor(
-            f"{name} is not a function whose arguments can be told; write a lambda that calls it"
-        ) from error
+        raise BadTensor(f"{name} has no signature that Python can read; write a lambda that calls it") from error
     try:
         if isinstance(inputs, Mapping):
             return signature.bind(**inputs)
@@ -78,7 +76,7 @@ class Interpreter(fx.Interpreter):
     torch.fx stores lists as immutable ones, and some operators do not take those for lists (swin3d).
 
     Raises:
-        NotAGraph: when it is made of something else than a graph module.
+        NotAGraph: ``module`` is not a graph module.
 
     >>> import torch
     >>> from fxcore import trace
@@ -123,10 +121,10 @@ def mutable(value: Any) -> Any:
 
 
 def on_device(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
-    """The arguments of a node with ``device`` in place of the devices among them.
+    """Replace devices among the arguments of a node by ``device``.
 
-    What a model asks of its buffers while it is traced, as in ``x.to(self.periods.device)``, is recorded as it was
-    there and then, and the graph runs where the model is.
+    A device that a model reads while it is traced, as in ``x.to(self.periods.device)``, is recorded as a constant,
+    but the graph may run on another device.
 
     >>> on_device((1, torch.device("cpu")), {"device": torch.device("cpu")}, torch.device("meta"))
     ((1, device(type='meta')), {'device': device(type='meta')})

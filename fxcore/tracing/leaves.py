@@ -1,8 +1,8 @@
-"""Functions kept whole while a model is traced.
+"""Leaf functions: each call of them becomes one node.
 
-``torch.fx.wrap`` has to be written at the top of the module that calls the function, and the tracer's own
-``autowrap_functions`` sees the globals of ``forward`` only: not those of helpers that ``forward`` calls, nor names with
-an underscore. Here each name under which a function is known anywhere is patched for as long as the trace runs.
+``torch.fx.wrap`` must be called at the top of the module that calls the function, and the tracer's
+``autowrap_functions`` patches the globals of ``forward`` only: not those of helpers that ``forward`` calls, nor names
+with an underscore. Here all references to a function are patched while the trace runs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _MISSING = object()
 
 
 class NotAFunction(FxError):
-    """Something else than a function was to be kept whole; ``name``."""
+    """Something in ``leaf_functions`` is not a function, or cannot be patched; ``name``."""
 
 
 @contextlib.contextmanager
 def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, calls of ``functions`` with traced values, from this thread, become one node each.
+    """In the block, record each call of ``functions`` with traced values from this thread as one node.
+
+    Calls from other threads, and without traced values, run the functions themselves.
 
     Args:
         root: the module or function that is traced.
 
-    Other threads, and calls without traced values, get the functions themselves.
-
     Raises:
-        NotAFunction: a class cannot be kept whole, since ``isinstance`` needs it; nor what nothing knows by a name.
+        NotAFunction: one of ``functions`` is a class, which ``isinstance`` needs as it is, or no reference to it can be
+            found.
     """
     with contextlib.ExitStack() as stack:
         for function in functions:
@@ -50,7 +51,7 @@ def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callab
             places = list(_places(function, root))
             if not places:
                 raise NotAFunction(
-                    f"{function!r} cannot be kept whole: what is traced does not call it by a name that can be found",
+                    f"{function!r} cannot be kept whole: no variable that refers to it is found in what is traced",
                     name=str(function),
                 )
             recorder = _recorder(function)
@@ -60,18 +61,18 @@ def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callab
 
 
 _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
-"""Puts another function in the place of one, for a while."""
+"""Replaces one reference to a function while it is entered."""
 
 
 def _places(function: Callable[..., Any], root: nn.Module | Callable[..., Any]) -> Iterator[_Place]:
-    """Everywhere that ``function`` is called from: globals of all modules and of the root's source, attributes of the
-    root where it is a module, and variables of functions around its source."""
+    """All references to ``function``: globals of all modules and of the root's source, attributes of the root if it is
+    a module, and closure variables of its source."""
     name = getattr(function, "__name__", "")
     parts = list(root.modules()) if isinstance(root, nn.Module) else []
     forwards = list(_functions(parts or [root]))
     own = {id(f.__globals__): f.__globals__ for f in forwards}
     if getattr(builtins, name, None) is function:
-        # Python's own functions are patched where the root calls them, never for everybody.
+        # Built-in functions are shadowed in the root's own globals, never patched for all modules.
         yield from (functools.partial(_as_global, space, name) for space in own.values() if name not in space)
         return
     spaces = {id(m.__dict__): m.__dict__ for m in list(sys.modules.values()) if isinstance(m, ModuleType)}
@@ -107,7 +108,7 @@ def _as_content(cell: CellType, value: Any) -> Iterator[None]:
 
 
 def _functions(parts: Sequence[nn.Module | Callable[..., Any]]) -> Iterator[FunctionType]:
-    """What modules and functions run, and the functions that these find in variables around them; torch's own aside."""
+    """The forwards of modules that are not torch's own, the functions, and all functions in their closures."""
     kinds = {type(p) for p in parts if isinstance(p, nn.Module) and type(p).__module__.split(".")[0] != "torch"}
     run = [kind.forward for kind in kinds] + [p for p in parts if not isinstance(p, nn.Module)]
     waiting = [f for f in map(inspect.unwrap, run) if isinstance(f, FunctionType)]
@@ -128,7 +129,7 @@ def _content(cell: CellType) -> Any:
 
 
 def one_node(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function`` record each traced call as one node, in later traces too: torch.fx traces when it unpickles."""
+    """Make each traced call of ``function`` one node, always: torch.fx traces again when it unpickles a module."""
     return _recorder(function, lasting=True)
 
 

@@ -1,8 +1,8 @@
-"""Models that torch.fx cannot trace as they stand, opened as far as they can be.
+"""Trace models; of those that torch.fx cannot trace as a whole, the parts that it can.
 
-Detectors loop over images and RAFT's forward branches on shapes, so their whole forward stays closed; the backbone,
-the feature pyramid and the convolutional heads of a detector, and RAFT's two encoders, are ordinary graphs. A wrapper
-with the parts under their own names runs those alone, so nodes keep their true paths in the model.
+Detectors loop over images and RAFT's forward branches on shapes, so their forward is untraceable. A detector's
+backbone, feature pyramid and convolutional heads, and RAFT's two encoders, are traceable: a wrapper with these parts
+under their own names runs them alone, so that nodes keep their paths in the model.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from torchvision.ops import FeaturePyramidNetwork
 from fxcore.errors import NotTraceable
 from fxcore.models.entry import ModelEntry
 from fxcore.tracing.trace_arguments import default_leaf_modules
-from fxcore.tracing.tracer import closed_modules, record
+from fxcore.tracing.tracer import record, untraceable_modules
 
 
 @dataclass(frozen=True)
 class UntraceablePart:
-    """A module whose inside cannot be asked for, and why."""
+    """The path of a module that cannot be traced, and the reason."""
 
     path: str
     reason: str
 
 
 class DetectorParts(nn.Module):
-    """Preprocessed images ``[N, 3, H, W]`` → the backbone's feature maps and the dense head's raw predictions."""
+    """Preprocessed images ``[N, 3, H, W]`` → the backbone's feature maps and the dense head's raw predictions.
+
+    Args:
+        detector: a detector of torchvision.
+        head: path of the dense head; None leaves it out.
+    """
 
     def __init__(self, detector: Any, head: str | None) -> None:
         super().__init__()
@@ -48,7 +53,7 @@ class DetectorParts(nn.Module):
 
 
 class FlowParts(nn.Module):
-    """One frame ``[N, 3, H, W]`` → what RAFT's two encoders make of it."""
+    """One frame ``[N, 3, H, W]`` → the outputs of RAFT's two encoders."""
 
     def __init__(self, raft: Any) -> None:
         super().__init__()
@@ -62,63 +67,63 @@ class FlowParts(nn.Module):
 def trace_model(
     entry: ModelEntry, model: nn.Module, *, training: bool = False
 ) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
-    """Trace ``model``, or of a detector or RAFT the parts that can be traced.
+    """Trace ``model``, or its traceable parts if it is a detector or RAFT.
 
-    ``model`` is left in the mode asked for, with the tensors that tracing computes as attributes of its root.
+    Sets the mode of ``model``, and adds the constants of the graph to the returned module as attributes.
 
     Returns:
-        The graph, the module that it was traced from (``model``, or a wrapper that shares its submodules), and what
-        stayed closed.
+        The graph, the module that it was traced from (``model``, or a wrapper that shares its submodules), and the
+        parts that could not be traced.
 
     Raises:
-        NotTraceable: nothing of the model could be traced.
+        NotTraceable: nothing of the model can be traced.
     """
     model.train(training)
     if entry.task == "detection":
         return _trace_detector(model)
     if entry.task == "optical_flow":
         parts = FlowParts(model).train(training)
-        opened = set(dict(parts.named_children()))
-        return (*record(parts), _closed(model, opened))
+        traced = set(dict(parts.named_children()))
+        return (*record(parts), _untraceable(model, traced))
     graph, root = record(model, leaf_modules=entry.leaf_modules(), leaf_functions=entry.leaf_functions())
-    return graph, root, [UntraceablePart(path, reason) for path, reason in closed_modules(graph).items()]
+    return graph, root, [UntraceablePart(path, reason) for path, reason in untraceable_modules(graph).items()]
 
 
 def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
-    # torchvision keeps the pyramid whole by default, which would hide the maps that people want most.
+    # torchvision's extractor does not trace into the pyramid, which would hide the feature maps.
     leaves = tuple(c for c in default_leaf_modules() if c is not FeaturePyramidNetwork)
     head = "rpn.head" if hasattr(model, "rpn") else "head"
     parts = DetectorParts(model, head).train(model.training)
     try:
-        (graph, root), closed_head = record(parts, leaf_modules=leaves), []
+        (graph, root), failed = record(parts, leaf_modules=leaves), []
     except NotTraceable as error:
         parts = DetectorParts(model, None).train(model.training)
-        (graph, root), closed_head = record(parts, leaf_modules=leaves), [UntraceablePart(head, error.detail)]
+        (graph, root), failed = record(parts, leaf_modules=leaves), [UntraceablePart(head, error.detail)]
         head = ""
-    return graph, root, [*_closed(model, {"backbone", head}), *closed_head]
+    return graph, root, [*_untraceable(model, {"backbone", head}), *failed]
 
 
-def _closed(model: nn.Module, opened: set[str]) -> list[UntraceablePart]:
-    """Every outermost module that is not among ``opened``, with the reason that tracing it gives."""
-    closed = []
-    for path, child in _outermost(model, opened):
+def _untraceable(model: nn.Module, traced: set[str]) -> list[UntraceablePart]:
+    """The outermost modules that contain none of ``traced``, each with the error of tracing it."""
+    found = []
+    for path, child in _outermost(model, traced):
         try:
             record(child)
             reason = "it can only be traced apart: the code that calls it cannot"
         except NotTraceable as error:
             reason = error.detail.split("; ")[0]
-        closed.append(UntraceablePart(path, reason))
-    return closed
+        found.append(UntraceablePart(path, reason))
+    return found
 
 
-def _outermost(model: nn.Module, opened: set[str], prefix: str = "") -> list[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module, traced: set[str], prefix: str = "") -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in model.named_children():
         path = prefix + name
-        if path in opened:
+        if path in traced:
             continue
-        if any(o.startswith(path + ".") for o in opened):
-            found += _outermost(child, opened, path + ".")
+        if any(part.startswith(path + ".") for part in traced):
+            found += _outermost(child, traced, path + ".")
         else:
             found.append((path, child))
     return found

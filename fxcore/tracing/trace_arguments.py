@@ -1,4 +1,4 @@
-"""The arguments of :func:`~fxcore.tracing.tracer.trace`, checked before anything is traced."""
+"""Check the arguments of :func:`~fxcore.tracing.tracer.trace` before anything is traced."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from fxcore.errors import FxError, NotTraceable
 from fxcore.tracing.explain import called
 from fxcore.tracing.leaves import NotAFunction
 
-#: in ``leaf_modules``: close what cannot be traced
+#: in ``leaf_modules``: keep whole what cannot be traced
 AUTO = "auto"
 
 LeafModule = type[nn.Module] | str
 
 
 class UnknownArgument(FxError):
-    """An argument names what the model does not have; ``name`` and ``suggestions``."""
+    """An argument names something that the model does not have; ``name`` and ``suggestions``."""
 
 
 def default_leaf_modules() -> tuple[type[nn.Module], ...]:
-    """The classes besides torch.nn's own that torchvision keeps whole: every module of ``torchvision.ops``."""
+    """The leaf classes of torchvision's extractor besides torch.nn's: all modules of ``torchvision.ops``."""
     members = (getattr(torchvision.ops, name) for name in dir(torchvision.ops))
     return tuple(m for m in members if isinstance(m, type) and issubclass(m, nn.Module))
 
 
 def check_root(root: Any) -> None:
-    """Refuse to trace what is neither a module nor a Python function.
+    """Check that ``root`` is a module or a Python function.
 
     Raises:
-        NotTraceable: with what to give instead.
+        NotTraceable: it is not; the error says what to pass instead.
     """
     if isinstance(root, (nn.Module, FunctionType)):
         return
     name = getattr(root, "__qualname__", None) or repr(root)[:100]
     if isinstance(root, type) and issubclass(root, nn.Module):
-        advice = f"give an instance, {root.__name__}(...)"
+        advice = f"pass an instance, {root.__name__}(...)"
     elif isinstance(root, functools.partial):
-        advice = "give its function, and concrete_args for what is fixed"
+        advice = "pass its function, and its arguments in concrete_args"
     elif isinstance(getattr(root, "__self__", None), nn.Module):
-        advice = "give the module itself, or a lambda that calls the method"
+        advice = "pass the module itself, or a lambda that calls the method"
     else:
         advice = "write a function or a lambda that calls it"
     raise NotTraceable(
@@ -62,10 +62,10 @@ def check_root(root: Any) -> None:
 
 
 def leaves(given: Any) -> tuple[LeafModule, ...]:
-    """The classes, paths and patterns of ``leaf_modules``.
+    """Check ``leaf_modules``, and return its classes, paths and patterns.
 
     Raises:
-        UnknownArgument: something else is among them.
+        UnknownArgument: it holds something else.
     """
     found = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
     for leaf in found if given is not None else ():
@@ -79,16 +79,20 @@ def leaves(given: Any) -> tuple[LeafModule, ...]:
 
 
 def check_functions(leaf_functions: Any) -> None:
-    """Refuse ``leaf_functions`` that are no list with :class:`NotAFunction`."""
+    """Check that ``leaf_functions`` is a list.
+
+    Raises:
+        NotAFunction: it is not.
+    """
     if not isinstance(leaf_functions, Sequence):
         raise NotAFunction(f"leaf_functions is a list of functions, not {leaf_functions!r:.100}", name="leaf_functions")
 
 
 def check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:
-    """Refuse paths and patterns that match no module of ``model``.
+    """Check that each of ``patterns``, a path or shell pattern, matches a module of ``model``.
 
     Raises:
-        UnknownArgument: with names that are near.
+        UnknownArgument: one does not; ``suggestions`` has similar paths.
     """
     paths = [path for path, _ in model.named_modules()] if patterns and isinstance(model, nn.Module) else []
     for pattern in patterns:
@@ -101,10 +105,10 @@ def check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str
 
 
 def check_arguments(model: nn.Module | Callable[..., Any], concrete: Any) -> dict[str, Any]:
-    """Copy ``concrete_args``, which name arguments that ``model`` takes.
+    """Check that ``concrete`` names arguments of ``model``, and return it as a dictionary.
 
     Raises:
-        UnknownArgument: they are no dictionary, or ``model`` takes no argument of that name.
+        UnknownArgument: it is not a mapping, or ``model`` takes no argument of that name.
     """
     if not isinstance(concrete, Mapping | None):
         raise UnknownArgument(

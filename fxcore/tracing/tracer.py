@@ -1,8 +1,8 @@
-"""Module or function → torch.fx graph whose nodes carry torchvision's node names.
+"""Trace a module or function to a torch.fx graph whose nodes have torchvision's node names.
 
-The tracer is torchvision's own, so that names agree with ``get_graph_node_names`` to the letter. What is added here:
-tracing disturbs no other thread, any module or function can be kept whole, and a model that cannot be traced says where
-and why, or is traced around what cannot be.
+The tracer is torchvision's, so that names equal those of ``get_graph_node_names``. Added to it: other threads can run
+models meanwhile, any module or function can be a leaf, and an error says where and why tracing fails; what cannot be
+traced can become a leaf automatically.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 from fxcore.copies import shallow_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.explain import called, explain
-from fxcore.tracing.frozen import FROZEN, Factories
+from fxcore.tracing.frozen import FROZEN, FactoryRecorder
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.trace_arguments import (
@@ -40,14 +40,14 @@ from fxcore.tracing.trace_arguments import (
 PATH = "path"
 #: key in ``node.meta`` of the path of the module that was running
 MODULE = "module"
-#: key in ``node.meta`` of a module call that was kept whole because its inside cannot be traced: the reason
-CLOSED = "closed"
+#: key in ``node.meta`` of a module call that became a leaf because it cannot be traced into: the reason
+UNTRACEABLE = "untraceable"
 
 # torch.fx patches nn.Module for the whole process while it traces (pytorch#187589): one trace at a time.
 _TRACE_LOCK = threading.RLock()
 
-# What the module that torch.fx makes of a graph has itself, and no part of a model can be called there.
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+# Attributes of every GraphModule: no part of a model can have one of these names.
+_RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 class Tracer(NodePathTracer):  # type: ignore[misc]
@@ -58,20 +58,20 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     Args:
         leaf_modules: classes to keep whole, besides torch.nn's own.
-        patterns: paths of modules to keep whole, or shell patterns of such.
-        closed: paths of modules to keep whole, each with the reason.
-        factories: to be entered for the trace.
+        patterns: paths or shell patterns of modules to keep whole.
+        untraceable: paths of modules to keep whole because they cannot be traced, each with the reason.
+        factories: records the origins of constants; the caller enters it for the trace.
 
     Attributes:
-        broke: the error that ended the trace and the path of the innermost module that it came out of.
+        failure: the error that ended the trace, and the path of the innermost module that raised it.
     """
 
     def __init__(
         self,
         leaf_modules: tuple[type[nn.Module], ...] = (),  # torch.fx makes a tracer when it unpickles a GraphModule
         patterns: Sequence[str] = (),
-        closed: Mapping[str, str] | None = None,
-        factories: Factories | None = None,
+        untraceable: Mapping[str, str] | None = None,
+        factories: FactoryRecorder | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
@@ -80,13 +80,13 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             id(value) for value in vars(torchvision.ops).values() if isinstance(value, type)
         }
         self.patterns = patterns
-        self.closed = closed or {}
-        self.broke: tuple[BaseException, str] | None = None
-        self.factories = factories or Factories()
+        self.untraceable = untraceable or {}
+        self.failure: tuple[BaseException, str] | None = None
+        self.factories = factories or FactoryRecorder()
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
-        if module_qualname in self.closed or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
+        if module_qualname in self.untraceable or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
             return True
         return bool(super().is_leaf_module(m, module_qualname))
 
@@ -96,9 +96,9 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
-            # The innermost module comes first; those around it see the same error pass by.
-            if self.broke is None or self.broke[0] is not error:
-                self.broke = error, self.path_of_module(m)
+            # The innermost module is the first to see the error.
+            if self.failure is None or self.failure[0] is not error:
+                self.failure = error, self.path_of_module(m)
             raise
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     def create_arg(self, a: Any) -> Any:
         argument = super().create_arg(a)
-        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.of(a)):
+        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.origin_of(a)):
             argument.meta[FROZEN] = made
         return argument
 
@@ -116,8 +116,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
         proxy.node.meta[MODULE] = self.current_module_qualname
-        if kind == "call_module" and target in self.closed:
-            proxy.node.meta[CLOSED] = self.closed[target]
+        if kind == "call_module" and target in self.untraceable:
+            proxy.node.meta[UNTRACEABLE] = self.untraceable[target]
         return cast(fx.Proxy, proxy)
 
 
@@ -131,29 +131,29 @@ def trace(
 ) -> fx.GraphModule:
     """Trace a module or a plain function of tensors.
 
-    ``root`` is neither changed nor moved: its mode and attributes stay, whatever mode is asked for. The result shares
-    its parameters and buffers, which may be on the meta device.
+    ``root`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, which may
+    be on the meta device.
 
     Args:
         root: any module, or a Python function.
-        training: whether to record what it does in training; the result is in that mode.
+        training: trace in train mode; the result is in that mode.
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
             (:func:`~fxcore.tracing.trace_arguments.default_leaf_modules`); paths such as ``layer4.0`` and patterns
-            such as ``layer4.*``, which add to them; and ``"auto"``, which keeps whole the innermost module where
-            tracing breaks, and traces again, as often as needed (:func:`closed_modules` lists them).
-        leaf_functions: functions to keep whole wherever they are called from. Nothing has to be said where they are
-            defined, as ``torch.fx.wrap`` wants.
-        concrete_args: arguments that have this one value in the graph. The result does not take them.
+            such as ``layer4.*``, in addition; and ``"auto"``, which keeps whole the innermost module in which
+            tracing fails, and traces again, as often as needed (:func:`untraceable_modules` lists them).
+        leaf_functions: functions to keep whole wherever they are called from. Unlike with ``torch.fx.wrap``, nothing
+            is needed where they are defined.
+        concrete_args: values of arguments that are fixed in the graph; the result does not take these arguments.
 
-    Tensors that ``root`` makes of nothing become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
-    where they were drawn at random, a :class:`fxcore.tracing.frozen.FrozenDraw` warns of it.
+    Tensors that ``root`` makes without inputs become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
+    if they are random, a :class:`fxcore.tracing.frozen.FrozenDraw` warning says so.
 
     Returns:
         A module whose ``graph`` has each node's name under ``node.meta["path"]``, but for ``output``.
 
     Raises:
-        NotTraceable: naming the module and the line of source at which tracing broke, and what to do; or the part of
-            the model whose name no graph module can have, such as ``heads.class`` or ``meta``.
+        NotTraceable: names the module and the line at which tracing failed, and what to do; or the part of the model
+            whose name no graph module can have, such as ``heads.class`` or ``meta``.
         UnknownArgument: a path, pattern or argument name that ``root`` does not have.
         NotAFunction: one of ``leaf_functions`` cannot be kept whole.
 
@@ -170,10 +170,10 @@ def trace(
     ...         return x if x.sum() > 0 else -x
     >>> model = nn.Sequential(nn.Linear(4, 4), Gate())
     >>> graph = trace(model, leaf_modules="auto").graph
-    >>> [n.name for n in graph.nodes], list(closed_modules(graph))
+    >>> [n.name for n in graph.nodes], list(untraceable_modules(graph))
     (['input_1', '_0', '_1', 'output'], ['1'])
 
-    What cannot be traced says where, why, and what would be right:
+    An error says where and why tracing failed, and what to do:
 
     >>> from fxcore.errors import NotTraceable
     >>> try:
@@ -222,7 +222,7 @@ def trace(
             advice=advice,
         ) from error
     for part in made.modules():
-        if part is made or type(part) is nn.Module:  # a container that GraphModule made; the others are in their mode
+        if part is made or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
             part.training = training
     return made
 
@@ -234,11 +234,11 @@ def record(
     leaf_functions: Sequence[Callable[..., Any]] = (),
     concrete_args: Mapping[str, Any] | None = None,
 ) -> tuple[fx.Graph, nn.Module]:
-    """Trace a module of the caller's own, in the mode that it is in, or a function; see :func:`trace`.
+    """Trace a private module in its current mode, or a function; see :func:`trace`.
 
     Returns:
-        The graph, and the module that it refers to. That is ``root`` itself where it is one: tensors that tracing
-        computes become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
+        The graph, and the module that it refers to. That is ``root`` itself if it is a module: constants of the graph
+        become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
     """
     check_root(root)
     given = leaves(leaf_modules)
@@ -247,20 +247,20 @@ def record(
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
     check_patterns(root, patterns)
     concrete = check_arguments(root, concrete_args)
-    closed: dict[str, str] = {}
+    untraceable: dict[str, str] = {}
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root):
-            tracer = Tracer(classes, patterns, closed, Factories(root))
+            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root))
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(root, concrete or None))
                 break
             except Exception as error:
-                path = tracer.broke[1] if tracer.broke and tracer.broke[0] is error else ""
+                path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
                 explained = explain(error, root, path)
-                if AUTO not in given or not path or path in closed:
+                if AUTO not in given or not path or path in untraceable:
                     raise explained from error
-                closed[path] = explained.detail.split("; ")[0]
+                untraceable[path] = explained.detail.split("; ")[0]
     _check_names(graph, root)
     _drop_arguments(graph, concrete)
     tracer.factories.warn(called(root))
@@ -268,7 +268,7 @@ def record(
 
 
 def _private(model: nn.Module, training: bool) -> nn.Module:
-    """``model`` in the mode asked for, to be traced: its own attributes can be set, its parameters are the model's."""
+    """A copy of ``model`` to trace in the mode ``training``, with the same parameters."""
     if all(part.training == training for part in model.modules()):
         return shallow_copy(model)  # tracing sets attributes on the outermost module only
     try:
@@ -287,8 +287,11 @@ def _private(model: nn.Module, training: bool) -> nn.Module:
 
 
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
-    """Erase inputs that have one value. torch.fx keeps them, with their old defaults, and asserts that they have that
-    value: where the two differ, calling the module without them fails."""
+    """Erase inputs that are fixed by ``concrete``.
+
+    torch.fx keeps them with their old defaults and asserts that they have the fixed value, so where the two differ,
+    calling the module without them fails.
+    """
     if type(graph._codegen) is not CodeGen:
         return  # nested arguments, of which some leaves are inputs
     for node in graph.find_nodes(op="placeholder"):
@@ -299,15 +302,15 @@ def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
             graph.erase_node(node)
 
 
-def closed_modules(graph: fx.Graph) -> dict[str, str]:
-    """Path → reason of each module that ``leaf_modules="auto"`` kept whole."""
-    return {str(n.target): n.meta[CLOSED] for n in graph.nodes if CLOSED in n.meta}
+def untraceable_modules(graph: fx.Graph) -> dict[str, str]:
+    """The modules that ``leaf_modules="auto"`` kept whole: path → reason."""
+    return {str(n.target): n.meta[UNTRACEABLE] for n in graph.nodes if UNTRACEABLE in n.meta}
 
 
 def names(graph: fx.Graph) -> list[str]:
-    """The nodes' names in order of execution, as ``get_graph_node_names`` gives them.
+    """Names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
 
-    Parameters that a function takes as they are have nodes but no names; neither has the output.
+    The output and parameters that the graph reads itself have no name.
     """
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
@@ -318,16 +321,17 @@ def public_name(node: fx.Node) -> str:
 
 
 def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
-    """torch.fx writes paths into Python code, and what is at them beside the attributes of its own class."""
+    """Refuse paths that a GraphModule cannot have: torch.fx writes them into Python code, and sets the modules as
+    attributes beside its own."""
     for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
         parts = path.split(".")
         word = next((part for part in parts if keyword.iskeyword(part)), None)
-        if word is None and parts[0] not in _TAKEN:
+        if word is None and parts[0] not in _RESERVED:
             continue
-        why = f"{word!r} is a keyword of Python" if word else f"torch.fx has a use of its own for {parts[0]!r}"
+        why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
         advice = "give that part of the model another name"
         raise NotTraceable(
-            f"{called(model)} cannot be traced: nothing in it can be called {path!r}, since {why}; {advice}",
+            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}; {advice}",
             kind="name",
             module=path,
             source="",

@@ -1,8 +1,8 @@
 """Passes over graphs: each takes a ``torch.fx.GraphModule`` and returns another, one pass a file.
 
-What a pass was given stays as it was; parameters are shared and only changed ones are new. Values that the graph
-returns stay what they were unless the pass says otherwise, and a pass that cannot keep one raises. :func:`applied`
-tells what was done to a module; :func:`list_transforms` and :func:`apply_transforms` serve passes by name.
+The original is not changed. Parameters are shared; only changed ones are new. The values that the graph returns stay
+the same unless the pass says otherwise; a pass that cannot keep one raises. :func:`applied` lists the passes that a
+module went through; :func:`list_transforms` and :func:`apply_transforms` find and run passes by name.
 """
 
 from fxcore.transforms.arguments import normalize_arguments

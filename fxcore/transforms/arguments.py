@@ -1,4 +1,4 @@
-"""Calls written one way: equal calls look equal, whoever wrote them."""
+"""Normalize the arguments of calls, so that equal calls have equal nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from fxcore.transforms.base import transform
 
 @transform
 def normalize_arguments(module: fx.GraphModule) -> int:
-    """Write the arguments of torch's functions and modules one way: the first by position, all others by name, those
-    that were not given with their defaults.
+    """Pass the first argument of torch's functions and modules by position and all others by name, defaults included.
 
-    The names are those of ``torch.fx.Node.normalized_arguments``. Its ``NormalizeArgs`` is not used, which also names
-    the first argument, by which passes look for what a node computes from. Calls that may mean several overloads with
-    different arguments stay as they are, and so do methods and operators.
+    The names are those of ``torch.fx.Node.normalized_arguments``. ``torch.fx``'s ``NormalizeArgs`` is not used: it also
+    names the first argument, which passes read by position. Calls with several possible overloads whose arguments
+    differ, methods and operators stay as they are.
 
     >>> model = fx.symbolic_trace(lambda x: torch.flatten(x, 1) + torch.flatten(input=x, start_dim=1)).eval()
     >>> for node in normalize_arguments(model).graph.find_nodes(op="call_function", target=torch.flatten):
@@ -46,7 +45,7 @@ def normalize_arguments(module: fx.GraphModule) -> int:
 
 
 def _normalized(module: fx.GraphModule, node: fx.Node) -> ArgsKwargsPair | None:
-    """All arguments by name; None where that is not known, or depends on types that are not known."""
+    """All arguments by name; None if the names are not known, or depend on types that are not known."""
     with contextlib.suppress(Exception):  # several overloads, or what no signature fits
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
         if found is not None:
@@ -73,8 +72,11 @@ def _only_by_name(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
 
 
 def _types(node: fx.Node, unknown: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The types of a call's arguments. The first is a tensor, which it is of all of torch's functions that have
-    overloads; those of others are known where the graph is annotated, and ``unknown`` else."""
+    """The types of a call's arguments, positional and named.
+
+    Annotations say them; without, the first node is taken for a tensor, which is right for all of torch's functions
+    with overloads, and others for ``unknown``.
+    """
     first = next(iter(node.all_input_nodes), None)
 
     def kind(argument: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Attention weights as nodes that can be asked for.
+"""Add nodes for attention weights.
 
-The weights of ViT's and Swin's attention, and of fused attention such as timm's, live and die inside one call. A pass
-adds, beside each such call, a node that makes the same weights; the call itself stays as it was, so every other node
-keeps its value to the bit, and weights that are not asked for cost nothing: an extractor prunes them.
+The weights of ViT's and Swin's attention, and of fused attention such as timm's, exist inside one call only. The pass
+adds a node after each such call that computes the same weights. The call itself stays, so every other node keeps its
+value to the bit; an extractor prunes weights that are not extracted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fxcore.transforms.base import transform
 #: key in ``node.meta`` of nodes that make attention weights
 ATTENTION = "attention"
 
-# What nn.MultiheadAttention takes by position after query, key, value and padding.
+# Positional arguments of nn.MultiheadAttention after query, key, value and key_padding_mask.
 _OPTIONS = ("need_weights", "attn_mask", "average_attn_weights", "is_causal")
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
 _MIXES = {"matmul", "einsum", "bmm"}
 
 
 class _Softmax(TorchFunctionMode):
-    """Keeps what the softmax of a function made: its attention weights."""
+    """Keeps the result of the softmax that a function calls: its attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def window_attention_3d(*args: Any, **kwargs: Any) -> Tensor:
 
 @one_node
 def attention_weights(weights: Tensor) -> Tensor:
-    """``weights`` itself, under a name of its own."""
+    """``weights`` itself, as another node."""
     return weights
 
 
@@ -99,22 +99,21 @@ def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 @transform
 def attention_maps(module: fx.GraphModule) -> int:
-    """Add a node ``<module>.attention`` for the weights of every attention, one row per image, per head.
+    """Add a node ``<module>.attention`` for the weights of each attention layer, one row per image, per head.
 
     ============================  ============================================================
     ``nn.MultiheadAttention``     ``[N, heads, L, L]`` (ViT)
     Swin, Swin v2, video Swin     ``[N, windows, heads, L, L]``
     MaxViT                        ``[N, windows, heads, L, L]``
     MViT                          ``[N, heads, L queries, L keys]``
-    fused attention (timm's)      as query and key have it: ``[N, heads, L, L]``
+    fused attention (timm's)      in the shape of query and key: ``[N, heads, L, L]``
     talking heads (CaiT)          ``[N, heads, L, L]``, before the heads are mixed
-    XCiT, DaViT                   of channels, not of places: ``[N, heads, C, C]``
-    timm's Swin                   ``[N * windows, heads, L, L]``, an image's windows one after another
+    XCiT, DaViT                   between channels: ``[N, heads, C, C]``
+    timm's Swin                   ``[N * windows, heads, L, L]``, the windows of an image consecutive
     ============================  ============================================================
 
-    ``L`` counts the tokens in front of the patches, class token and registers, too: see
-    :func:`fxcore.graph.tokens.token_grid`. Each row of the last dimension sums to one. The new nodes must be asked for;
-    the outputs stay what they are.
+    ``L`` includes the tokens before the patches (class token, registers): see
+    :func:`fxcore.graph.tokens.token_grid`. The last dimension sums to one. The outputs of the graph stay the same.
 
     >>> import torch
     >>> from fxcore import trace
@@ -145,7 +144,7 @@ def attention_maps(module: fx.GraphModule) -> int:
 
 
 def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """A new node for the attention weights that ``node`` computes, if it does."""
+    """Add a node for the attention weights that ``node`` computes, if it does."""
     graph = module.graph
     if _calls(module, node, nn.MultiheadAttention):
         with graph.inserting_after(node):
@@ -163,7 +162,7 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
         with graph.inserting_after(node):
             return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
-    # Attention that the graph spells out: MaxViT's and MViT's weights are nodes already, under other names.
+    # Attention whose steps are nodes: MaxViT's and MViT's weights are there already, under other names.
     called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
     if (called or _calls(module, node, nn.Softmax)) and _mixes(module, node):
         with graph.inserting_after(node):
@@ -180,8 +179,8 @@ def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bo
 
 
 def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
-    """Whether ``weights``, which a softmax made, are multiplied with values: perhaps after a dropout, or after a linear
-    layer has mixed the heads, which are moved to the end for it."""
+    """Whether ``weights``, the result of a softmax, are multiplied with values, perhaps after a dropout, or after a
+    linear layer over the heads, which are permuted to the last dimension for it."""
     permuted = _permutes(weights)
     for user in weights.users:
         if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):

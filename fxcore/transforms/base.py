@@ -1,8 +1,8 @@
-"""What every pass is: GraphModule → GraphModule, never touching what it was given.
+"""Define passes: functions GraphModule → GraphModule that leave the original unchanged.
 
-A pass is written as a function that edits a module in place and says how many things it changed; :func:`transform`
-turns it into one that works on a private copy of the graph, keeps the form of the output, lints, recompiles and leaves
-the result in eval mode. Parameters are shared with the original; only those that a pass changes are new.
+A pass is written as a function that edits a module in place and returns the number of changes. :func:`transform` runs
+it on a copy of the graph, checks that the output keeps its structure, lints, recompiles, and sets eval mode. Parameters
+are shared with the original; only those that a pass changes are new.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxcore.transforms.effects import train_mode
 #: key in ``GraphModule.meta`` of the passes that a module went through
 APPLIED = "transforms"
 
-# What a pass in progress added, and beside what.
+# Key in ``GraphModule.meta`` of the attributes that a running pass has added: (path, the path that it was added for).
 _ADDED = "added"
 
 P = ParamSpec("P")
@@ -57,13 +57,12 @@ class UnknownTransform(FxError):
 
 
 class BadParameter(FxError):
-    """A pass was given a parameter that it does not have or a value that it does not take; ``transform``,
-    ``parameter``."""
+    """A pass does not have this parameter or does not take its value; ``transform``, ``parameter``."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """One pass that a module went through, and how many things it changed.
+    """One pass that a module went through, with its number of changes.
 
     >>> from fxcore.transforms import apply_transforms
     >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Dropout()).eval())
@@ -78,16 +77,16 @@ class Applied:
 
 @dataclass(frozen=True)
 class Transform:
-    """A pass as programs read it.
+    """A pass that can be run by name.
 
     Attributes:
-        name: by which it is asked for.
-        description: what it does, in a sentence.
-        parameters: JSON Schema of each parameter by name; one without a ``default`` must be given.
+        name: for :func:`~fxcore.transforms.registry.get_transform`.
+        description: one sentence.
+        parameters: JSON Schema of each parameter by name; one without a ``default`` is required.
         run: the pass itself.
-        exact: the outputs stay what they were, up to rounding.
-        changes_input: the new module wants another input than the old one.
-        adds_nodes: it brings new nodes that can be asked for, so it has to run before nodes are chosen.
+        exact: the outputs stay the same, up to rounding.
+        changes_input: the new module takes another input than the original.
+        adds_nodes: it adds nodes that can be extracted, so it must run before nodes are chosen.
 
     >>> from fxcore.transforms import list_transforms
     >>> [t.name for t in list_transforms() if not t.exact], [t.name for t in list_transforms() if t.changes_input]
@@ -106,7 +105,11 @@ class Transform:
 def transform(
     edit: Callable[Concatenate[fx.GraphModule, P], int],
 ) -> Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]:
-    """Make a pass of a function that edits a module in place and returns the number of changes.
+    """Decorate a function that edits a module in place and returns the number of changes, to make it a pass.
+
+    The pass raises:
+        CannotTransform: the module is not a GraphModule in eval mode.
+        CannotKeep: the edit changed the structure of what the graph returns.
 
     >>> @transform
     ... def swap_signs(module: fx.GraphModule) -> int:
@@ -124,11 +127,11 @@ def transform(
     def run(module: fx.GraphModule, /, *args: P.args, **kwargs: P.kwargs) -> fx.GraphModule:
         name = edit.__name__
         require_eval(module, name)
-        before = _output_form(module)
+        before = _output_structure(module)
         with torch.no_grad():
             private = fork(module)
             changes = edit(private, *args, **kwargs)
-        if _output_form(private) != before:
+        if _output_structure(private) != before:
             raise CannotKeep(f"{name} would change what the graph returns", transform=name, node="output")
         result = finish(private)
         result.meta[APPLIED] = (*applied(module), Applied(name, changes))
@@ -153,10 +156,9 @@ def applied(module: nn.Module) -> tuple[Applied, ...]:
 
 
 def fork(module: fx.GraphModule) -> fx.GraphModule:
-    """A module with a graph of its own and the same submodules, parameters and buffers.
+    """Copy the graph of ``module`` into a new module with the same submodules, parameters and buffers.
 
-    Not ``copy.deepcopy``: that copies every parameter, and the copy of torchvision's own GraphModule comes back in
-    train mode.
+    Not ``copy.deepcopy``: that copies every parameter, and sets torchvision's GraphModule to train mode.
     """
     graph = fx.Graph(tracer_cls=module.graph._tracer_cls)
     copies: dict[fx.Node, fx.Node] = {}
@@ -170,9 +172,9 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def finish(module: fx.GraphModule) -> fx.GraphModule:
-    """Lint, drop what no node uses any more, recompile, and see to it that the result is in eval mode."""
+    """Lint, drop submodules and tensors that no node uses, recompile, and set eval mode; the result is a copy."""
     module.graph.lint()
-    _take_names_back(module)
+    _restore_names(module)
     made = fork(module)
     made.meta.pop(_ADDED, None)
     made.training = False
@@ -184,26 +186,29 @@ def finish(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def require_eval(module: fx.GraphModule, name: str) -> None:
-    """Check that ``module`` is a GraphModule in eval mode; in train mode, values depend on the batch and on chance.
+    """Check that ``module`` is a GraphModule in eval mode: in train mode, values depend on the batch and are random.
 
-    Functions count as modules do: ``F.dropout(x)`` is in train mode unless it is told otherwise.
+    Functions count too: ``F.dropout(x)`` is in train mode by default.
+
+    Args:
+        name: of the pass, for the error.
 
     Raises:
-        CannotTransform: it is not; ``name`` is the pass that needs it.
+        CannotTransform: it is not.
 
     >>> model = fx.symbolic_trace(lambda x: nn.functional.dropout(x, 0.5))
     >>> try:
     ...     require_eval(model, "remove")
     ... except CannotTransform as error:
     ...     print(error.detail)
-    remove needs a module in eval mode, and dropout is called with training=True; give it training=self.training
+    remove needs a module in eval mode, and dropout is called with training=True; pass training=self.training
     """
     if not isinstance(module, fx.GraphModule):
         raise CannotTransform(
             f"{name} works on a torch.fx.GraphModule, not on a {type(module).__name__}; trace the model first",
             transform=name,
         )
-    # The flag of the GraphModule itself is not asked: what runs are the modules that its graph calls.
+    # The GraphModule's own flag does not matter: the modules that its graph calls run.
     for target in called_modules(module):
         if any(m.training for m in module.get_submodule(target).modules() if next(m.children(), None) is None):
             raise CannotTransform(
@@ -212,9 +217,9 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
     for node in module.graph.nodes:
         if mode := train_mode(module, node):
             path = str(node.meta.get(PATH, node.name))
-            told = "training=self.training" if "train" in mode else f"{mode.split('=')[0]}=0 in eval mode"
+            right = "training=self.training" if "train" in mode else f"{mode.split('=')[0]}=0 in eval mode"
             raise CannotTransform(
-                f"{name} needs a module in eval mode, and {path} is called with {mode}; give it {told}",
+                f"{name} needs a module in eval mode, and {path} is called with {mode}; pass {right}",
                 transform=name,
                 node=path,
             )
@@ -226,7 +231,7 @@ def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
 
 
 def attribute(module: nn.Module, target: str) -> Any:
-    """What a ``get_attr`` node's target names."""
+    """The attribute that a ``get_attr`` node reads, by its target."""
     value: Any = module
     for part in target.split("."):
         value = getattr(value, part)
@@ -247,10 +252,14 @@ def constant(module: fx.GraphModule, argument: Any) -> Any:
 
 
 def add(module: fx.GraphModule, near: str, value: nn.Module | Tensor) -> str:
-    """Give ``module`` a submodule, parameter or buffer beside ``near``.
+    """Add a submodule, parameter or buffer to ``module``.
+
+    Args:
+        near: path of the attribute that it replaces or belongs to.
 
     Returns:
-        The new attribute's path, under the same parent as ``near`` where that parent is this module's own.
+        Its path: under the parent of ``near`` if that parent is a container of this GraphModule, and not shared with
+        the original; else at the root.
     """
     *prefix, leaf = near.split(".")
     parent: nn.Module = module
@@ -281,8 +290,8 @@ def _register(parent: nn.Module, name: str, value: nn.Module | Tensor) -> None:
         parent.register_buffer(name, value, persistent=True)
 
 
-def _take_names_back(module: fx.GraphModule) -> None:
-    """Where what was added has replaced what it was added beside, give it that name: state dicts keep their keys."""
+def _restore_names(module: fx.GraphModule) -> None:
+    """Rename each added attribute to the one that it has replaced, so that state dicts keep their keys."""
     for path, near in module.meta.get(_ADDED, ()):
         used = {str(n.target) for n in module.graph.nodes if n.op in ("call_module", "get_attr")}
         if path == near or path not in used or any(u == near or u.startswith((near + ".", path + ".")) for u in used):
@@ -299,15 +308,18 @@ def _take_names_back(module: fx.GraphModule) -> None:
 
 
 def check_operation(given: Any, transform: str, parameter: str) -> None:
-    """Check that a graph may call ``given``: a function, or the name of a tensor method.
+    """Check that a graph can call ``given``: a function, or the name of a tensor method.
+
+    Args:
+        transform, parameter: names of the pass and of its parameter, for the error.
 
     Raises:
-        BadParameter: no graph calls that; of ``transform`` and its ``parameter``.
+        BadParameter: it cannot.
     """
     wrong = None
     if isinstance(given, str):
         if not hasattr(Tensor, given):
-            wrong = f"{given[:64]!r} is no method of tensors; give functions themselves"
+            wrong = f"{given[:64]!r} is not a tensor method; pass functions themselves"
     elif isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
         wrong = f"{given if isinstance(given, type) else type(given)} is a module; replace_module replaces modules"
     elif not callable(given):
@@ -317,7 +329,7 @@ def check_operation(given: Any, transform: str, parameter: str) -> None:
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """The same module with the same parameters, whose attributes can be set without touching the original."""
+    """Copy a module without its parameters and submodules, which are shared; its attributes can be set."""
     made = copy.copy(module)
     for key in ("_parameters", "_buffers", "_modules"):
         made.__dict__[key] = copy.copy(module.__dict__[key])
@@ -325,15 +337,14 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether forward hooks are registered on ``module``, so that it may do more than its class says."""
+    """Whether ``module`` has forward hooks, and so may compute something else than its class does."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
-    """Erase ``nodes`` that nothing reads, then those of their inputs that they alone read.
+    """Erase ``nodes`` without users, then those of their inputs that have no other users.
 
-    Not ``eliminate_dead_code``: that also drops in-place operations whose result is unused though their effect is
-    seen (pytorch#68301).
+    Not ``eliminate_dead_code``: that also drops in-place operations whose result is unused (pytorch#68301).
     """
     waiting = list(nodes)
     while waiting:
@@ -346,7 +357,10 @@ def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
 
 
 def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
-    """The node of that public or fx name.
+    """The node with the public or fx name ``name``.
+
+    Args:
+        transform: name of the pass, for the error.
 
     Raises:
         CannotTransform: there is none.
@@ -363,14 +377,14 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
     )
 
 
-def _output_form(module: fx.GraphModule) -> Any:
+def _output_structure(module: fx.GraphModule) -> Any:
     """Keys and nesting of what the graph returns."""
     returned = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
     return pytree.tree_structure(pytree.tree_map_only(fx.Node, lambda n: None, _plain(returned)))
 
 
 def _plain(value: Any) -> Any:
-    """Without fx's immutable containers, which pytree may not know."""
+    """``value`` with plain containers in place of fx's immutable ones, which pytree may not have registered."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

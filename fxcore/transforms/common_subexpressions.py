@@ -1,38 +1,38 @@
-"""Nodes that compute what another has computed already, merged with it.
+"""Common subexpression elimination.
 
-``torch.fx.passes.dialect.common.cse_pass.CSEPass`` is not used: it is meant for functional graphs and merges draws at
-random and calls in place; it takes 1, 1.0 and True for one number, and it fails on ``x[:, 0]`` where slices have no
-hash (Python 3.11).
+``torch.fx.passes.dialect.common.cse_pass.CSEPass`` is not used: it is for functional graphs, and merges random and
+in-place calls; it treats 1, 1.0 and True as equal, and it fails on ``x[:, 0]`` where slices have no hash (Python 3.11).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from fxcore.transforms.base import transform
-from fxcore.transforms.effects import only_computes
+from fxcore.transforms.effects import is_pure
 from fxcore.transforms.writes import memory_of, mutated_argument
 
 
 @transform
 def eliminate_common_subexpressions(module: fx.GraphModule) -> int:
-    """Merge nodes that call the same with the same arguments; the first of them, with its name, stays.
+    """Merge nodes that make the same call with the same arguments into the first of them, which keeps its name.
 
-    Calls in place, draws at random and functions whose effects are not known stay apart, and so does what reads memory
-    that something writes to: run ``out_of_place`` first. Outputs that were equal may become one tensor.
+    In-place calls, random calls and functions with unknown side effects are not merged, nor are reads of memory that
+    something writes to: run ``out_of_place`` first. Equal outputs may become one tensor.
 
     >>> import torch
     >>> model = fx.symbolic_trace(lambda x: torch.exp(x + 1) * torch.exp(x + 1) + torch.exp(x + 1.0)).eval()
     >>> [n.name for n in eliminate_common_subexpressions(model).graph.nodes]
     ['x', 'add', 'exp', 'mul', 'add_2', 'exp_2', 'add_3', 'output']
     """
-    unsteady = _unsteady(module)
+    overwritten = _overwritten(module)
     first: dict[Any, fx.Node] = {}
     count = 0
     for node in list(module.graph.nodes):
-        if not only_computes(module, node) or not unsteady.isdisjoint([node, *node.all_input_nodes]):
+        if not is_pure(module, node) or not overwritten.isdisjoint([node, *node.all_input_nodes]):
             continue
         key = (node.op, node.target, _key(node.args), _key(node.kwargs))
         try:
@@ -47,7 +47,7 @@ def eliminate_common_subexpressions(module: fx.GraphModule) -> int:
 
 
 def _key(value: Any) -> Any:
-    """Equal for arguments that mean the same: 1, 1.0 and True do not, nor do 0.0 and -0.0."""
+    """A key that is equal for equal arguments only: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, (list, tuple)):
@@ -59,36 +59,36 @@ def _key(value: Any) -> Any:
     return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
 
-def _unsteady(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose values may change after they were made, since something writes to their memory."""
+def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose values may change after they are computed, because something writes to their memory."""
     nodes = list(module.graph.nodes)
     modules = dict(module.named_modules())
     written: set[fx.Node] = set()
     for node in nodes:
-        if node.op not in ("call_module", "call_function", "call_method") or only_computes(module, node):
+        if node.op not in ("call_module", "call_function", "call_method") or is_pure(module, node):
             continue
-        overwritten = mutated_argument(node, modules)
+        base = mutated_argument(node, modules)
         if "mutates" in node.meta:
             written.update(node.all_input_nodes[i] for i in node.meta["mutates"])
-        elif overwritten is None:
+        elif base is None:
             written.update(node.all_input_nodes)
-        if overwritten is not None:
-            written.add(overwritten)
+        if base is not None:
+            written.add(base)
     if all("memory" in node.meta for node in nodes if node.op != "output"):
         memory = memory_of(module.graph, modules)
         places = {place for node in written for place in memory[node]}
         return {node for node in nodes if node.op != "output" and not places.isdisjoint(memory[node])}
-    # Nothing says what is a view of what, but that a copy is none of anything.
-    up = _reached(written, lambda node: [] if node.target == "clone" else node.all_input_nodes)
-    return _reached(up, lambda node: list(node.users))
+    # Without annotations any node may be a view of its inputs, unless it is a clone.
+    up = _reachable(written, lambda node: [] if node.target == "clone" else node.all_input_nodes)
+    return _reachable(up, lambda node: list(node.users))
 
 
-def _reached(start: set[fx.Node], onwards: Any) -> set[fx.Node]:
+def _reachable(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     waiting = list(start)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += onwards(node)
+            waiting += neighbours(node)
     return found

@@ -1,20 +1,19 @@
-"""Nodes whose values nothing reads, taken out."""
+"""Dead code elimination."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from fxcore.transforms.base import transform
-from fxcore.transforms.effects import only_computes
+from fxcore.transforms.effects import is_pure
 
 
 @transform
 def eliminate_dead_code(module: fx.GraphModule) -> int:
-    """Take out nodes whose values nothing reads.
+    """Remove nodes whose values are not used.
 
-    This is ``torch.fx.Graph.eliminate_dead_code`` with another idea of what may be dropped: calls in place, draws at
-    random and functions whose effects are not known stay, also where nothing reads what they return (pytorch#68301).
-    Inputs stay.
+    Unlike ``torch.fx.Graph.eliminate_dead_code`` it keeps in-place calls, random calls and functions with unknown side
+    effects, even if their results are not used (pytorch#68301). Inputs stay.
 
     >>> import torch
     >>> def compute(x):
@@ -25,5 +24,5 @@ def eliminate_dead_code(module: fx.GraphModule) -> int:
     ['x', 'add_', 'mul', 'output']
     """
     before = len(module.graph.nodes)
-    module.graph.eliminate_dead_code(lambda node: not only_computes(module, node))
+    module.graph.eliminate_dead_code(lambda node: not is_pure(module, node))
     return before - len(module.graph.nodes)

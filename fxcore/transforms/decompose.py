@@ -1,4 +1,4 @@
-"""Operations rewritten in terms of simpler ones, by rules that are retraced with proxies."""
+"""Decompose operations into simpler ones, by rules that are traced in their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxcore.transforms.replace import ACTIVATIONS, MODULES, is_activation
 
 Rule = Callable[..., Any]
 
-#: how to write an operation by others, by name; each takes the one tensor that the operation is applied to
+#: decompositions by name; each takes the one tensor that the operation is applied to
 RULES: dict[str, Rule] = {
     "relu": lambda x: (x > 0) * x,
     "relu6": lambda x: torch.clamp(x, 0, 6),
@@ -26,7 +26,7 @@ RULES: dict[str, Rule] = {
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
 }
 _CLASSES: dict[Any, str] = {MODULES[name]: name for name in RULES}
-# Written with other settings an operation is another one.
+# The rule of an operation holds for this value of its argument only.
 _DEFAULTS = {"gelu": ("approximate", "none")}
 
 
@@ -40,12 +40,12 @@ def decompose(
     """Rewrite operations by rules; ReLU becomes ``(x > 0) * x``, which is NaN, not 0, at minus infinity.
 
     Args:
-        operations: names among :data:`RULES`, which are found be they functions, methods or modules.
-        rules: more rules, for functions, or for tensor methods by name: called with proxies of the arguments, a rule
-            returns what stands in their place.
+        operations: names in :data:`RULES`; functions, methods and modules are found.
+        rules: further rules, for functions, or for tensor methods by name. A rule is called with proxies of the call's
+            arguments and returns the replacement.
 
     Raises:
-        BadParameter: no rule of that name, a rule for what is neither a function nor a tensor method, or none at all.
+        BadParameter: an unknown name, a rule for something else than a function or tensor method, or no rule at all.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.ReLU().eval())

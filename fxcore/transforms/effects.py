@@ -1,4 +1,4 @@
-"""What a node does besides computing its value: it may draw at random, write to memory, or do what nobody can see."""
+"""Side effects of a node: randomness, writes to memory, and effects that cannot be known."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fxcore.transforms.writes import mutated_argument
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
 
-# Functions of Python that draw, whose names no operator of torch has.
+# Random Python functions whose names are not those of torch operators.
 _RANDOM = {
     "dropout1d", "dropout2d", "dropout3d", "drop_block2d", "drop_block3d", "fractional_max_pool2d",
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
     "gumbel_softmax", "multi_head_attention_forward", "rrelu", "scaled_dot_product_attention", "stochastic_depth",
 }  # fmt: skip
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-# Uninitialised memory is as random as dropout.
-UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Functions that return uninitialised memory, which is as random as dropout.
+UNINITIALIZED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
-# Where functions come from that do nothing but compute; torch's builtins have no module's name.
+# Modules whose functions have no side effects; torch's builtins have no module name.
 _TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")
 _TRUSTED_PACKAGES = ("torch._C.", "torchvision.ops.", "fxcore.")
 _TRUSTED_BUILTINS = {"abs", "bool", "divmod", "float", "getattr", "int", "isinstance", "len", "max", "min", "pow",
                      "round", "slice", "sum", "tuple"}  # fmt: skip
-# Methods of tensors, and of lists, that do more than compute.
+# Methods of tensors, and of lists, that have side effects.
 _EFFECTS = {"backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "delitem", "sort"}
 
 
 def train_mode(module: nn.Module, node: fx.Node) -> str | None:
-    """What makes ``node`` a function in train mode, as ``training=True``; None where it is not in train mode.
+    """The argument, such as ``training=True``, by which ``node`` calls a function in train mode; None in eval mode.
 
-    Dropout of rate zero does nothing, and is not.
+    Dropout with rate zero counts as eval mode.
 
     >>> import torch.nn.functional as F
     >>> model = fx.symbolic_trace(lambda x: F.dropout(F.dropout(F.relu(x), 0.0), 0.1))
@@ -56,7 +56,7 @@ def train_mode(module: nn.Module, node: fx.Node) -> str | None:
 
 
 def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that are not given."""
+    """The arguments of a call by name, defaults included."""
     assert callable(node.target)
     with contextlib.suppress(Exception):  # ambiguous overloads; a signature that cannot be read
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
@@ -69,11 +69,11 @@ def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
     return dict(node.kwargs)
 
 
-def draws(module: nn.Module, node: fx.Node) -> bool:
-    """Whether two calls of ``node`` may give two values; also where its arguments would have to be known to say no.
+def is_random(module: nn.Module, node: fx.Node) -> bool:
+    """Whether ``node`` may return different values for the same arguments.
 
     >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x) + x.bernoulli() + torch.relu(x))
-    >>> [node.name for node in model.graph.nodes if draws(model, node)]
+    >>> [node.name for node in model.graph.nodes if is_random(model, node)]
     ['rand_like', 'bernoulli']
     """
     if node.op == "call_module":
@@ -81,25 +81,26 @@ def draws(module: nn.Module, node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node)
-    return name in _RANDOM or name in UNSET or _is_seeded(name) or train_mode(module, node) is not None
+    return name in _RANDOM or name in UNINITIALIZED or _is_seeded(name) or train_mode(module, node) is not None
 
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    """Whether torch says that an operator of that name draws from a generator."""
+    """Whether torch tags an operator of that name as drawing from a random generator."""
     packet = getattr(torch.ops.aten, name, None) if name and name.isidentifier() else None
     return packet is not None and any(
         torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
     )
 
 
-def only_computes(module: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` computes the same value again from the same arguments, and does nothing else.
+def is_pure(module: nn.Module, node: fx.Node) -> bool:
+    """Whether ``node`` is deterministic and has no side effects.
 
-    So do torch's own functions and modules that neither draw nor write. Other code is taken to have effects.
+    True for torch's own functions and modules that neither draw random numbers nor write to memory. Other code is
+    assumed to have side effects.
 
     >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x.add_(1).exp()))
-    >>> [node.name for node in model.graph.nodes if only_computes(model, node)]
+    >>> [node.name for node in model.graph.nodes if is_pure(model, node)]
     ['exp']
     """
     if node.op == "get_attr":
@@ -107,10 +108,10 @@ def only_computes(module: nn.Module, node: fx.Node) -> bool:
     if node.op not in ("call_module", "call_function", "call_method") or node.meta.get("mutates"):
         return False
     modules = {str(node.target): called(module, node)} if node.op == "call_module" else {}
-    if mutated_argument(node, modules) is not None or draws(module, node) or "out" in node.kwargs:
+    if mutated_argument(node, modules) is not None or is_random(module, node) or "out" in node.kwargs:
         return False
     if node.op == "call_module":
-        return _module_only_computes(called(module, node))
+        return _is_pure_module(called(module, node))
     name = _name(node)
     if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
         return False
@@ -125,7 +126,7 @@ def only_computes(module: nn.Module, node: fx.Node) -> bool:
     return overload or home in _TRUSTED or home.startswith(_TRUSTED_PACKAGES)
 
 
-def _module_only_computes(module: nn.Module) -> bool:
+def _is_pure_module(module: nn.Module) -> bool:
     return all(
         type(part).__module__.split(".")[0] in ("torch", "torchvision")
         and not isinstance(part, fx.GraphModule)

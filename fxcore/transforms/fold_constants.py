@@ -1,6 +1,7 @@
-"""What depends on no input, computed once.
+"""Constant folding.
 
-Swin's relative position biases, ViT's reshaped parameters: the graph computes them anew for every batch.
+Swin's relative position biases and ViT's reshaped parameters are computed again for every batch; the pass computes them
+once.
 
 ``torch.fx.experimental.const_fold`` is not used: it computes at the first forward pass (so that two threads may do it
 at once), makes parameters of the results, renames every module, and loses node names.
@@ -18,18 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.tracing.interpreter import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
+from fxcore.transforms.effects import UNINITIALIZED
 from fxcore.transforms.writes import mutated_argument
-
-# Uninitialised memory is as random as dropout.
-_UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @transform
 def fold_constants(module: fx.GraphModule) -> int:
-    """Compute once whatever depends on parameters and buffers alone, and keep the results as buffers.
+    """Compute once what depends on parameters and buffers only, and keep the results as buffers.
 
-    Nodes that something overwrites in place stay (run ``out_of_place`` first), and so do random ones, and those whose
-    value is a device or a dtype, which change when a module is moved or cast.
+    Nodes that are overwritten in place stay (run ``out_of_place`` first), and so do random ones, and devices and
+    dtypes, which change when a module is moved or cast.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -53,7 +52,7 @@ def fold_constants(module: fx.GraphModule) -> int:
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Value of each node that no input reaches and that always comes out the same."""
+    """Value of each node that depends on no input and is deterministic."""
     overwritten = _overwritten(module)
     values: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
@@ -71,16 +70,16 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
                 with watch:
                     values[node] = _run(module, node, values)
             except Exception:
-                # It stays in the graph, to fail there as it always did or not; and what it writes to is no constant.
+                # The node stays in the graph, and what it would have written to is not constant.
                 values = {n: v for n, v in values.items() if watch.written.isdisjoint(_memory(v))}
     return values
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops what draws at random, and what writes to given values before it does: they may be parameters.
+    """Raises on random operations, and before a write to the memory of given values, which may be parameters.
 
     Attributes:
-        written: the memory that would have been written to.
+        written: numbers of the storages that would have been written to.
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
@@ -93,7 +92,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         targets = [named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         self.written |= self.given.intersection(_memory(targets))
         if self.written or torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError(f"{func} does not always give the same")
+            raise RuntimeError(f"{func} is random or writes to its arguments")
         return func(*args, **(kwargs or {}))
 
 
@@ -102,7 +101,7 @@ def _memory(value: Any) -> set[int]:
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value something writes to, and all nodes that may share memory with them."""
+    """Nodes that are overwritten, and all nodes that may share memory with them."""
     modules = dict(module.named_modules())
     found = set()
     for node in module.graph.nodes:
@@ -124,7 +123,7 @@ def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
         called = module.get_submodule(str(node.target))
         return bool(node.all_input_nodes) and not any(m.training for m in called.modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name not in _UNSET and not node.is_impure()
+    return name not in UNINITIALIZED and not node.is_impure()
 
 
 def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -138,7 +137,7 @@ def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> A
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:
-    """Put ``value`` where ``node`` is, if a graph can hold it."""
+    """Replace ``node`` by its ``value``; False if a graph cannot hold such a value."""
     inputs = node.all_input_nodes
     if isinstance(value, Tensor):
         target = add(module, f"folded_{node.name}", value.detach())

@@ -1,9 +1,9 @@
-"""The preprocessing's ``(x - mean) / std`` moved into the model's first convolution.
+"""Fold the preprocessing's ``(x - mean) / std`` into the model's first convolution.
 
-Without padding, a convolution of normalised images is one of raw images with other weights: nothing is left to do. With
-zero padding it is not: a zero beside normalised images means the mean colour beside raw ones. There the raw images are
-padded with the mean first, which costs one copy instead of the two passes of a normalisation. Where the first
-operation is no convolution, or something else reads the images too, they are normalised by two operations in the graph.
+Without padding, a convolution of normalised images is a convolution of raw images with other weights. Zero padding of
+normalised images corresponds to padding raw images with the mean, which costs one copy instead of the two passes of a
+normalisation. Where the first operation is not a convolution, or images have other readers too, the images are
+normalised by an operation in the graph.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fxcore.tracing.leaves import one_node
 from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
 from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
 
-#: key in ``GraphModule.meta`` of the mean and standard deviation that a module takes off by itself
+#: key in ``GraphModule.meta`` of the mean and standard deviation that a module normalises with itself
 NORMALIZED = "normalization"
 
 
 @one_node
 def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """``(images - mean) / std`` per channel, channels in dimension 1; in half precision where the images are."""
+    """``(images - mean) / std`` per channel, channels in dimension 1; in the dtype of floating-point images."""
     shape = (1, -1, *[1] * (images.ndim - 2))
     made = (images - mean.view(shape)) / std.view(shape)
     return made.to(images.dtype) if images.is_floating_point() else made
@@ -34,7 +34,7 @@ def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @one_node
 def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:
-    """``images`` with ``mean`` around them; ``sides`` has the padding before and after each spatial dimension."""
+    """Pad ``images`` with ``mean``; ``sides`` has the padding before and after each spatial dimension."""
     spatial = images.shape[2:]
     size = [s + sides[2 * i] + sides[2 * i + 1] for i, s in enumerate(spatial)]
     made = mean.to(images.dtype).view(1, -1, *[1] * len(spatial)).expand(images.shape[0], -1, *size).contiguous()
@@ -50,17 +50,18 @@ def fold_normalization(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
 ) -> int:
-    """Let the module take images in [0, 1] that it used to take normalised with ``mean`` and ``std``.
+    """Make a module for images that are normalised with ``mean`` and ``std`` take images in [0, 1].
 
-    Exact in every case; free where the first convolution does not pad. A convolution that pads is given images padded
-    with ``mean``. Where the images go elsewhere as well, or are returned, they are normalised in the graph, so that
-    whatever was read or returned stays what it was.
+    Exact up to rounding, and free where the first convolution does not pad. A convolution that pads gets images padded
+    with ``mean``. If the images are also read elsewhere or returned, they are normalised in the graph, and all readers
+    get the same values as before.
 
     Args:
-        mean, std: per channel of the input; ImageNet's where none are given.
+        mean, std: per channel of the input, for values in [0, 1]; ImageNet's by default.
 
     Raises:
-        BadParameter: ``mean`` and ``std`` do not fit each other, or a ``std`` is not positive.
+        BadParameter: ``mean`` and ``std`` differ in length, or a ``std`` is not positive.
+        CannotTransform: the graph has no input, or its normalisation is folded in already.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -82,12 +83,12 @@ def fold_normalization(
     if images is None:
         raise CannotTransform("the graph has no input", transform="fold_normalization")
     readers = [n for n in images.users if not reads_shape(n)]
-    ways = [_first_convolution(module, reader) for reader in readers]
+    chains = [_first_convolution(module, reader) for reader in readers]
     mean_at, std_at = (torch.tensor(v, device=_device(module)) for v in (mean, std))
-    if readers and all(way is not None and _channels(way[-1]) == len(mean) for way in ways):
-        for reader, way in zip(readers, ways, strict=True):
-            assert way is not None
-            _fold(module, images, reader, way, mean_at, std_at)
+    if readers and all(chain is not None and _channels(chain[-1]) == len(mean) for chain in chains):
+        for reader, chain in zip(readers, chains, strict=True):
+            assert chain is not None
+            _fold(module, images, reader, chain, mean_at, std_at)
     else:
         _normalize_in_graph(module, images, readers, mean_at, std_at)
     module.meta[NORMALIZED] = {"mean": list(mean), "std": list(std)}
@@ -95,13 +96,14 @@ def fold_normalization(
 
 
 def _finite(values: Any) -> bool:
-    """Whether these are finite numbers, one or more."""
+    """Whether ``values`` is a non-empty sequence of finite numbers."""
     numbers = isinstance(values, Sequence) and all(isinstance(v, Real) and math.isfinite(v) for v in values)
     return numbers and len(values) > 0
 
 
 def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Module] | None:
-    """The modules from the one that ``reader`` calls down to the convolution in it that sees the images first."""
+    """The modules from the one that ``reader`` calls down to the first convolution in it; None if that is not the first
+    operation."""
     if reader.op != "call_module" or len(reader.all_input_nodes) != 1:
         return None
     found = [module.get_submodule(str(reader.target))]
@@ -117,20 +119,20 @@ def _channels(module: nn.Module) -> int:
 
 
 def _fold(
-    module: fx.GraphModule, images: fx.Node, reader: fx.Node, way: list[nn.Module], mean: Tensor, std: Tensor
+    module: fx.GraphModule, images: fx.Node, reader: fx.Node, chain: list[nn.Module], mean: Tensor, std: Tensor
 ) -> None:
-    convolution = way[-1]
+    convolution = chain[-1]
     assert isinstance(convolution, nn.modules.conv._ConvNd)
     made = bare_copy(convolution)
     assert isinstance(made, nn.modules.conv._ConvNd)
     weight = convolution.weight.double()
     groups, per_group = convolution.groups, weight.shape[1]
-    # Output channel o sees the input channels of its own group.
+    # Output channels read the input channels of their own group.
     group = torch.arange(weight.shape[0], device=weight.device) // (weight.shape[0] // groups)
-    seen = group[:, None] * per_group + torch.arange(per_group, device=weight.device)
-    shape = (*seen.shape, *[1] * (weight.ndim - 2))
-    new_weight = weight / std.double()[seen].view(shape)
-    shift = -(new_weight * mean.double()[seen].view(shape)).flatten(1).sum(1)
+    channels = group[:, None] * per_group + torch.arange(per_group, device=weight.device)
+    shape = (*channels.shape, *[1] * (weight.ndim - 2))
+    new_weight = weight / std.double()[channels].view(shape)
+    shift = -(new_weight * mean.double()[channels].view(shape)).flatten(1).sum(1)
     bias = shift if convolution.bias is None else convolution.bias.double() + shift
     made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(new_weight), requires_grad=False)
     made.bias = nn.Parameter(bias.to(convolution.weight.dtype), requires_grad=False)
@@ -144,7 +146,7 @@ def _fold(
             wider = module.graph.call_function(padded, (images, around, sides))
         reader.replace_input_with(images, wider)
     inner: nn.Module = made
-    for container in reversed(way[:-1]):
+    for container in reversed(chain[:-1]):
         copy = bare_copy(container)
         copy.__dict__["_modules"][next(iter(copy._modules))] = inner
         inner = copy

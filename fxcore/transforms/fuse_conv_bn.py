@@ -1,11 +1,11 @@
-"""Batch norms folded into the convolutions before them.
+"""Fold batch norms into the convolutions before them.
 
-In eval mode a batch norm is a scale and a shift per channel, which a convolution can do by itself.
+In eval mode a batch norm is a scale and a shift per channel, which the weight and bias of a convolution can include.
 
-``torch.fx.experimental.optimization.fuse`` is not used: it knows module pairs of three classes only, takes modules that
-are called from several places for ones called once, loses node names, copies every parameter, and of torchvision's own
-extractors makes modules in train mode. ``torch.nn.utils.fusion`` is not either: it scales grouped transposed
-convolutions along the wrong axis, and rounds in the model's own precision.
+``torch.fx.experimental.optimization.fuse`` is not used: it handles module pairs of three classes only, is wrong for
+modules that are called more than once, loses node names, copies every parameter, and returns torchvision's extractors
+in train mode. ``torch.nn.utils.fusion`` is not used either: it scales grouped transposed convolutions along the wrong
+axis, and rounds in the model's own precision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output
 
 @dataclass(frozen=True)
 class Affine:
-    """What a batch norm does in eval mode: ``x * scale + shift``, one of each per channel, in float64."""
+    """A batch norm in eval mode, ``x * scale + shift``: each float64 ``[C]``."""
 
     scale: Tensor
     shift: Tensor
@@ -46,13 +46,13 @@ class Affine:
 
 @transform
 def fuse_conv_bn(module: fx.GraphModule) -> int:
-    """Fold every batch norm into the convolution before it.
+    """Fold each batch norm into the convolution before it.
 
-    Covers convolutions of one to three dimensions, transposed ones too, as modules or as functions; batch norms as
-    modules (also frozen ones) or as ``F.batch_norm``; batch norms that follow through dropout, identity, or a view that
-    keeps batch and channels apart; and pairs inside sequential leaf modules such as ``Conv2dNormActivation``. A
-    convolution whose value something else reads, the output included, is left as it is. The fused node takes the batch
-    norm's names; the convolution's, whose value there is no more, name nothing.
+    Convolutions may have one to three dimensions, be transposed, and be modules or functions; batch norms may be
+    modules (frozen ones too) or ``F.batch_norm``. Between the two there may be dropout, identity, or views that keep
+    dimensions 0 and 1. Pairs inside sequential leaf modules such as ``Conv2dNormActivation`` are folded too. A
+    convolution whose value has other readers, the output included, stays. The fused node has the batch norm's names;
+    the convolution's names are gone, as its value is.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval())
@@ -66,20 +66,20 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
         affine = affine_of(module, node)
         if affine is None:
             continue
-        between = _way_to_convolution(module, node, affine.scale.numel())
+        between = _path_to_convolution(module, node, affine.scale.numel())
         if between is None:
             continue
         convolution = between[-1]
         key = (*operation_of(convolution), *operation_of(node))
         if not _scale_convolution(module, convolution, affine, made, key):
             continue
-        take_place(module, node, between)
+        replace_norm(module, node, between)
         count += 1
     return count
 
 
 def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
-    """What ``node`` does, if it is a batch norm with fixed statistics."""
+    """The scale and shift of ``node`` if it is a batch norm with fixed statistics, else None."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
@@ -96,7 +96,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
 
 
 def affine_of_module(module: nn.Module) -> Affine | None:
-    """What ``module`` does, if it is a batch norm with fixed statistics."""
+    """The scale and shift of ``module`` if it is a batch norm with fixed statistics, else None."""
     if type(module) not in NORMS or hooked(module):
         return None
     # Without running statistics a batch norm uses the batch's own, in eval mode too.
@@ -120,7 +120,7 @@ def _affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | Non
 def scaled(
     weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight and bias of a convolution that does ``affine`` too, in the weight's own precision."""
+    """Weight and bias of a convolution followed by ``affine``, in the dtype of ``weight``."""
     if transposed:  # [in, out / groups, ...], where each group of inputs makes its own outputs
         grouped = weight.double().view(groups, -1, *weight.shape[1:])
         per_output = affine.scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
@@ -134,7 +134,7 @@ def scaled(
 
 
 def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
-    """A convolution that does ``affine`` too; everything else as in ``convolution``."""
+    """A copy of ``convolution`` with ``affine`` folded in."""
     assert isinstance(convolution, nn.modules.conv._ConvNd)
     made = bare_copy(convolution)
     made.weight, made.bias = scaled(
@@ -144,12 +144,12 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """A convolution of torch's own, and nothing that changes its weight on the way (a subclass, a parametrisation)."""
+    """Whether ``module`` is one of torch's convolutions itself: not a subclass, not parametrised, without hooks."""
     return type(module) in (*CONVOLUTIONS, *TRANSPOSED) and not hooked(module)
 
 
 def _fuse_inside_leaves(module: fx.GraphModule) -> int:
-    """Fuse pairs inside sequential modules that the graph calls as a whole."""
+    """Fold pairs inside sequential modules that the graph calls as leaves; the number of pairs."""
     count = 0
     targets: dict[int, str] = {}
     for node in module.graph.nodes:
@@ -166,8 +166,7 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
 
 
 def fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
-    """``module`` with the pairs in it fused, where it runs its children one after the other; and how many there
-    were."""
+    """Copy ``module`` with the pairs in it folded if it is sequential; returns it with the number of pairs."""
     if (
         not isinstance(module, nn.Sequential)
         or type(module).forward is not nn.Sequential.forward
@@ -206,20 +205,19 @@ def _channels(convolution: nn.Module) -> int:
     return int(convolution.out_channels)  # type: ignore[arg-type]
 
 
-def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
-    """Nodes from the one before ``norm`` back to a convolution that only ``norm`` gets to read, the convolution
-    last."""
-    way: list[fx.Node] = []
+def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
+    """Nodes from the one before ``norm`` back to a convolution with ``channels`` outputs, in that order; None if there
+    is none, or a node between the two has other readers."""
+    path: list[fx.Node] = []
     node = source_of(norm)
     while isinstance(node, fx.Node):
-        way.append(node)
+        path.append(node)
         readers = [user for user in node.users if not reads_shape(user)]
         if len(readers) != 1:
-            return None  # a branch, or tapped
-        if _out_channels(module, node) is not None:
-            return (
-                way if _out_channels(module, node) == channels and _views_keep_channels(module, way, channels) else None
-            )
+            return None  # a branch, or an output
+        out_channels = _out_channels(module, node)
+        if out_channels is not None:
+            return path if out_channels == channels and _views_keep_channels(module, path, channels) else None
         if not _is_view(module, node):
             return None
         node = node.args[0] if node.args else None
@@ -227,14 +225,14 @@ def _way_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) ->
 
 
 def reads_shape(node: fx.Node) -> bool:
-    """Whether ``node`` reads only sizes, which a batch norm leaves as they are."""
+    """Whether ``node`` reads the shape of its input only, which a batch norm does not change."""
     return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
         node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
     )
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
-    """Channels that ``node`` makes, if it is a convolution with fixed weights."""
+    """Output channels of ``node`` if it is a convolution with fixed weights, else None."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return _channels(called) if is_convolution(called) else None
@@ -252,7 +250,7 @@ def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """By name, those of a call of ``F.batch_norm`` or of a convolution function."""
+    """Arguments of a call of ``F.batch_norm`` or of a convolution function, by name."""
     names: tuple[str, ...] = _NORM_ARGUMENTS
     if node.target in _FUNCTIONS:
         names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS
@@ -267,10 +265,10 @@ def _is_view(module: fx.GraphModule, node: fx.Node) -> bool:
     return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
 
 
-def _views_keep_channels(module: fx.GraphModule, way: list[fx.Node], channels: int) -> bool:
-    """Whether the views between a convolution and a batch norm leave dimensions 0 and 1 as they are."""
-    convolution = way[-1]
-    return all(_keeps_channels(module, node, convolution, channels) for node in way[:-1])
+def _views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: int) -> bool:
+    """Whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
+    convolution = path[-1]
+    return all(_keeps_channels(module, node, convolution, channels) for node in path[:-1])
 
 
 def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
@@ -293,7 +291,7 @@ def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node,
 
 
 def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
-    """Whether ``size`` is the convolution's size in that dimension (or, for the batch, its input's)."""
+    """Whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its input's)."""
     if not isinstance(size, fx.Node):
         return False
     sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
@@ -308,7 +306,7 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
 
 
 def operation_of(node: fx.Node) -> tuple[Any, ...]:
-    """Equal for convolutions, and for batch norms, that do the same with fixed values, whatever their input."""
+    """A key of the node's operation and fixed arguments: equal for two calls that differ in their input only."""
     given = {} if node.op == "call_module" else _arguments(node)
     values = {k: str(v.target) if isinstance(v, fx.Node) else repr(v) for k, v in given.items() if k != "input"}
     return (node.op, str(node.target), *sorted(values.items()))
@@ -317,7 +315,8 @@ def operation_of(node: fx.Node) -> tuple[Any, ...]:
 def _scale_convolution(
     module: fx.GraphModule, node: fx.Node, affine: Affine, made: dict[tuple[Any, ...], str], key: tuple[Any, ...]
 ) -> bool:
-    """Let ``node`` do ``affine`` too. A pair that is called several times is made once."""
+    """Fold ``affine`` into the convolution ``node``. A pair that is called several times, with one ``key``, is folded
+    once."""
     if node.op == "call_module":
         if key not in made:
             convolution = module.get_submodule(str(node.target))
@@ -341,17 +340,19 @@ def _scale_convolution(
     return True
 
 
-def take_place(module: fx.GraphModule, norm: fx.Node, way: Sequence[fx.Node]) -> None:
-    """Take ``norm`` out; what it made is now the value of the node before it, which takes its names.
+def replace_norm(module: fx.GraphModule, norm: fx.Node, path: Sequence[fx.Node]) -> None:
+    """Replace ``norm`` by the node before it, which computes its value now and gets its names.
 
-    The other nodes on the way have values that the original has not, so they go by names below the batch norm's.
+    Args:
+        path: the nodes from the one before ``norm`` back to the convolution. All but the first have values that the
+            original has not, and get names below the batch norm's.
     """
-    before = way[0]
+    before = path[0]
     statistics = [n for n in norm.all_input_nodes if n is not before]
     norm.replace_all_uses_with(before, propagate_meta=False)
     before.meta = dict(norm.meta)
     module.graph.erase_node(norm)
-    for node in way[1:]:
+    for node in path[1:]:
         node.meta[PATH] = f"{public_name(before)}.{node.name}"
         node._rename(f"{norm.name}_{node.name}")
     before.name = norm.name

@@ -1,7 +1,7 @@
-"""Batch norms folded into the linear layers before them.
+"""Fold batch norms into the linear layers before them.
 
-``torch.nn.utils.fusion.fuse_linear_bn_eval`` is right for ``[N, C]`` only, and does not look: a batch norm works along
-dimension 1, a linear layer along the last, so for ``[N, L, C]`` with L equal to C it gives wrong numbers silently.
+``torch.nn.utils.fusion.fuse_linear_bn_eval`` is right for ``[N, C]`` only, and does not check: a batch norm works along
+dimension 1, a linear layer along the last, so for ``[N, L, C]`` with L equal to C it is silently wrong.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import fx, nn
 
 from fxcore.transforms.base import add, bare_copy, hooked, transform
-from fxcore.transforms.fuse_conv_bn import Affine, affine_of, operation_of, take_place
+from fxcore.transforms.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
 from fxcore.transforms.replace import source_of
 
-# Modules that make of [N, C] again [N, C].
+# Modules whose output is [N, C] for an input [N, C].
 _KEEP_RANK = (
     nn.Linear,
     nn.BatchNorm1d,
@@ -29,13 +29,13 @@ _KEEP_RANK = (
 
 @transform
 def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
-    """Fold every batch norm into the linear layer before it, where that layer's output is ``[N, C]``.
+    """Fold each batch norm into the linear layer before it, if that layer's output is ``[N, C]``.
 
-    The fused node takes the batch norm's names. The number of dimensions is known where the graph is annotated, or
-    flattened before; else a pair is left as it is.
+    The fused node has the batch norm's names. The number of dimensions is known where the graph is annotated, and after
+    a flatten; other pairs stay.
 
     Args:
-        assume_2d: fuse also where the number of dimensions cannot be seen.
+        assume_2d: fold also where the number of dimensions is not known.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.BatchNorm1d(4)).eval())
@@ -58,7 +58,7 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
         if key not in made:
             made[key] = add(module, str(linear.target), _fused(called, affine))
         linear.target = made[key]
-        take_place(module, node, [linear])
+        replace_norm(module, node, [linear])
         count += 1
     return count
 
@@ -74,7 +74,7 @@ def _fused(linear: nn.Linear, affine: Affine) -> nn.Linear:
 
 
 def _is_2d(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node's value is certainly ``[N, C]``."""
+    """Whether the node's value is known to be ``[N, C]``."""
     while True:
         value = node.meta.get("value", node.meta.get("tensor_meta"))
         shape = getattr(value, "shape", None)

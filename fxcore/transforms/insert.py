@@ -1,4 +1,4 @@
-"""New operations after or around a node."""
+"""Insert operations after or around a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import CannotTransform, add, erase_dead, find_node, transform
-from fxcore.transforms.replace import hand_on, named_function, overwritten
+from fxcore.transforms.replace import named_function, overwritten, redirect_readers
 
 
 @transform
@@ -27,9 +27,8 @@ def insert_after(
     Args:
         node: public or fx name.
         function: a function of one argument, a module, or the name of an activation function.
-        outputs: whether the graph's own outputs read the new value too. If not, a node that is returned keeps its
-            value.
-        name: the new node's name beside ``node``; the function's own where none is given.
+        outputs: whether the graph returns the new value, too, if it returns that of ``node``.
+        name: last part of the new node's name, after that of ``node``; by default the function's name.
 
     Raises:
         CannotTransform: no such node, or nothing would read the new value.
@@ -44,7 +43,7 @@ def insert_after(
     readers = [user for user in found.users if outputs or user.op != "output"]
     if not readers:
         raise CannotTransform(
-            f"only the output reads {node!r}, and it keeps the value that it returns; set outputs to change it",
+            f"only the output reads {node!r}, and its value stays the same; set outputs to change it",
             transform="insert_after",
         )
     with module.graph.inserting_after(found):
@@ -65,9 +64,12 @@ def insert_after(
 def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
 
-    ``wrapper`` is run once with proxies, so whatever it does becomes nodes; it may call ``f`` several times or never.
-    The node's name goes to what it returns, and so do the outputs that return it. An ``f`` that works in place is given
-    copies: nodes that read the overwritten value read what ``wrapper`` returns.
+    ``wrapper`` runs once, with proxies, and its operations become nodes; it may call ``f`` any number of times. Its
+    result gets the node's name and replaces it in the outputs. An in-place ``f`` gets copies, and later readers of the
+    overwritten value read the result of ``wrapper``.
+
+    Raises:
+        CannotTransform: no such node, or it calls nothing.
 
     >>> import torch
     >>> from torch import fx
@@ -82,8 +84,8 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     return 1
 
 
-class Appending(fx.proxy.GraphAppendingTracer):
-    """Records what is done to proxies in a module's graph; other tensors become buffers of the module."""
+class AppendingTracer(fx.proxy.GraphAppendingTracer):
+    """Appends operations on proxies to a module's graph; tensors that are not the module's become its buffers."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module.graph)
@@ -96,8 +98,8 @@ class Appending(fx.proxy.GraphAppendingTracer):
         known = next((path for path, tensor in own if tensor is a), None)
         return self.graph.get_attr(known or add(self.module, "constant", a))
 
-    def again(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """The call of ``node`` with other arguments; of a copy, where it works in place."""
+    def repeat(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+        """Repeat the call of ``node`` with other arguments; an in-place call gets a copy."""
         if overwritten(self.module, node) is not None:
             if args:
                 args = (args[0].clone(), *args[1:])
@@ -112,28 +114,33 @@ Call = Callable[..., fx.Proxy]
 def rewrite(
     module: fx.GraphModule, node: fx.Node, with_what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 ) -> fx.Node:
-    """Retrace ``node``: run ``with_what(call, args, kwargs)`` on proxies of its arguments; the result replaces it.
+    """Run ``with_what(call, args, kwargs)`` on proxies of the node's arguments, and replace the node by the result.
 
-    ``call`` makes the node's own call with any arguments, and never in place: nodes that read the overwritten value
-    read the result. The result has the node's name; other new nodes have names below it.
+    ``call`` repeats the node's call with any arguments, never in place. The result has the node's name; other new nodes
+    have names below it.
+
+    Raises:
+        CannotTransform: ``with_what`` does not return a proxy.
     """
-    hand_on(module, node)
+    redirect_readers(module, node)
     graph = module.graph
-    tracer = Appending(module)
+    tracer = AppendingTracer(module)
     before = set(graph.nodes)
 
     def proxies(arguments: Any) -> Any:
         return fx.node.map_arg(arguments, lambda n: fx.Proxy(n, tracer))  # type: ignore[arg-type,return-value]
 
     def call(*args: Any, **kwargs: Any) -> fx.Proxy:
-        return tracer.again(node, args, kwargs)
+        return tracer.repeat(node, args, kwargs)
 
     with graph.inserting_before(node):
         result = with_what(call, tuple(proxies(node.args)), dict(proxies(node.kwargs)))
     path = public_name(node)
     if not isinstance(result, fx.Proxy):
         raise CannotTransform(
-            f"the rewriting of {path!r} must return what it computes from its arguments", transform="rewrite", node=path
+            f"the replacement of {path!r} must return a value computed from its arguments",
+            transform="rewrite",
+            node=path,
         )
     fresh = [n for n in graph.nodes if n not in before and n.op != "get_attr"]
     for made in fresh:

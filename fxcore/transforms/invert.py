@@ -1,4 +1,4 @@
-"""The inverse of a function, read off its graph backwards."""
+"""Invert a function by undoing the steps of its graph in reverse order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import trace
 from fxcore.transforms.base import CannotTransform, add, attribute, hooked
 
-#: functions of one tensor and the functions that undo them; methods go by the same names
+#: inverses of functions and methods of one tensor, by name
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
     "exp": torch.log,
@@ -63,9 +63,9 @@ _ALIASES = {
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _READS_OF_SHAPE = ("size", "dim", "numel", "ndimension", "nelement", "shape", "ndim", "dtype", "device")
 
-# softplus is x itself above its threshold, where it jumps by about exp(-threshold): two inputs give one output there.
-# Below this threshold they are further apart than float32 numbers.
-_LEAST_THRESHOLD = 15
+# Above its threshold softplus is x itself, and it jumps there by about exp(-threshold), so that two inputs have one
+# output. From this threshold on they are no further apart than neighbouring float32 numbers.
+_MIN_THRESHOLD = 15
 
 
 class NotInvertible(CannotTransform):
@@ -78,8 +78,8 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
     The function must be a chain in which each step has an inverse: arithmetic with constants (numbers, parameters,
     buffers), exponentials, logarithms, trigonometric and hyperbolic functions, erf, sigmoid, leaky ReLU, softplus,
     permutations of axes, flips, rolls, reshapes, identity, and square linear layers. For the inverse ``g`` of ``f``,
-    ``f(g(y)) == y`` wherever ``y`` is a value of ``f``, up to rounding. ``g(f(x)) == x`` where each step is given
-    numbers that tell its inputs apart:
+    ``f(g(y)) == y`` wherever ``y`` is a value of ``f``, up to rounding. ``g(f(x)) == x`` where the inputs of each step
+    are in a range in which it is one-to-one:
 
     ========================================  ==========================
     step                                      invertible for inputs in
@@ -98,17 +98,18 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
     the others                                all
     ========================================  ==========================
 
-    Elsewhere ``g`` returns the input of that range which has the same value (``sin``, ``cos``, ``tan``), or the
-    function itself returns NaN or infinity. Where a function saturates (``tanh``, ``sigmoid``, ``erf`` of large
-    numbers), rounding loses the input.
+    Elsewhere ``g`` returns the input in that range with the same value (``sin``, ``cos``, ``tan``), or the function
+    itself returns NaN or infinity. Where a function saturates (``tanh``, ``sigmoid``, ``erf`` of large numbers), the
+    input is lost by rounding.
 
     Args:
-        function: a function, or a traced one.
-        example: an input. Reshapes can only be undone if one is given, to the shapes that it has; the first dimension
-            may have another size then where the reshape keeps it.
+        function: a Python function, or a graph module.
+        example: an input; needed to undo reshapes. The inverse takes values of its shapes; the first dimension may have
+            another size if the reshapes keep it.
 
     Raises:
-        NotInvertible: naming the step.
+        NotInvertible: a step has no inverse; ``node`` names it.
+        NotTraceable: see :func:`~fxcore.tracing.tracer.trace`.
 
     >>> import torch
     >>> inverse = invert(lambda x: torch.exp(torch.tan(x)))
@@ -151,7 +152,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
-    """Nodes whose value depends on the numbers of the input, not on its shape alone."""
+    """Nodes whose values depend on the values of the input, not on its shape alone."""
     found = {source}
     for node in graph.nodes:
         read = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
@@ -162,7 +163,7 @@ def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
 
 
 class _Shapes(Interpreter):
-    """Runs a module and remembers the shape of each node's value."""
+    """Runs a module and records the shape of each node's value."""
 
     def of(self, example: Tensor) -> dict[fx.Node, torch.Size]:
         self._shapes: dict[fx.Node, torch.Size] = {}
@@ -186,7 +187,7 @@ def _undo(
     tracer: Any,
     shapes: Mapping[fx.Node, torch.Size],
 ) -> Any:
-    """``value`` before ``node`` did what it does."""
+    """The input of ``node`` for its output ``value``."""
 
     def fixed(argument: Any) -> Any:
         """An argument that does not depend on the input, in the inverse's own graph."""
@@ -194,8 +195,8 @@ def _undo(
             return argument
         if argument.op != "get_attr":
             raise NotInvertible(
-                f"{argument.name} is computed; only numbers, parameters and buffers can be undone, and fold_constants "
-                "makes buffers of what depends on such alone",
+                f"{argument.name} is computed; only arithmetic with numbers, parameters and buffers can be undone, and "
+                "fold_constants makes buffers of what depends on those alone",
                 transform="invert",
                 node=argument.name,
             )
@@ -226,16 +227,20 @@ def _undo(
         return _undo_reshape(node, source, value, shapes)
     if name in ("permute", "transpose", "flip", "roll", "t"):
         return _undo_move(name, others, settings, value, node)
-    raise NotInvertible(f"{node.name} ({name}) has no inverse that is known here", transform="invert", node=node.name)
+    raise NotInvertible(f"{node.name} ({name}) has no known inverse", transform="invert", node=node.name)
 
 
 def _undo_arithmetic(
     node: fx.Node, name: str, first: bool, number: Any, fixed: Callable[[Any], Any], alpha: Any, value: Any
 ) -> Any:
-    """``value`` before arithmetic with ``number``; ``first``: the input is the first argument; ``alpha``: multiplies
-    the second argument of a sum."""
-    if _loses(name, first, number) or (not first and alpha == 0):
-        raise NotInvertible(f"{node.name}: many inputs give one output", transform="invert", node=node.name)
+    """The input of arithmetic with ``number`` for its output ``value``.
+
+    Args:
+        first: whether the input is the first argument.
+        alpha: factor of the second argument of a sum.
+    """
+    if _loses_input(name, first, number) or (not first and alpha == 0):
+        raise NotInvertible(f"{node.name}: many inputs have one output", transform="invert", node=node.name)
     other = fixed(number)
     if name == "pow":
         return _undo_power(node, other, first, value)
@@ -250,7 +255,7 @@ def _undo_arithmetic(
     return moved if alpha == 1 else moved / alpha
 
 
-def _loses(name: str, first: bool, number: Any) -> bool:
+def _loses_input(name: str, first: bool, number: Any) -> bool:
     """Whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` unless c is positive
     and not 1."""
     if not isinstance(number, (int, float)):
@@ -263,17 +268,17 @@ def _loses(name: str, first: bool, number: Any) -> bool:
 def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:
     if not isinstance(slope, (int, float)) or slope <= 0:
         raise NotInvertible(
-            f"{node.name}: many inputs give one output, since its slope is {slope}", transform="invert", node=node.name
+            f"{node.name}: many inputs have one output, since its slope is {slope}", transform="invert", node=node.name
         )
     return F.leaky_relu(value, 1 / slope)
 
 
 def _undo_softplus(node: fx.Node, beta: Any, threshold: Any, value: Any) -> Any:
     numbers = isinstance(beta, (int, float)) and isinstance(threshold, (int, float))
-    if not numbers or beta <= 0 or threshold < _LEAST_THRESHOLD:
+    if not numbers or beta <= 0 or threshold < _MIN_THRESHOLD:
         raise NotInvertible(
-            f"{node.name}: two inputs may give one output, since its beta is {beta} and its threshold {threshold}; it "
-            f"has an inverse for a positive beta and a threshold of at least {_LEAST_THRESHOLD}",
+            f"{node.name}: two inputs may have one output, since its beta is {beta} and its threshold {threshold}; it "
+            f"has an inverse for a positive beta and a threshold of at least {_MIN_THRESHOLD}",
             transform="invert",
             node=node.name,
         )
@@ -305,7 +310,7 @@ def _undo_power(node: fx.Node, other: Any, first: bool, value: Any) -> Any:
 
 def _undo_move(name: str, rest: list[Any], kwargs: dict[str, Any], value: Any, node: fx.Node) -> Any:
     if kwargs:
-        raise NotInvertible(f"{node.name}: give its arguments by position", transform="invert", node=node.name)
+        raise NotInvertible(f"{node.name}: pass its arguments by position", transform="invert", node=node.name)
     dims = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
     if name == "permute":
         axes = [d % len(dims) for d in dims]
@@ -344,5 +349,5 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
         target = add(root, f"{str(node.target).replace('.', '_')}_inverse", made)
         return tracer.create_proxy("call_module", target, (value,), {})
     raise NotInvertible(
-        f"{node.target} ({type(module).__name__}) has no inverse that is known here", transform="invert", node=node.name
+        f"{node.target} ({type(module).__name__}) has no known inverse", transform="invert", node=node.name
     )

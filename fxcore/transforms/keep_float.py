@@ -1,4 +1,4 @@
-"""Nodes that int8 leaves in float, recorded in the module itself so that they travel with it."""
+"""Mark nodes that quantization leaves in float32. The marks are kept in the module's ``meta``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KEPT = "keep_float"
 
 @transform
 def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
-    """Have :func:`fxcore.int8.quantize.quantize` leave these nodes in float32; nothing else changes.
+    """Mark nodes that :func:`fxcore.int8.quantize.quantize` leaves in float32; the graph does not change.
 
     Args:
-        nodes: names; a path means every node under it. What a node holds, such as the convolution of a
+        nodes: names; a path means all nodes under it. A module inside a leaf, such as the convolution of a
             Conv2dNormActivation, may be named too.
 
     Raises:
-        CannotTransform: a name that no node has.
+        CannotTransform: no node has one of these names.
 
     >>> from torch import fx, nn
     >>> marked = keep_float(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()), nodes=["_0"])
@@ -39,13 +39,13 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
 
 
 def named(node: fx.Node, name: str) -> bool:
-    """Whether ``name`` is the node's name or a path that it lies under."""
+    """Whether ``name`` is the node's name or a path above it."""
     path = public_name(node)
     return path == name or path.startswith(name + ".")
 
 
 def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether ``name`` is that of a module inside the one that the node calls."""
+    """Whether ``name`` is the path of a module inside the one that the node calls."""
     path = public_name(node) + "."
     if node.op != "call_module" or not name.startswith(path):
         return False

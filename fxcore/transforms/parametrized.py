@@ -1,6 +1,7 @@
-"""Weights that are computed at every call (``torch.nn.utils.parametrize``: weight norm, spectral norm), computed once.
+"""Remove parametrisations (``torch.nn.utils.parametrize``: weight norm, spectral norm), whose weights are computed at
+every call.
 
-``remove_parametrizations`` is not used: it changes the class that a module has in common with its copies.
+``remove_parametrizations`` is not used: it changes the class, which a module shares with its copies.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from fxcore.transforms.base import add, called_modules, finish, fork
 
 
 def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
-    """``module`` with parameters and buffers where the modules that it calls, or parts of them, have parametrised
-    tensors; itself where none has.
+    """Copy ``module`` with plain parameters and buffers in place of parametrised ones; itself if it has none.
 
-    Modules whose class is made for their parametrisations can be neither pickled nor imported.
+    Parametrised modules have generated classes, which can be neither pickled nor imported.
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     >>> plain = with_plain_weights(fx.symbolic_trace(nn.Sequential(layer).eval()))

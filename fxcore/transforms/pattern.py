@@ -1,7 +1,7 @@
-"""Subgraphs found by example and replaced by others.
+"""Replace subgraphs that match a pattern.
 
-``torch.fx.subgraph_rewriter`` is not used: it finds a module by its path only, never by its class, wants literals
-spelled as the model spells them, and gives the new nodes no names, so that nodes that could be asked for are lost.
+``torch.fx.subgraph_rewriter`` is not used: it matches modules by path only, not by class, needs literals spelled as in
+the model, and gives new nodes no public names, so that nodes that could be extracted are lost.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import fx, nn
 from fxcore.errors import FxError
 from fxcore.tracing.tracer import record
 from fxcore.transforms.base import transform
-from fxcore.transforms.insert import Appending, rewrite
-from fxcore.transforms.replace import hand_on, overwritten
+from fxcore.transforms.insert import AppendingTracer, rewrite
+from fxcore.transforms.replace import overwritten, redirect_readers
 
 
 class BadPattern(FxError):
-    """A pattern that cannot be looked for."""
+    """A pattern that cannot be matched."""
 
 
 class AnyOf:
@@ -34,10 +34,10 @@ class AnyOf:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
         if proxy is None:
-            raise BadPattern("an operation of a pattern must be applied to something that the pattern is given")
+            raise BadPattern("an operation of a pattern must be applied to an argument of the pattern or a value of it")
         return proxy.tracer.create_proxy("call_function", self, args, kwargs)
 
-    def fits(self, module: fx.GraphModule, node: fx.Node) -> bool:
+    def matches(self, module: fx.GraphModule, node: fx.Node) -> bool:
         if node.op == "call_module":
             called = module.get_submodule(str(node.target))
             return any(isinstance(a, type) and isinstance(called, a) for a in self.alternatives)
@@ -52,8 +52,8 @@ def op(*alternatives: Callable[..., Any] | type[nn.Module] | str, name: str | No
     Literal arguments that the pattern does not spell may be anything.
 
     Args:
-        alternatives: none at all means any function or method.
-        name: by which the replacement is given this very operation, to call it again.
+        alternatives: if empty, any function or method matches.
+        name: keyword by which the replacement gets the matched operation, to call it again.
 
     >>> import torch
     >>> model = fx.symbolic_trace(lambda x: torch.relu(x) + x.relu() + torch.tanh(x)).eval()
@@ -72,13 +72,13 @@ class _Match:
 
 @transform
 def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]) -> int:
-    """Replace every subgraph that looks like ``pattern`` by what ``replacement`` makes.
+    """Replace each subgraph that matches ``pattern`` by the operations of ``replacement``.
 
-    Both are functions of the same arguments, which are wildcards: they stand for any value or literal. Operations of
-    the pattern are written as the model writes them, or as ``op(nn.Conv2d, name="conv")(x)``. A replacement gets
-    the named ones as keyword arguments that make the matched call with other arguments. Matches whose inner values
-    something else reads, the output included, stay as they are. The result has the last matched node's name. How
-    many were replaced is said by ``applied(module)[-1].changes``.
+    Both are functions of the same arguments, which are wildcards: they match any value or literal. Operations of the
+    pattern are written as in the model, or as ``op(nn.Conv2d, name="conv")(x)``. The replacement gets the named ones as
+    keyword arguments: functions that repeat the matched call with other arguments. A match whose inner values have
+    other readers, the output included, is not replaced. The result has the last matched node's name.
+    ``applied(module)[-1].changes`` is the number of replacements.
 
     Raises:
         BadPattern: the pattern does not return the result of one operation, or holds a tensor.
@@ -102,23 +102,24 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
         raise BadPattern("a pattern cannot hold a tensor; write an argument in its place, which stands for any value")
     count = 0
     for anchor in list(module.graph.nodes):
-        # Where it was part of an earlier match it may be gone.
+        # It may have been erased with an earlier match.
         if anchor._erased or anchor.op == "output":
             continue
         match = _Match()
-        if not _fits(module, last, anchor, match) or not _closed(module, match, anchor):
+        if not _matches(module, last, anchor, match) or not _is_self_contained(module, match, anchor):
             continue
         _replace(module, anchor, match, wildcards, replacement)
         count += 1
     return count
 
 
-def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> bool:
-    """Whether a value of the graph looks like one of the pattern; both are nodes, containers or literals."""
+def _matches(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> bool:
+    """Whether the value ``found`` of the graph matches ``wanted`` of the pattern: nodes, containers or literals. Nodes
+    that match are added to ``match``."""
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, (list, tuple)):
             same = isinstance(found, (list, tuple)) and len(wanted) == len(found)
-            return same and all(_fits(module, w, f, match) for w, f in zip(wanted, found, strict=True))
+            return same and all(_matches(module, w, f, match) for w, f in zip(wanted, found, strict=True))
         return not isinstance(found, fx.Node) and type(wanted) is type(found) and bool(wanted == found)
     if wanted.op == "placeholder":
         if wanted in match.bound:
@@ -132,7 +133,7 @@ def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> boo
     if wanted in match.nodes:
         return match.nodes[wanted] is found
     if isinstance(wanted.target, AnyOf):
-        if not wanted.target.fits(module, found) or len(found.args) < len(wanted.args):
+        if not wanted.target.matches(module, found) or len(found.args) < len(wanted.args):
             return False
         unspelled = [*found.args[len(wanted.args) :], *(v for k, v in found.kwargs.items() if k not in wanted.kwargs)]
         if any(map(_has_node, unspelled)) or not set(wanted.kwargs) <= set(found.kwargs):
@@ -145,20 +146,20 @@ def _fits(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> boo
     ):
         return False
     match.nodes[wanted] = found
-    return all(_fits(module, w, f, match) for w, f in zip(wanted.args, found.args, strict=False)) and all(
-        _fits(module, w, found.kwargs[k], match) for k, w in wanted.kwargs.items()
+    return all(_matches(module, w, f, match) for w, f in zip(wanted.args, found.args, strict=False)) and all(
+        _matches(module, w, found.kwargs[k], match) for k, w in wanted.kwargs.items()
     )
 
 
 def _has_node(value: Any) -> bool:
-    """Whether a value of the graph is computed, or a container of such."""
+    """Whether ``value`` is or contains a node."""
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
     return bool(found)
 
 
-def _closed(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Whether nothing outside reads what is computed inside, or overwritten by what is."""
+def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
+    """Whether nothing outside of the match reads its inner values, or what it overwrites."""
     inside = set(match.nodes.values())
     for node in inside - {anchor}:
         written = overwritten(module, node)
@@ -173,15 +174,15 @@ def _replace(
 ) -> None:
     named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
     for node in match.nodes.values():
-        hand_on(module, node)
-    tracer = Appending(module)
+        redirect_readers(module, node)
+    tracer = AppendingTracer(module)
 
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:
         def call(*args: Any, **kwargs: Any) -> fx.Proxy:
-            # Literals that the caller does not give are those of the matched call.
+            # Literals default to those of the matched call.
             rest = [a for a in node.args[len(args) :] if not _has_node(a)]
             kept = {k: v for k, v in node.kwargs.items() if not _has_node(v)}
-            return tracer.again(node, (*args, *rest), {**kept, **kwargs})
+            return tracer.repeat(node, (*args, *rest), {**kept, **kwargs})
 
         return call
 

@@ -1,6 +1,6 @@
-"""The passes that can be asked for by name, with parameters that JSON can carry.
+"""Find and run passes by name, with parameters in JSON.
 
-Only names of operations, modules and nodes, and numbers: no parameter brings code.
+Parameters are numbers and names of operations, modules and nodes; none of them can contain code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TRANSFORMS = (
             "assume_2d": {
                 "type": "boolean",
                 "default": False,
-                "description": "Linear layers give [N, C] where that cannot be seen.",
+                "description": "Assume that linear layers return [N, C] where their shape is not known.",
             }
         },
         fuse_linear_bn,
@@ -117,7 +117,7 @@ _BY_NAME = {t.name: t for t in _TRANSFORMS}
 
 
 def list_transforms() -> list[Transform]:
-    """Every pass that can be asked for by name.
+    """All passes that can be run by name.
 
     >>> "fuse_conv_bn" in [t.name for t in list_transforms()]
     True
@@ -142,10 +142,11 @@ def get_transform(name: str) -> Transform:
 
 
 def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
-    """A name, or ``{"name": …, parameter: value, …}``, as a pass and its checked parameters.
+    """Parse a name, or ``{"name": …, parameter: value, …}``, to a pass and its checked parameters.
 
     Raises:
-        UnknownTransform, BadParameter: see there.
+        UnknownTransform: there is no pass of that name.
+        BadParameter: a parameter is unknown, missing or invalid.
 
     >>> transform, parameters = parse({"name": "remove", "identity": False})
     >>> transform.name, parameters
@@ -179,18 +180,18 @@ def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
 
 
 def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str, Any]]) -> fx.GraphModule:
-    """Run passes by name, one after the other; ``module`` stays as it is.
+    """Run passes by name, one after the other, on a copy of ``module``.
 
     Args:
         wanted: names, or ``{"name": …, parameter: value, …}``.
 
     Returns:
-        The new module; :func:`fxcore.transforms.applied` tells what each pass changed.
+        The new module; :func:`fxcore.transforms.applied` lists what each pass changed.
 
     Raises:
-        NotAGraph: ``module`` was not traced.
-        BadArgument: ``wanted`` is no list.
-        UnknownTransform, BadParameter: before any pass has run.
+        NotAGraph: ``module`` is not a graph module.
+        BadArgument: ``wanted`` is not a list.
+        UnknownTransform, BadParameter: before any pass runs.
         CannotTransform: a pass does not apply.
 
     >>> from torch import fx, nn
@@ -210,7 +211,7 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
 
 
 def described(transform: Transform) -> dict[str, Any]:
-    """A pass for JSON.
+    """Describe a pass for JSON.
 
     >>> described(get_transform("keep_float"))["parameters"]
     {'nodes': {'type': 'array', 'items': {'type': 'string'}}}
@@ -226,7 +227,7 @@ def described(transform: Transform) -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """What a value would have to be, or None if it is."""
+    """What ``schema`` wants if ``value`` does not match it, else None."""
     kind = schema["type"]
     if kind == "array":
         if not isinstance(value, (list, tuple)):

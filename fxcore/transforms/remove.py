@@ -1,4 +1,4 @@
-"""Operations that do nothing in eval mode, taken out."""
+"""Remove operations that do nothing in eval mode."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _DROPOUT_FUNCTIONS = {
     ops.drop_block2d,
     ops.drop_block3d,
 }
-# Where each function takes its ``training``, which is True where it is not given, so that it is random in eval mode
-# too.
+# Position of the argument ``training`` of each function. It is True by default, so that the function is random in eval
+# mode too.
 _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 5}
 
 
 @transform
 def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = True) -> int:
-    """Take out dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
+    """Remove dropout (with stochastic depth and drop block) and identity, which do nothing in eval mode.
 
-    Whatever read the value of a node that is taken out reads the node's input, which is the same.
+    Readers of a removed node read its input.
 
     Raises:
-        BadParameter: neither is to be taken out.
+        BadParameter: both ``dropout`` and ``identity`` are False.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Dropout()).eval())
@@ -51,7 +51,7 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
     """
     if not dropout and not identity:
         raise BadParameter(
-            "remove: dropout and identity are both false, so there is nothing to take out",
+            "remove: dropout and identity are both false, so there is nothing to remove",
             transform="remove",
             parameter="dropout",
         )

@@ -1,4 +1,4 @@
-"""Operations and modules replaced by others."""
+"""Replace operations and modules by others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-#: activation functions by name; those that requests may name
+#: activation functions that passes take by name
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": F.elu,
     "gelu": F.gelu,
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "tanh": torch.tanh,
 }
-#: the modules that apply them
+#: modules that apply them, by the same names
 MODULES: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
@@ -64,16 +64,16 @@ MODULES: dict[str, type[nn.Module]] = {
 
 
 def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """A function, or the activation function of that name.
+    """``function`` itself, or the activation function of that name.
 
     Raises:
-        BadParameter: no activation function of that name, or no function.
+        BadParameter: there is no activation function of that name, or ``function`` is something else.
     """
     if callable(function):
         return function
     if not isinstance(function, str):
         raise BadParameter(
-            f"a function, or an activation function's name, is needed, and not a {type(function).__name__}",
+            f"pass a function or the name of an activation function, not a {type(function).__name__}",
             transform="replace",
             parameter="function",
         )
@@ -99,7 +99,7 @@ def replace_op(
         new: a function that takes what ``old`` takes.
 
     Raises:
-        BadParameter: no graph calls such a thing: a module's class, a name that is no tensor method.
+        BadParameter: ``old`` is not what a graph calls so, such as a module's class or a name that is no tensor method.
 
     >>> import torch
     >>> from torch import fx
@@ -136,9 +136,9 @@ def replace_module(
     """Call another module wherever the graph calls one of a class or path.
 
     Args:
-        old: a class, whose subclasses count too, or a path, which may be a pattern such as ``layer4.*.relu``.
-        new: the old module → the new one; it may share parameters with the old one and must not change it. Called once
-            for a module that the graph calls several times. Or the name of an activation function.
+        old: a class, subclasses included, or a path, which may be a shell pattern such as ``layer4.*.relu``.
+        new: the name of an activation function; or a function old module → new module, called once for each module. It
+            must not change the old module; the new one may share its parameters.
 
     Raises:
         CannotTransform: the graph calls no module of that path.
@@ -167,7 +167,7 @@ def replace_module(
             continue
         if id(called) not in made:
             made[id(called)] = add(module, str(node.target), make(called).eval())
-        hand_on(module, node)
+        redirect_readers(module, node)
         node.target = made[id(called)]
         count += 1
     if not count and isinstance(old, str):
@@ -186,10 +186,13 @@ def _named_module(name: str) -> Callable[[nn.Module], nn.Module]:
 
 @transform
 def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
-    """Replace one activation function by another, be it called as a function, a method or a module.
+    """Replace one activation function by another, where it is a function, a method or a module.
 
     Args:
-        old, new: names among :data:`ACTIVATIONS`. Parameters such as a slope are those that torch takes by default.
+        old, new: names in :data:`ACTIVATIONS`. The new one has torch's default parameters, such as its slope.
+
+    Raises:
+        BadParameter: there is no activation function of that name.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
@@ -201,7 +204,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
     for node in list(module.graph.nodes):
         if not is_activation(module, node, old):
             continue
-        hand_on(module, node)
+        redirect_readers(module, node)
         with module.graph.inserting_before(node):
             made = module.graph.call_function(function, (source_of(node),))
         made.meta = dict(node.meta)
@@ -211,8 +214,8 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
     return count
 
 
-def hand_on(module: fx.GraphModule, node: fx.Node) -> None:
-    """Redirect later readers of what ``node`` overwrites to the node's own value, so that the node can be replaced."""
+def redirect_readers(module: fx.GraphModule, node: fx.Node) -> None:
+    """Make later readers of what ``node`` overwrites read ``node``, so that it can be replaced."""
     base = overwritten(module, node)
     if base is not None:
         base.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
@@ -225,7 +228,7 @@ def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether ``node`` applies the activation function of that name, in whatever way, to one tensor."""
+    """Whether ``node`` applies the activation function ``name`` to a tensor, as a function, a method or a module."""
     named_function(name)
     if not isinstance(source_of(node), fx.Node):
         return False

@@ -1,4 +1,4 @@
-"""A module cut in two after a node."""
+"""Split a module in two after a node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fxcore.transforms.base import CannotTransform, find_node, finish, require_e
 
 
 class Halves(NamedTuple):
-    """``back(*front(*inputs))`` is what the whole module gives for ``inputs``.
+    """The two halves of a module: ``back(*front(*inputs))`` equals ``module(*inputs)``.
 
     Attributes:
         front: inputs → a tuple of the values that cross the cut.
-        back: those values → what the whole module returns.
-        crossing: the public names of the nodes whose values cross, in order.
+        back: those values → the output of the module.
+        crossing: public names of the nodes whose values cross, in order.
 
     >>> import torch
     >>> halves = split_at(fx.symbolic_trace(lambda x: torch.exp(x) + x).eval(), "exp")
@@ -36,12 +36,12 @@ class Halves(NamedTuple):
 
 
 def split_at(module: fx.GraphModule, node: str) -> Halves:
-    """Cut ``module`` in two right after ``node``, in order of execution.
+    """Split ``module`` in two right after ``node``, in order of execution.
 
-    Everything up to ``node`` runs in the front, everything after it in the back; values that the back needs cross, be
-    they tensors or sizes. Both share the module's parameters.
+    The nodes up to ``node`` run in the front, the others in the back; values that the back needs, tensors or sizes,
+    cross. Both share the module's parameters.
 
-    ``torch.fx.passes.split_module`` is not used: it needs a partition of every node, hands parameters across as
+    ``torch.fx.passes.split_module`` is not used: it needs a partition of every node, passes parameters across as
     arguments, renames modules, and loses node names.
 
     Raises:

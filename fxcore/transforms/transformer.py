@@ -1,4 +1,4 @@
-"""Running a graph on proxies, which makes another graph."""
+"""Transform a graph by running it on proxies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fxcore.transforms.base import fork
 
 
 class Transformer(fx.Transformer):
-    """torch.fx's transformer, whose result keeps names: a node that stands for one of ``module`` has its fx name and
-    its ``meta``, torchvision's name among it.
+    """A torch.fx.Transformer whose result keeps names: the node that a method returns gets the fx name and ``meta`` of
+    the node that it was called for, torchvision's name included.
 
-    What a method makes besides what it returns is named below the node that it was called for. ``module`` stays as it
-    is, and the result shares its parameters; it is in eval mode where ``module`` is.
+    Other nodes that the method adds get names below it. ``module`` does not change, and the result shares its
+    parameters and is in its mode.
 
     Args:
         module: a graph module.
 
     Raises:
-        NotAGraph: it is something else.
+        NotAGraph: ``module`` is not a graph module.
 
     >>> import torch
     >>> from fxcore import trace
@@ -40,7 +40,7 @@ class Transformer(fx.Transformer):
 
     def __init__(self, module: fx.GraphModule) -> None:
         require_graph(module)
-        # torch.fx gives tensors that it meets on the way to the module as attributes.
+        # A copy: torch.fx adds tensors that it encounters to the module as attributes.
         super().__init__(fork(module))
         self._made: dict[fx.Node, fx.Node] = {}
         self._below: dict[fx.Node, fx.Node] = {}
@@ -60,7 +60,7 @@ class Transformer(fx.Transformer):
         return self.tracer.create_proxy("call_module", target, args, kwargs)
 
     def transform(self) -> fx.GraphModule:
-        """The new module.
+        """Run the graph and return the new module.
 
         Raises:
             Exception: whatever a method raises.
@@ -91,7 +91,7 @@ class Transformer(fx.Transformer):
 
 
 def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:
-    """Nodes after ``node``, all where there is none."""
+    """Nodes after ``node``; all nodes if it is None."""
     found = []
     for one in reversed(graph.nodes):
         if one is node:

@@ -1,4 +1,4 @@
-"""What a node overwrites, and which nodes' values lie in the same memory."""
+"""In-place operations and aliases: what a node overwrites, and which nodes share memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 
-# They end as in-place methods do, and write no values.
+# Methods whose names end with an underscore, but that do not write to the tensor.
 _NO_WRITES = ("requires_grad_", "share_memory_")
 
 _VIEWS = {
@@ -38,14 +38,14 @@ _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 
 @one_node
 def written(base: Tensor, index: Any, value: Any) -> Tensor:
-    """A copy of ``base`` with ``base[index] = value`` done to it."""
+    """Copy ``base`` and set ``copy[index] = value``."""
     copy = base.clone()
     copy[index] = value
     return copy
 
 
 def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
-    """The node whose value ``node`` overwrites, or None."""
+    """The node whose value ``node`` overwrites by its name or arguments (``add_``, ``inplace=True``), or None."""
     first = _first(node)
     if first is None:
         return None
@@ -66,9 +66,9 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
 
 
 def pure_target(node: fx.Node) -> Any:
-    """What computes as an in-place function or method does, and writes nowhere; None where torch has no such thing.
+    """The out-of-place target for an in-place node; None if torch has none.
 
-    A module's ``inplace`` is its own: the target stays.
+    A ``call_module`` node keeps its target: being in-place is an attribute of the module.
 
     >>> graph = fx.symbolic_trace(lambda x: x.add_(1).zero_()).graph
     >>> [pure_target(node) for node in graph.nodes if node.op == "call_method"]
@@ -85,16 +85,16 @@ def pure_target(node: fx.Node) -> Any:
         if node.target in IN_PLACE_OPERATORS:
             return IN_PLACE_OPERATORS[node.target]
         assert callable(node.target)
-        # Builtins of torch carry no module name.
+        # Builtins of torch have no module name.
         home = sys.modules.get(node.target.__module__ or "torch", torch)
         return getattr(home, node.target.__name__.removesuffix("_"), None)
     return node.target
 
 
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
-    """Numbers of the memory that each node's value lies in.
+    """The storages that each node's value lies in, by number.
 
-    Annotated nodes say so themselves. Of others the operation has to: what torch may give as a view counts as one.
+    For annotated nodes they are known. For others the operation decides; one that may return a view counts as one.
     """
     found: dict[fx.Node, frozenset[int]] = {}
     for number, node in enumerate(graph.nodes, 1):

@@ -81,7 +81,7 @@ def nodes(
         tables.show(tables.levels(graph))
         print()
     tables.show(tables.nodes(graph))
-    for part in graph.closed:
+    for part in graph.untraceable:
         print(f"closed: {part.path}: {part.reason}")
 
 

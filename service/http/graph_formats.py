@@ -101,7 +101,7 @@ def parse_expanded(expanded: str | None, chosen: GraphFormat, depth: int | None)
 
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
     """List the submodules that could not be traced, and why."""
-    return [{"path": part.path, "reason": part.reason} for part in graph.closed]
+    return [{"path": part.path, "reason": part.reason} for part in graph.untraceable]
 
 
 def write(

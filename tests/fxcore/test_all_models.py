@@ -50,8 +50,8 @@ def test_detectors_open_their_backbone_under_its_true_path(name: str) -> None:
     assert [n for n in expected if n not in present] == []
     if "fpn" in inner:
         assert any(n.startswith("backbone.fpn.layer_blocks") for n in present)
-    assert {part.path for part in graph.closed} >= {"transform"}
-    assert all(part.reason for part in graph.closed)
+    assert {part.path for part in graph.untraceable} >= {"transform"}
+    assert all(part.reason for part in graph.untraceable)
 
 
 @pytest.mark.parametrize("name", each(["raft_large", "raft_small"]))
@@ -61,7 +61,7 @@ def test_raft_opens_both_encoders(name: str) -> None:
     for part in ("feature_encoder", "context_encoder"):
         inner = get_graph_node_names(getattr(model, part), suppress_diff_warning=True)[1]
         assert [f"{part}.{n}" for n in inner[1:] if f"{part}.{n}" not in graph.by_name] == []
-    assert {part.path for part in graph.closed} >= {"corr_block", "update_block"}
+    assert {part.path for part in graph.untraceable} >= {"corr_block", "update_block"}
 
 
 @pytest.mark.parametrize("name", each(ALL, FEW))

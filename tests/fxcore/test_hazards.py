@@ -17,7 +17,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import NotTraceable
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -120,7 +120,7 @@ def test_no_value_depends_on_what_overwrites_it(kind: str, own_entry: OwnEntry) 
         for module in model.modules():  # as load_model leaves it
             if getattr(module, "inplace", False):
                 module.inplace = False
-        graph = ModelGraph(entry)
+        graph = trace_graph(entry)
         for nodes in (["conv", "norm", "last"], ["norm"], ["norm", graph.eval_nodes[-1]], ["last", "norm"]):
             values = build_extractor(graph, model, graph.resolve(nodes)).module(x)
             for node in nodes:
@@ -148,7 +148,7 @@ def test_augmented_assignment(own_entry: OwnEntry) -> None:
             return y.relu_() * 2
 
     torch.manual_seed(0)
-    model, graph = Residual().eval(), ModelGraph(own_entry(Residual))
+    model, graph = Residual().eval(), trace_graph(own_entry(Residual))
     x = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         expected = model.norm(model.conv(x))
@@ -168,7 +168,7 @@ def test_item_assignment_is_explained(own_entry: OwnEntry) -> None:
             return x
 
     with pytest.raises(NotTraceable) as caught:
-        ModelGraph(own_entry(Assigns))
+        trace_graph(own_entry(Assigns))
     assert "x[:, 0] = 5.0" in caught.value.extra["source"]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import DuplicateKey, UnknownNode
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -108,7 +108,7 @@ def test_suggestions_go_by_target_where_the_name_is_quite_another(own_entry: Own
             y: torch.Tensor = self.c_123456789(x)
             return y
 
-    graph = ModelGraph(own_entry(Numbered))
+    graph = trace_graph(own_entry(Numbered))
     assert graph.eval_nodes == ["x", "c"]
     with pytest.raises(UnknownNode) as caught:
         graph.resolve(["c_123456789"])
@@ -190,7 +190,7 @@ def test_no_names_at_all() -> None:
 def test_closed_parts_say_why(model: str, name: str, part: str) -> None:
     """HAZARDS 12: detectors and RAFT cannot be traced whole."""
     graph = model_graph(model)
-    reason = next(c.reason for c in graph.closed if c.path == part)
+    reason = next(c.reason for c in graph.untraceable if c.path == part)
     with pytest.raises(UnknownNode) as caught:
         graph.resolve([name])
     assert part in caught.value.detail

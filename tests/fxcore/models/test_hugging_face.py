@@ -63,7 +63,7 @@ def test_nodes_are_what_hooks_see(
     entry = entries[name]
     graph = model_graph(entry, entry.structure())
     assert [spec.name for spec in graph.inputs] == ["pixel_values"]
-    assert closed in {part.path for part in graph.closed}
+    assert closed in {part.path for part in graph.untraceable}
     kind, _ = models()[name]
     reference = kind.from_pretrained(tmp_path / name).eval()
     seen: list[torch.Tensor] = []
@@ -78,5 +78,5 @@ def test_nodes_are_what_hooks_see(
 
 def test_what_stays_closed_says_why(entries: dict[str, UserEntry]) -> None:
     graph = model_graph(entries["dinov2"], "builder")
-    with pytest.raises(UnknownNode, match=r"stays closed: .* runs over a traced value"):
+    with pytest.raises(UnknownNode, match=r"which cannot be traced: .* iterates over a traced value"):
         graph.resolve(["encoder.layer.0.attention.attention"])

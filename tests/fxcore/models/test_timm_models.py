@@ -77,9 +77,9 @@ def test_a_model_whose_mask_timm_cannot_trace() -> None:
 @pytest.mark.exhaustive
 def test_what_cannot_be_traced_stays_closed_and_says_why() -> None:
     graph = model_graph("timm.gemma4_vit_167m")
-    assert [part.path for part in graph.closed] == ["encoder"]
-    assert "decides by a value" in graph.closed[0].reason
-    with pytest.raises(UnknownNode, match="stays closed"):
+    assert [part.path for part in graph.untraceable] == ["encoder"]
+    assert "branches on a value" in graph.untraceable[0].reason
+    with pytest.raises(UnknownNode, match="which cannot be traced"):
         graph.resolve(["encoder.layers.0"])
 
 

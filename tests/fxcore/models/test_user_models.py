@@ -180,7 +180,7 @@ def test_what_is_kept_whole(
     entry = read(f"[models.mine]\nbuilder = 'MODULE:Options'\n{lines}".replace("MODULE", module))["mine"]
     graph = model_graph(entry, "builder")
     assert graph.eval_nodes == nodes
-    assert [part.path for part in graph.closed] == closed
+    assert [part.path for part in graph.untraceable] == closed
     torch.manual_seed(0)
     model, x = sys.modules[module].Options(), torch.rand(1, 3, 224, 224)
     extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve({nodes[-1]: "out"}))

@@ -20,7 +20,7 @@ from fxcore import trace
 from fxcore.errors import NotTraceable
 from fxcore.tracing.leaves import NotAFunction
 from fxcore.tracing.trace_arguments import UnknownArgument
-from fxcore.tracing.tracer import closed_modules, names
+from fxcore.tracing.tracer import names, untraceable_modules
 
 
 class Gate(nn.Module):
@@ -105,7 +105,7 @@ class Clip(nn.Module):
 
 FAILURES = [
     (Gate, "control_flow", "if x.sum() > 0:", "concrete_args"),
-    (While, "loop", "while x.sum() > 0:", "rounds"),
+    (While, "loop", "while x.sum() > 0:", "iterations"),
     (Truth, "bool", "return x * bool(x.sum())", "torch.where"),
     (Length, "len", "return x * len(x)", ".shape[0]"),
     (Number, "number", "return x * int(x.shape[0])", "conversion"),
@@ -144,8 +144,8 @@ def test_failures_say_where_and_what_to_do(kind: type[nn.Module], expected: str,
 def test_auto_closes_the_innermost_module(kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.ReLU()))
     graph = trace(model, leaf_modules="auto").graph
-    assert list(closed_modules(graph)) == ["1.0"]
-    assert closed_modules(graph)["1.0"]
+    assert list(untraceable_modules(graph)) == ["1.0"]
+    assert untraceable_modules(graph)["1.0"]
     assert [n for n in names(graph) if n != "input"][-2:] == ["1.0", "1.1"]
 
 
@@ -162,7 +162,7 @@ class Loops(nn.Module):
 
 def test_auto_goes_outwards_as_far_as_needed() -> None:
     graph = trace(nn.Sequential(Loops(), nn.ReLU()), leaf_modules="auto").graph
-    assert list(closed_modules(graph)) == ["0"]
+    assert list(untraceable_modules(graph)) == ["0"]
 
 
 def test_auto_cannot_close_the_whole_model() -> None:
@@ -319,5 +319,5 @@ def test_leaf_functions_that_no_module_has_a_name_for() -> None:
         space,
     )
     assert names(trace(space["Net"](), leaf_functions=(space["halved"],)).graph) == ["x", "halved"]
-    with pytest.raises(NotAFunction, match="by a name that can be found"):
+    with pytest.raises(NotAFunction, match="no variable that refers to it"):
         trace(model, leaf_functions=(lambda x: x,))

@@ -86,8 +86,8 @@ def test_functions_that_a_function_calls_are_kept_whole() -> None:
     [
         (torch.relu, "write a function or a lambda that calls it"),
         (functools.partial(repeated, times=2), "concrete_args"),
-        (nn.Linear(2, 2).forward, "give the module itself"),
-        (nn.ReLU, "give an instance"),
+        (nn.Linear(2, 2).forward, "pass the module itself"),
+        (nn.ReLU, "pass an instance"),
         (torch.ones(2), "write a function"),
     ],
     ids=["builtin", "partial", "method", "class", "tensor"],

@@ -54,7 +54,7 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
         train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
         assert graph.train_nodes == train
         assert graph.eval_nodes == evaluation
-        assert graph.closed == []
+        assert graph.untraceable == []
     for part in parts or ():
         inner = get_graph_node_names(model.get_submodule(part), suppress_diff_warning=True)[1]
         # A pyramid is one node to torchvision, and open here. The path of SSD's parameter begins at the traced root.

@@ -14,7 +14,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import ModelGraph, trace_graph
 from fxcore.tracing.tracer import names
 from tests.fxcore.conftest import OwnEntry
 
@@ -108,7 +108,7 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("path", ["meta", "code", "recompile", "graph.stem", "heads.class"])
 def test_a_name_that_no_graph_module_can_have_is_named(path: str, own_entry: OwnEntry) -> None:
-    with pytest.raises(NotTraceable, match=f"nothing in it can be called '{path}', since ") as caught:
+    with pytest.raises(NotTraceable, match=f"no part of it can be named '{path}', since ") as caught:
         trace(Named("stem", path))
     assert caught.value.extra["module"] == path
     with pytest.raises(NotTraceable):
@@ -129,7 +129,7 @@ def test_the_models_that_cannot_be_traced_say_why(name: str) -> None:
         trace(model)
     assert caught.value.extra["source"].startswith("torchvision/")
     assert "/" not in caught.value.detail.split("torchvision/")[0]
-    closed = {part.path: part.reason for part in model_graph(name).closed}
+    closed = {part.path: part.reason for part in model_graph(name).untraceable}
     assert closed
     assert all(len(reason) > 20 for reason in closed.values())
 
@@ -279,7 +279,7 @@ def test_traces_in_several_threads_at_once() -> None:
     found: dict[str, list[str]] = {}
 
     def build(name: str) -> None:
-        found[name] = ModelGraph(get_model(name)).eval_nodes
+        found[name] = trace_graph(get_model(name)).eval_nodes
 
     threads = [threading.Thread(target=build, args=(name,)) for name in expected]
     for thread in threads:
@@ -310,11 +310,11 @@ def test_a_graph_is_traced_once_for_all_who_ask(own_entry: OwnEntry) -> None:
 
 def test_the_fingerprint_is_of_what_names_mean(own_entry: OwnEntry) -> None:
     def graph_of(kind: type[nn.Module]) -> ModelGraph:
-        return ModelGraph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 3, 1), kind())))
+        return trace_graph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 3, 1), kind())))
 
     first = graph_of(nn.ReLU)
     assert first.fingerprint == graph_of(nn.ReLU).fingerprint
-    wider = ModelGraph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())))
+    wider = trace_graph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())))
     assert wider.fingerprint != first.fingerprint
     assert model_graph("vgg11").fingerprint != model_graph("vgg13").fingerprint
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import trace_graph
 from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_place
 from tests.fxcore.conftest import OwnEntry
 
@@ -187,7 +187,7 @@ def image() -> Tensor:
 def test_extractors_read_what_was_written(
     write: Callable[[Tensor], Tensor], layout: torch.memory_format, own_entry: OwnEntry
 ) -> None:
-    model, graph = Model(write).eval(), ModelGraph(own_entry(lambda: Model(write)))
+    model, graph = Model(write).eval(), trace_graph(own_entry(lambda: Model(write)))
     with torch.no_grad():
         first, expected = model.first(image()), model(image())
         module = build_extractor(graph, model, graph.resolve(["first", "last"])).module
@@ -213,7 +213,7 @@ def test_what_cannot_be_followed_is_told(own_entry: OwnEntry) -> None:
         y.mul_(2)
         return torch.cat([part, y[:, :2]], 1)
 
-    graph = ModelGraph(own_entry(lambda: Model(write)))
+    graph = trace_graph(own_entry(lambda: Model(write)))
     with pytest.raises(CannotTransform, match=r"^mul_ overwrites memory that hidden_write_and_view reads too.*clone"):
         build_extractor(graph, Model(write).eval(), graph.resolve(["last"]))
 
@@ -264,7 +264,7 @@ def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + (self.bias * 2).relu_().view(3, 1, 1)
 
-    model, graph = Biased().eval(), ModelGraph(own_entry(Biased))
+    model, graph = Biased().eval(), trace_graph(own_entry(Biased))
     folded = fold_constants(build_extractor(graph, model, graph.resolve(["add"])).module)
     assert [n.op for n in folded.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
     with torch.no_grad():

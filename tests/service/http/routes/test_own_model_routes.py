@@ -245,8 +245,8 @@ def test_what_is_wrong_with_one_model_costs_no_other_its_place(
     with caplog.at_level(logging.ERROR, "fxserve.models"):
         client = make_client(models_dir=tmp_path, models=("meta", "heads", "weighed", "good"))
     told = "\n".join(record.getMessage() for record in caplog.records)
-    assert "model 'meta': Meta cannot be traced: nothing in it can be called 'meta'" in told
-    assert "model 'heads': Heads cannot be traced: nothing in it can be called 'heads.class'" in told
+    assert "model 'meta': Meta cannot be traced: no part of it can be named 'meta'" in told
+    assert "model 'heads': Heads cannot be traced: no part of it can be named 'heads.class'" in told
     assert "model 'weighed': KeyError: 'version'" in told
     assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["good"]
     sys.modules.pop("names_for_tests")

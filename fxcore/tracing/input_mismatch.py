@@ -1,4 +1,4 @@
-"""Why a module does not take the inputs that it was given."""
+"""Explain why a module does not take its inputs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
 
 _RAISED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
-"""Where shapes or dtypes do not fit, and elsewhere."""
+"""What torch raises where shapes or dtypes do not match, and for other reasons."""
 
 _SPATIAL = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
 @contextlib.contextmanager
-def explained(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[None]:
-    """Explain what is raised in the block, which calls ``function``, where shapes and dtypes alone are the reason.
+def explain_mismatch(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[None]:
+    """In the block, which calls ``function``, turn an error that only shapes or dtypes cause into a :class:`BadTensor`.
 
-    Of a graph module, the first node that does not take what reaches it is named, with what it takes. All other errors
-    pass as they are, such as a want of memory.
+    For a graph module it names the first node that does not take its arguments, and what that node expects. Other
+    errors, such as out of memory, pass unchanged.
 
     Raises:
-        BadTensor: ``function`` is a module and does not take ``inputs``.
+        BadTensor: ``function`` is a module and does not take ``inputs``; ``given``, ``node`` and ``expected``.
 
     >>> import torch
     >>> module = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
     >>> image = torch.ones(1, 224, 224, 3)
     >>> try:
-    ...     with explained(module, (image,)):
+    ...     with explain_mismatch(module, (image,)):
     ...         module(image)
     ... except BadTensor as error:
     ...     error.extra["node"], error.extra["expected"]
@@ -45,46 +45,46 @@ def explained(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator
     except FxError:
         raise
     except _RAISED as error:
-        misfit = _misfit(function, inputs, error) if isinstance(function, nn.Module) else None
-        if misfit is None:
+        mismatch = _mismatch(function, inputs, error) if isinstance(function, nn.Module) else None
+        if mismatch is None:
             raise
-        raise misfit from error
+        raise mismatch from error
 
 
-def _misfit(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
-    """``error`` as one of the inputs; None where shapes and dtypes do not make ``module`` fail."""
+def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
+    """Run ``module`` on fake tensors to see whether it fails by shapes and dtypes alone; None if it does not."""
     from torch._subclasses import fake_tensor  # slow to import
 
-    place = _Place(module) if isinstance(module, fx.GraphModule) else None
+    locator = _Locator(module) if isinstance(module, fx.GraphModule) else None
     logger = logging.getLogger(fake_tensor.__name__)
     quiet, logger.disabled = logger.disabled, True  # it logs what it raises
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
-            (module if place is None else place.run)(*fakes)
+            (module if locator is None else locator.run)(*fakes)
         return None
     except _RAISED as failure:
-        # An operator that needs values, or does not tell shapes.
+        # An operator that needs values, or has no shape function.
         if isinstance(failure, NotImplementedError) or type(failure).__module__ == fake_tensor.__name__:
             return None
     finally:
         logger.disabled = quiet
     given = [_shown(value) for value in inputs]
-    node = public_name(place.node) if place is not None else None
-    expected = None if place is None else _takes(place.called)
-    reached = "" if place is None else ", ".join(map(_shown, place.reached))
+    node = public_name(locator.node) if locator is not None else None
+    expected = None if locator is None else _takes(locator.called)
+    reached = "" if locator is None else ", ".join(map(_shown, locator.reached))
     if expected is not None:
-        why = f"{node} takes {expected}, and was given {reached}"
+        why = f"{node} expects {expected}, but got {reached}"
     elif node is not None:
-        why = f"at {node}, given {reached or 'nothing'}: {summarize(error)}"
+        why = f"at {node}, which got {reached or 'nothing'}: {summarize(error)}"
     else:
         why = summarize(error)
     name = type(module).__name__
     return BadTensor(f"{name} does not take {', '.join(given)}: {why}", given=given, node=node, expected=expected)
 
 
-class _Place(Interpreter):
-    """Knows the node that it is at, and what reached that."""
+class _Locator(Interpreter):
+    """Records the node that runs, the module that it calls, and its arguments."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -95,7 +95,7 @@ class _Place(Interpreter):
 
 
 def _takes(layer: nn.Module | None) -> str | None:
-    """What one of torch's layers takes; None where its parameters do not say."""
+    """The dtype and shape that one of torch's layers takes; None for layers whose parameters do not decide it."""
     if isinstance(layer, nn.Embedding):
         return f"integers from 0 to {layer.num_embeddings - 1}"
     if isinstance(layer, nn.Linear):

@@ -1,0 +1,86 @@
+"""A model traced without weights: everything about it that does not depend on the input size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.models.entry import FeatureMap, ModelEntry
+from fxcore.tracing.frozen import made_constants
+from fxcore.tracing.parts import UntraceablePart, trace_model
+from fxcore.tracing.tracer import names
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced model.
+
+    Attributes:
+        entry: the model.
+        weights: the canonical weights whose structure was traced (``random``: the model as its library builds it).
+        preprocessing: turns images into its inputs.
+        root: the module that was traced.
+        module: the eval graph over ``root``, its parameters on ``device``.
+        device: ``meta``, or ``cpu`` for int8 models, whose kernels do not run on meta tensors.
+        train_nodes: names of the nodes in train mode, in order of execution.
+        untraceable: parts of the model that could not be traced.
+        feature_maps: those that the model declares.
+        num_params: number of parameters, untraceable parts included.
+        constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
+        modules: modules by path as they were traced, in-place ones included.
+        tensor_bytes: bytes of tensors that are not on the meta device: int8 models are traced with their weights.
+    """
+
+    entry: ModelEntry
+    weights: str
+    preprocessing: Preprocessing
+    root: nn.Module
+    module: fx.GraphModule
+    device: torch.device
+    train_nodes: list[str]
+    untraceable: list[UntraceablePart]
+    feature_maps: Sequence[FeatureMap]
+    num_params: int
+    constants: list[str]
+    modules: dict[str, nn.Module]
+    tensor_bytes: int
+
+
+def trace_weightless(entry: ModelEntry, weights: str) -> TracedModel:
+    """Build ``entry`` with the structure of ``weights``, without weights, and trace it in both modes.
+
+    Raises:
+        NotTraceable: nothing of the model can be traced.
+    """
+    model = entry.build_weightless(weights)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    train_nodes = names(trace_model(entry, model, training=True)[0])
+    graph, root, untraceable = trace_model(entry, model)
+    constants = made_constants(graph)
+    modules = dict(root.named_modules())
+    device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
+    module = fx.GraphModule(root, graph)
+    # A view of a parameter asks for a gradient even without autograd, which torch's FLOP counter does not take.
+    module.requires_grad_(False)
+    if device.type == "meta":
+        module.to("meta")
+    held = (*root.state_dict().values(), *(getattr(root, name) for name in constants))
+    return TracedModel(
+        entry=entry,
+        weights=weights,
+        preprocessing=entry.preprocessing(weights),
+        root=root,
+        module=module,
+        device=device,
+        train_nodes=train_nodes,
+        untraceable=untraceable,
+        feature_maps=entry.feature_maps(model),
+        num_params=num_params,
+        constants=constants,
+        modules=modules,
+        tensor_bytes=sum(t.nbytes for t in held if isinstance(t, Tensor) and not t.is_meta),
+    )

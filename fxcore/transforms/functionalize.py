@@ -1,0 +1,295 @@
+"""Rewrite the in-place operations of a graph, so that no node's value depends on what runs after it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.tracing.tracer import PATH, public_name
+from fxcore.transforms.base import CannotTransform
+from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, written
+
+# In ``node.meta`` of a node that writes to a copy which was made for it alone.
+_ON_COPY = "on_copy"
+
+
+def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
+    """Rewrite in-place operations in ``graph``, which should be a copy.
+
+    ``torch.func.functionalize`` is not used: it works on ATen operations, and node names would be lost.
+
+    Args:
+        graph: any traced graph. Where it is annotated, writes hidden in functions that fx does not trace into are
+            found too, and views are known exactly.
+        modules: the traced model's modules by path, to see which are in-place. A ``call_module`` node is left as it is:
+            the caller sets ``inplace = False`` on the modules that will run, since other graphs share them.
+
+    Returns:
+        Number of operations that were in-place.
+
+    Raises:
+        CannotTransform: a node is read after a write to its storage, and it is not known how it is a view of that
+            storage.
+    """
+    count = _Functionalizer(graph, modules).run()
+    graph.lint()
+    return count
+
+
+class _Write(NamedTuple):
+    """What a node overwrites.
+
+    Attributes:
+        bases: the nodes whose values it overwrites.
+        by_name: whether its target says so (``add_``, ``inplace=True``), so that an out-of-place target may exist;
+            otherwise the write was observed when the graph was annotated.
+    """
+
+    bases: list[fx.Node]
+    by_name: bool
+
+
+class _Aliases:
+    """Which nodes share which storage, and which node holds each node's value now.
+
+    Attributes:
+        storages: the storages, by number, that each node's value lies in.
+        sharing: the nodes of the original graph that share each storage, in order.
+        roots: the node that holds the whole of each storage now: at first the first tensor in it, after a write a new
+            node.
+    """
+
+    def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+        self.storages = memory_of(graph, modules)
+        self.sharing: dict[int, list[fx.Node]] = {}
+        for node, storages in self.storages.items():
+            for storage in storages:
+                self.sharing.setdefault(storage, []).append(node)
+        self.roots = {storage: next(filter(_is_tensor, nodes), nodes[0]) for storage, nodes in self.sharing.items()}
+        self._replaced_by: dict[fx.Node, fx.Node] = {}
+
+    def storage_of(self, node: fx.Node) -> int:
+        return next(iter(self.storages[node]))
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """The node that holds the value of ``node`` now."""
+        return self._replaced_by.get(node, node)
+
+    def replace(self, node: fx.Node, by: fx.Node, storage: int) -> None:
+        """Note that ``by`` holds the value of ``node``, and of all nodes that ``node`` has replaced."""
+        self.storages[by] = frozenset({storage})
+        self._replaced_by |= {m: by for m in [node, *self.sharing[storage]] if self.current(m) is node}
+
+
+class _Functionalizer:
+    """Rewrites one graph, write by write, in order of execution.
+
+    A write replaces the root of its storage by a new node, which holds the whole storage after the write. Views that
+    were made before the write and are read after it are made again, of the new root::
+
+        row = x[0]                   row = x[0]
+        row.add_(1)           →      added = row.add(1)
+        return x, row                copy = x.clone(); put = copy[0].copy_(added); whole = (copy, put)[0]
+                                     return whole, added
+
+    A write without an out-of-place form, such as one inside a function, is done to a copy of the storage.
+    """
+
+    def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+        self.graph = graph
+        self.rank = {node: i for i, node in enumerate(graph.nodes)}
+        self.inputs = {node: node.all_input_nodes for node in graph.nodes}
+        self.aliases = _Aliases(graph, modules)
+        self.writes: dict[fx.Node, _Write] = {}
+        for node in graph.nodes:
+            if _ON_COPY in node.meta:
+                continue
+            base = mutated_argument(node, modules)
+            observed = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
+            if base is not None or observed:
+                self.writes[node] = _Write([base], True) if base is not None else _Write(observed, False)
+
+    def run(self) -> int:
+        for node, write in self.writes.items():
+            if write.by_name and self._make_pure(write.bases[0], node):
+                self._substitute(write.bases[0], node)
+            else:
+                self._write_to_copies(node, write.bases)
+        for node in self.graph.nodes:  # no storage is shared now, and only copies are written to
+            node.meta.pop("memory", None)
+            if _ON_COPY not in node.meta:
+                node.meta.pop("mutates", None)
+        return len(self.writes)
+
+    def _make_pure(self, base: fx.Node, node: fx.Node) -> bool:
+        """Call the out-of-place form of ``node``'s operation in its place; False if there is none."""
+        target = pure_target(node)
+        if target is None:
+            return False
+        before = self.aliases.current(base)
+        operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
+        if operands and node.op != "call_module" and target is not written:
+            # An in-place operation keeps the dtype of what it overwrites, whatever the dtype of the other operand.
+            with self.graph.inserting_before(node):
+                computed = self.graph.create_node(node.op, target, node.args, node.kwargs)
+            node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (computed, before), {}
+        else:
+            node.target = target
+        if node.op == "call_function":
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
+        return True
+
+    def _substitute(self, base: fx.Node, node: fx.Node) -> None:
+        """Make later reads of ``base`` read ``node``, which overwrote it and is out-of-place now."""
+        aliases, storage = self.aliases, self.aliases.storage_of(base)
+        current = aliases.current(base)
+        others = [m for m in self._read_after(node, storage) if aliases.current(m) is not current]
+        whole = node
+        if others:
+            views = self._views_of([base, *others], storage, node)
+            with self.graph.inserting_before(node.next):
+                if views[base]:  # the write goes through a view: only a part of the storage changes
+                    copy = self._clone_storage(storage)
+                    put = self.graph.call_method("copy_", (self._apply(views[base], copy, storage), node))
+                    put.meta[_ON_COPY] = True
+                    whole = self._after_write(copy, put)
+                again = {m: self._apply(views[m], whole, storage) for m in others}
+            self._redirect({aliases.roots[storage]: whole, **again}, storage)
+        self._redirect({base: node}, storage)
+        aliases.roots[storage] = whole
+
+    def _write_to_copies(self, node: fx.Node, bases: Sequence[fx.Node]) -> None:
+        """Pass copies to ``node`` in place of ``bases``; later reads read the copies."""
+        storages = dict.fromkeys(map(self.aliases.storage_of, bases))
+        copies = [copy for storage in storages for copy in self._write_to_copy(node, storage)]
+        node.meta["mutates"] = [i for i, m in enumerate(node.all_input_nodes) if m in copies]
+        node.meta[_ON_COPY] = True
+
+    def _write_to_copy(self, node: fx.Node, storage: int) -> list[fx.Node]:
+        """Pass a copy of ``storage`` to ``node``, which later reads read.
+
+        Returns:
+            The new arguments of ``node``.
+        """
+        aliases = self.aliases
+        arguments = [m for m in self.inputs[node] if storage in aliases.storages[m]]
+        readers = self._read_after(node, storage)
+        values = {aliases.current(m) for m in (*arguments, *readers)}
+        views: Mapping[fx.Node, list[fx.Node]]
+        if len(values) == 1:  # nobody else reads the rest of the storage: copy this value alone
+            root = values.pop()
+            views = {m: [] for m in (*arguments, *readers)}
+            with self.graph.inserting_before(node):
+                copy = self.graph.call_method("clone", (root,))
+        else:
+            root = aliases.roots[storage]
+            views = self._views_of([*arguments, *readers], storage, node)
+            with self.graph.inserting_before(node):
+                copy = self._clone_storage(storage)
+        copies = []
+        for m in arguments:
+            with self.graph.inserting_before(node):
+                copies.append(self._apply(views[m], copy, storage))
+            node.replace_input_with(aliases.current(m), copies[-1])
+        with self.graph.inserting_before(node.next):
+            whole = self._after_write(copy, node)
+            again = {m: self._apply(views[m], whole, storage) for m in readers}
+        self._redirect({root: whole, **again}, storage)
+        aliases.roots[storage] = whole
+        return copies
+
+    def _read_after(self, node: fx.Node, storage: int) -> list[fx.Node]:
+        """Nodes of ``storage`` before ``node`` whose values are read after it, one for each value."""
+        order = self._order()
+        found: dict[fx.Node, fx.Node] = {}
+        for m in self.aliases.sharing[storage]:
+            if self.rank[m] >= self.rank[node]:
+                break
+            current = self.aliases.current(m)
+            readers = [user for user in current.users if order[user] > order[node]]
+            # Reading a size does not count: a write does not change it.
+            if any(user.meta.get("carries") is not False or user in self.writes for user in readers):
+                found.setdefault(current, m)
+        return list(found.values())
+
+    def _views_of(self, nodes: Iterable[fx.Node], storage: int, writer: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+        return {node: self._views_from_root(node, storage, writer) for node in nodes}
+
+    def _views_from_root(self, node: fx.Node, storage: int, writer: fx.Node) -> list[fx.Node]:
+        """The view operations that lead from the root of ``storage`` to ``node``, in order.
+
+        Raises:
+            CannotTransform: an operation on the way has several arguments in this storage, or it is not known which
+                part of it the operation returns; ``writer`` is named as the reason.
+        """
+        views: list[fx.Node] = []
+        at = node
+        while self.aliases.current(at) is not self.aliases.roots[storage]:
+            write = self.writes.get(at)
+            sources = [m for m in (write.bases if write else self.inputs[at]) if storage in self.aliases.storages[m]]
+            unknown = write is not None and not write.by_name and sources and not _same_view(at, sources[0])
+            if len(sources) != 1 or unknown:
+                raise CannotTransform(
+                    f"{public_name(writer)} overwrites memory that {public_name(node)} reads too, and it is not known "
+                    f"which part of it {public_name(at)} returns; let the model clone() what it writes to",
+                    transform="out_of_place",
+                    node=public_name(node),
+                )
+            if write is None:
+                views.append(at)
+            at = sources[0]
+        return views[::-1]
+
+    def _apply(self, views: Sequence[fx.Node], start: fx.Node, storage: int) -> fx.Node:
+        """Apply copies of the operations ``views`` to ``start``, one after the other."""
+        for view in views:
+            made = self.graph.node_copy(
+                view,
+                lambda m: start if storage in self.aliases.storages.get(m, ()) else m,  # noqa: B023
+            )
+            made.meta.pop(PATH, None)
+            self.aliases.storages[made] = frozenset({storage})
+            start = made
+        return start
+
+    def _clone_storage(self, storage: int) -> fx.Node:
+        """Clone the root of ``storage`` in a memory format that the same views apply to."""
+        first = self.aliases.sharing[storage][0].meta.get("value")
+        plain = not isinstance(first, Tensor) or first.is_contiguous()
+        options: dict[str, Any] = {"memory_format": torch.contiguous_format} if plain else {}
+        return self.graph.call_method("clone", (self.aliases.roots[storage],), options)
+
+    def _after_write(self, copy: fx.Node, writer: fx.Node) -> fx.Node:
+        """``copy`` after ``writer`` has run: a node that depends on both, so that dead code elimination keeps the
+        writer for those who read the copy."""
+        return self.graph.call_function(operator.getitem, ((copy, writer), 0))
+
+    def _redirect(self, successors: Mapping[fx.Node, fx.Node], storage: int) -> None:
+        """Make nodes that come after a successor read it instead of the value that it succeeds."""
+        order = self._order()
+        for node, successor in successors.items():
+            before, at = self.aliases.current(node), order[successor]
+            if before is not successor:
+                before.replace_all_uses_with(successor, delete_user_cb=lambda user: order[user] > at)  # noqa: B023
+            self.aliases.replace(before, successor, storage)
+
+    def _order(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("value"), (tuple, list))
+
+
+def _same_view(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two annotated values have the same shape, strides and offset."""
+    a, b = one.meta.get("value"), other.meta.get("value")
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+    )
