@@ -1,4 +1,4 @@
-"""Ways to run an extractor, one lowering a file, behind :class:`~fxcore.backends.backend.Backend`.
+"""Backends that run extractors, a file for each, behind :class:`~fxcore.backends.backend.Backend`.
 
 >>> import torch
 >>> from fxcore import build_extractor, get_model, load_model, model_graph, verify
@@ -23,22 +23,21 @@ from fxcore.backends.inductor import Inductor
 from fxcore.backends.openvino import OpenVINO
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Eager(), OpenVINO(), CudaGraphs(), Inductor())}
-"""All backends by name, in the order in which they are tried where any will do."""
+"""All backends by name."""
 
 __all__ = ["BACKENDS", "Backend", "Lowered", "LoweringFailed", "Options", "faster_than_eager", "first_choice"]
 
 
 def first_choice(device: torch.device, precision: str) -> Backend:
-    """What answers first where any backend will do: eager, or for int8 OpenVINO where it is installed."""
+    """The backend to start with: eager, or for int8 OpenVINO where it is installed."""
     openvino = BACKENDS["openvino"]
     return openvino if precision == "int8" and openvino.unavailable(device, precision) is None else BACKENDS["eager"]
 
 
 def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
-    """Backends that work here and are likely to beat eager, the likeliest first.
+    """Backends that are available and likely faster than eager, the likeliest first.
 
-    On CPU that is OpenVINO alone: it was never slower than inductor in what was measured, and inductor
-    compiles beside the service for minutes.
+    On a CPU that is OpenVINO alone: inductor was not faster where both were measured, and compiles for minutes.
     """
     likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"], BACKENDS["inductor"]]
     return [backend for backend in likely if backend.unavailable(device, precision) is None]

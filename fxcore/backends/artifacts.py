@@ -1,7 +1,7 @@
-"""Compiling in a process of its own, and keeping what came out.
+"""Compile in a child process, and cache the artifact.
 
-An artifact is a folder under the cache, named by a hash of everything that decides it: the graph's code, what its
-layers are configured with, every weight, the versions of the compilers, and the machine where it matters.
+An artifact is a folder in the cache, named by a hash of everything that it depends on: the graph's code, the settings
+of its layers, all weights, the versions of the compilers, and the processor.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering, t
 
 
 class FromArtifact(Protocol):
-    """What is loaded from an artifact.
+    """A lowered module that was loaded from an artifact.
 
     Attributes:
-        recalled: whether the artifact was kept from before. It may be damaged and still load.
+        recalled: whether the artifact was in the cache. It may be damaged and still load.
     """
 
     recalled: bool
@@ -43,7 +43,7 @@ class FromArtifact(Protocol):
 T = TypeVar("T", bound=FromArtifact)
 
 CACHE_BYTES = 4 * 1024**3
-"""Most bytes of artifacts that are kept; the least recently used go first."""
+"""Most bytes of artifacts in the cache; the least recently used are deleted first."""
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
@@ -58,15 +58,16 @@ def compiled(
     load: Callable[[Path], T],
     **job: object,
 ) -> T:
-    """``load(folder)`` of the artifact that :mod:`fxcore.backends.lowering_child` makes, or made, for ``backend``.
+    """Compile ``module`` by :mod:`fxcore.backends.lowering_child`, or find its artifact in the cache, and load it.
 
     Args:
         module: returns a tuple; see :func:`~fxcore.backends.backend.distinct_outputs`.
-        packages: distributions whose version decides what comes out.
-        job: what else the child's function for ``backend`` is told; JSON.
+        packages: distributions whose versions the artifact depends on.
+        load: folder of an artifact → lowered module.
+        job: further settings for the child, which can be written as JSON.
 
     Raises:
-        LoweringFailed: the child failed, took too long, or was cancelled; or what it made cannot be loaded.
+        LoweringFailed: the child failed, took too long, or was cancelled; or the artifact cannot be loaded.
     """
     settings: dict[str, Any] = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
     calibration = options.calibration if options.precision == "int8" else ()
@@ -84,7 +85,7 @@ def compiled(
                 loaded = load(kept)
                 loaded.recalled = True
                 return loaded
-            except Exception:  # damaged, or of a compiler that no longer reads it: made anew below
+            except Exception:  # damaged: it is compiled again below
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
         stack.callback(shutil.rmtree, fresh, True)
@@ -99,7 +100,7 @@ def compiled(
 
 
 def prune(home: Path, limit: int) -> None:
-    """Delete artifacts that were not used for longest until what is left has at most ``limit`` bytes."""
+    """Delete the least recently used artifacts in ``home`` until at most ``limit`` bytes are left."""
     artifacts = []
     for folder in home.iterdir():
         with contextlib.suppress(OSError):
@@ -117,15 +118,14 @@ def prune(home: Path, limit: int) -> None:
 
 
 def _lower(backend: str, folder: Path, options: Options) -> None:
-    # The package that inductor makes has all that it needs; what lies beside it is as large again.
-    beside = folder / ".inductor"
+    # Inductor's package is complete; its cache is as large again and not needed.
+    inductor_cache = folder / ".inductor"
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
     try:
-        process.run(
-            "fxcore.backends.lowering_child", folder, {"TORCHINDUCTOR_CACHE_DIR": str(beside)}, options.cancelled
-        )
+        process.run("fxcore.backends.lowering_child", folder, environment, options.cancelled)
     except process.ProcessFailed as error:
         raise LoweringFailed(f"lowering to {backend} {error}", backend=backend) from None
-    shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(inductor_cache, ignore_errors=True)
 
 
 def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
@@ -141,14 +141,14 @@ def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tens
 
 
 def _configured(module: nn.Module) -> str:
-    """A module's settings as text: its attributes without tensors and submodules, or a GraphModule's code."""
+    """A module's settings as text: its attributes except tensors and submodules, or a GraphModule's code."""
     if isinstance(module, fx.GraphModule):
         return module.code
     return _stable_repr({name: value for name, value in vars(module).items() if name not in _COMMON_ATTRIBUTES})
 
 
 def _stable_repr(value: object) -> str:
-    """``value`` as text that is the same in every process; of what is no plain value, only its type."""
+    """``value`` as text that is the same in every process: plain values and containers; of other objects the type."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, enum.Enum):

@@ -1,4 +1,4 @@
-"""What every backend is: an extractor's module → something that computes the same, called the same way."""
+"""The protocol of backends: an extractor's module → a lowered module with the same outputs and call signature."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoweringFailed(FxError):
 
 @contextlib.contextmanager
 def lowering(backend: str) -> Iterator[None]:
-    """Whatever goes wrong in here, and compilers fail in many ways, is a :class:`LoweringFailed` of ``backend``."""
+    """Turn any exception in the block into a :class:`LoweringFailed` of ``backend``: compilers raise all kinds."""
     try:
         yield
     except LoweringFailed:
@@ -35,16 +35,16 @@ def lowering(backend: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Options:
-    """What a lowering is to be made for.
+    """Options of a lowering.
 
     Attributes:
-        device: where it will run.
+        device: the device that it will run on.
         precision: ``float32``, ``bfloat16``, ``float16``; or ``int8``, for which the module itself is float32.
         threads: CPU threads that one call may use.
-        cache: folder in which compiled artifacts stay between starts; None keeps none.
-        calibration: inputs, one row each, from which int8 takes the ranges of activations.
-        reuse: whether a compiled artifact that is kept in the cache may be loaded; else it is made again.
-        cancelled: once set, a lowering that takes long ends early with :class:`LoweringFailed`.
+        cache: folder for compiled artifacts; None: they are not cached.
+        calibration: inputs, one row each, for the ranges of activations in int8.
+        reuse: whether an artifact in the cache may be loaded; otherwise it is compiled again.
+        cancelled: once set, a long lowering ends early with :class:`LoweringFailed`.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -60,45 +60,43 @@ class Lowered(Protocol):
     """A lowered module. One thread calls it at a time."""
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Outputs by key, in memory that later calls leave alone."""
+        """Run it; returns the outputs by key, in memory that later calls do not overwrite."""
         ...
 
     def storages(self) -> dict[int, int]:
-        """Bytes of what it holds in memory beside the module it was made from, by the address of each storage; what two
-        lowered modules share has one address."""
+        """Bytes of the storages that it holds beside those of the original module, by address: storages that two
+        lowered modules share have one address."""
         ...
 
 
 class Backend(Protocol):
-    """One way to run extractors."""
+    """A way to run extractors."""
 
     @property
     def name(self) -> str: ...
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
-        """Why it cannot be used here for that, in a clause; None if it can."""
+        """A clause that says why it cannot be used on ``device`` in ``precision``; None if it can."""
         ...
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> Lowered:
-        """Lower ``module``, which is left as it is.
+        """Lower ``module``, which is not changed.
 
         Args:
             module: out-of-place, in eval mode, returns a dict of tensors.
-            example: inputs of the usual size with at least two rows; every number of rows will be served.
-            options: what for.
+            example: inputs of the usual size with at least two rows; calls may have any number of rows.
 
         Raises:
-            LoweringFailed: it cannot be done; the module is still good for another backend.
+            LoweringFailed: it cannot be lowered.
         """
         ...
 
 
 def distinct_outputs(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
-    """``module`` returning each different value once, as a tuple, and the place of each key's value in it.
+    """Copy ``module`` to return a tuple of its distinct values, and map each key to an index in it.
 
-    Compilers merge or refuse outputs that are one tensor. A key whose value is an input has a place below zero: -1 is
-    the first input, -2 the second. OpenVINO reads such an input from the memory given for the output, before it is
-    written.
+    Compilers merge or reject outputs that are one tensor. A key whose value is an input has a negative index: -1 for
+    the first input, -2 for the second. (OpenVINO would read it from the uninitialised memory of the output.)
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -115,7 +113,7 @@ def distinct_outputs(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, 
 
 
 def by_key(places: dict[str, int], values: Sequence[Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What a module of :func:`distinct_outputs` returned, as the original would; inputs are copied."""
+    """Convert the output of a module of :func:`distinct_outputs` to the original's dict; inputs are cloned."""
     return {key: values[at] if at >= 0 else inputs[-1 - at].clone() for key, at in places.items()}
 
 

@@ -1,10 +1,10 @@
-"""CUDA graphs: a forward pass recorded once per batch size and replayed as one launch.
+"""CUDA graphs: a forward pass captured once per batch size and replayed as one launch.
 
-A graph is recorded for some sizes up to ``LARGEST`` rows (:func:`recorded_size`), each at its first use; other batches
-are padded to the next. What is larger, or has another image size than the example, runs eagerly.
+Graphs are captured for some sizes up to ``LARGEST`` rows (:func:`captured_size`), each at its first use; other batches
+are padded to the next of them. Larger batches, and other image sizes than the example's, run eagerly.
 
-A recording fails when another thread synchronises the device or records meanwhile, and makes that fail too: one thread
-calls all graphs of a process.
+A capture fails if another thread synchronises the device or captures at the same time, and that thread's call fails
+too: one thread must call all graphs of a process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fxcore.backends.eager import EagerModule
 
 LARGEST = 64
 
-Recorded = tuple[torch.cuda.CUDAGraph, list[Tensor], dict[str, Tensor]]
-"""A graph, and the memory that it reads and writes."""
+Captured = tuple[torch.cuda.CUDAGraph, list[Tensor], dict[str, Tensor]]
+"""A graph, the tensors that it reads, and those that it writes."""
 
 
 class CudaGraphs:
-    """Eager's own kernels without their launch costs. Only on CUDA."""
+    """Eager's kernels without their launch overhead; on CUDA only."""
 
     name = "cudagraphs"
 
@@ -37,12 +37,12 @@ class CudaGraphs:
 
 
 class GraphedModule:
-    """A :class:`~fxcore.backends.backend.Lowered` that replays recorded passes."""
+    """A :class:`~fxcore.backends.backend.Lowered` that replays captured passes."""
 
     def __init__(self, eager: EagerModule, example: Inputs) -> None:
         self._eager = eager
         self._row = [(tuple(x.shape[1:]), x.dtype) for x in example]
-        self._graphs: dict[int, Recorded] = {}
+        self._graphs: dict[int, Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
 
@@ -50,22 +50,22 @@ class GraphedModule:
         rows = inputs[0].shape[0]
         if rows > LARGEST or [(tuple(x.shape[1:]), x.dtype) for x in inputs] != self._row:
             return self._eager(*inputs)
-        size = recorded_size(rows)
+        size = captured_size(rows)
         if size not in self._graphs:
-            self._graphs[size] = self._recorded(size, inputs[0].device)
+            self._graphs[size] = self._capture(size, inputs[0].device)
         graph, static, outputs = self._graphs[size]
         for place, value in zip(static, inputs, strict=True):
             place[:rows].copy_(value, non_blocking=True)
         graph.replay()
-        # The next replay overwrites the graph's own outputs. Rows that only pad are cut; an output has k rows an image.
+        # The next replay overwrites the graph's outputs. Padding rows are dropped; an output may have k rows an image.
         return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
-        # A list: this is asked while another thread may record.
+        # A list: another thread may capture meanwhile.
         inputs = [place for _, static, _ in list(self._graphs.values()) for place in static]
         return self._eager.storages() | storages_of(inputs) | {id(self): self._pool_bytes}
 
-    def _recorded(self, size: int, device: torch.device) -> Recorded:
+    def _capture(self, size: int, device: torch.device) -> Captured:
         static = [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self._row]
         # Other threads may use the device meanwhile (uploads); only this thread's calls must be capturable.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class GraphedModule:
         return graph, static, outputs
 
 
-def recorded_size(rows: int) -> int:
+def captured_size(rows: int) -> int:
     """The smallest power of two, or three times one, that holds ``rows`` rows; at most a third of it is padding."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if rows <= power * 3 // 4 else power

@@ -1,7 +1,8 @@
-"""PyTorch itself, with what costs nothing in values: batch norms folded into convolutions, channels_last, convolutions
-packed for oneDNN, activations in place where no other node reads their input. In int8, torch.fx's graph mode.
+"""Eager PyTorch with optimisations that keep values up to rounding: batch norms folded into convolutions,
+channels_last, convolutions packed for oneDNN, and activations in place where no other node reads their input. In int8,
+torch.fx's graph mode.
 
-What folding makes anew is shared by all extractors over a model (:mod:`fxcore.backends.folds`).
+All extractors over a model share the folded weights (:mod:`fxcore.backends.folds`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.backends.backend import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.folds import pack_convolutions, share_new_tensors, with_shared_folds
-from fxcore.backends.packed import PackedConv2d, fuse_what_follows
+from fxcore.backends.packed import PackedConv2d, fuse_post_ops
 from fxcore.int8.quantize import missing, quantize
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
@@ -22,19 +23,19 @@ from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
 
-# Operations whose result is always new memory. A view or an identity would hand the overwriting on to its source.
+# Operations whose result is always new memory. Overwriting a view or an identity would overwrite its source.
 _MAKE_NEW = (PackedConv2d, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
 
 class Eager:
-    """Runs the module's graph operation by operation; every model, device and precision, int8 on CPUs."""
+    """Runs the graph operation by operation: all models, devices and precisions; int8 on CPUs only."""
 
     name = "eager"
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
         if precision == "int8" and device.type != "cpu":
-            return f"eager has int8 arithmetic on CPUs, and not on this {device}"
+            return f"eager has int8 arithmetic on CPUs only, not on {device}"
         return missing() if precision == "int8" else None
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule | EagerInt8:
@@ -50,11 +51,11 @@ class EagerModule:
         folded = with_shared_folds(module)
         try:
             self.module = fuse_conv_bn(folded)
-        except CannotTransform:  # functions in train mode, as of models that drop out in eval mode too
+        except CannotTransform:  # functions in train mode, as in models that apply dropout in eval mode too
             self.module = finish(fork(folded))
         pack_convolutions(self.module, of=module)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
-        fuse_what_follows(self.module)
+        fuse_post_ops(self.module)
         sums_in_place(self.module)
         activations_in_place(self.module)
         self._own = own
@@ -76,8 +77,8 @@ class EagerInt8:
     """A :class:`~fxcore.backends.backend.Lowered` of torch's int8 kernels.
 
     Attributes:
-        module: its graph.
-        layers: what each layer loses, the one that loses most first.
+        module: the int8 graph.
+        layers: the error of each layer, the largest first.
     """
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
@@ -85,7 +86,7 @@ class EagerInt8:
         self.layers = found.layers
         self.module = found.module
         self._channels_last = has_2d_convolutions(module)
-        packed = found.module.state_dict().values()  # weights are packed in memory that no tensor shows
+        packed = found.module.state_dict().values()  # weights are packed in memory that is not a tensor's
         self._bytes = sum(value.nbytes for value in packed if isinstance(value, Tensor))
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
@@ -104,13 +105,13 @@ def _run(module: fx.GraphModule, inputs: Inputs, channels_last: bool) -> dict[st
 
 
 def has_2d_convolutions(module: nn.Module) -> bool:
-    """Whether channels_last input is worth making."""
+    """Whether ``module`` has 2D convolutions, which are faster on channels_last input."""
     return any(isinstance(m, (nn.Conv2d, PackedConv2d)) for m in module.modules())
 
 
 def sums_in_place(module: fx.GraphModule) -> None:
-    """Let a convolution write into the memory of what is added to it, where that is new memory and no later node
-    reads it."""
+    """Make packed convolutions write their sum into the memory of the other operand, where that is new memory that no
+    later node reads."""
     modules = dict(module.named_modules(remove_duplicate=False))
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in order:
@@ -124,10 +125,10 @@ def sums_in_place(module: fx.GraphModule) -> None:
 
 
 def activations_in_place(module: fx.GraphModule) -> int:
-    """Let activations overwrite their input where it is new memory that only they read and that is no output.
+    """Make activations in-place where their input is new memory that nothing else reads and that is not an output.
 
     Returns:
-        Number of activations that work in place now.
+        Number of activations that are in-place now.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     made: dict[int, nn.Module] = {}
@@ -138,7 +139,7 @@ def activations_in_place(module: fx.GraphModule) -> int:
             continue
         path = str(node.target)
         if node.op == "call_module" and type(modules.get(path)) in _ACTIVATIONS and not hooked(modules[path]):
-            # A copy: other extractors over this model call the original, and may have tapped its input.
+            # A copy: other extractors over this model call the original, and may return its input.
             if id(modules[path]) not in made:
                 made[id(modules[path])] = copy.copy(modules[path])
                 made[id(modules[path])].inplace = True  # type: ignore[assignment]
@@ -158,5 +159,5 @@ def activations_in_place(module: fx.GraphModule) -> int:
 def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         called = modules.get(str(node.target))
-        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may give another tensor, or keep this one
+        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may return another tensor, or keep this
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW

@@ -1,6 +1,6 @@
-"""Folded and packed convolutions, shared by all extractors over a model.
+"""Fold and pack convolutions once for all extractors over a model.
 
-Equal tensors are one tensor: all extractors over a model share two copies of its weights, its own and the folded ones.
+All extractors over a model share two copies of its weights: the model's own, and the folded and packed ones.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,19 +17,53 @@ from torch import Tensor, fx, nn
 from fxcore.backends.packed import PackedConv2d, can_be_packed
 from fxcore.transforms.fuse_conv_bn import affine_of_module, fused_module, fused_sequence, is_convolution
 
-_Folds = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+T = TypeVar("T")
 
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], nn.Parameter] = weakref.WeakValueDictionary()
-# First module → last module, which may be the same → the module that replaces them, while an extractor uses it.
-_folds: weakref.WeakKeyDictionary[nn.Module, _Folds] = weakref.WeakKeyDictionary()
-# Held while folding, so that extractors that are built at the same time share one result.
-_guard = threading.Lock()
+
+class WeakCache(Generic[T]):
+    """Values by key, each kept for as long as something else refers to it.
+
+    Threads that ask for one key at the same time get one value: only one thread makes values at a time.
+
+    >>> cache: WeakCache[nn.Module] = WeakCache()
+    >>> relu = cache.get_or_make("relu", nn.ReLU)
+    >>> cache.get_or_make("relu", nn.ReLU) is relu
+    True
+    >>> del relu
+    >>> len(cache)
+    0
+    """
+
+    def __init__(self) -> None:
+        self._values: weakref.WeakValueDictionary[Hashable, T] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get_or_make(self, key: Hashable, make: Callable[[], T | None]) -> T | None:
+        """Return the value of ``key``, from ``make()`` where there is none. A None from ``make`` is not kept."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is None:
+                value = make()
+                if value is not None:
+                    self._values[key] = value
+            return value
+
+
+# Keys are weak references to the modules that were folded: they keep none of a dropped model, and, unlike ids, a
+# reference to a module that is gone never equals one to a module that is new at its address.
+_folds: WeakCache[nn.Module] = WeakCache()
+# Keys are a hash of the values, shape, dtype and device.
+_parameters: WeakCache[nn.Parameter] = WeakCache()
 
 
 def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with convolutions and batch norms folded into modules that all extractors over the model share.
+    """Copy ``module`` with its batch norms folded into convolutions that all extractors over the model share.
 
-    It folds pairs of modules, which are nearly all; :func:`fuse_conv_bn` finds the rest.
+    Only pairs of modules are folded, which are nearly all; :func:`~fxcore.transforms.fuse_conv_bn.fuse_conv_bn` finds
+    the rest.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -36,12 +71,12 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         called = made.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, nn.Sequential):
-            _put(made, node, _folded(called))
+            _retarget(made, node, _shared_fold(called))
         elif isinstance(called, nn.BatchNorm2d) and len(node.args) == 1 and not node.kwargs:
             source = node.args[0]
-            before = made.get_submodule(str(source.target)) if source.op == "call_module" else None
-            if type(before) is nn.Conv2d and len(source.users) == 1 and (fold := _folded(before, called)) is not None:
-                _put(made, source, fold)
+            conv = made.get_submodule(str(source.target)) if source.op == "call_module" else None
+            if type(conv) is nn.Conv2d and len(source.users) == 1 and (fold := _shared_fold(conv, called)) is not None:
+                _retarget(made, source, fold)
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
     made.delete_all_unused_submodules()
@@ -49,37 +84,41 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
     return made.eval()
 
 
-def _put(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> None:
+def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
+    """Pack, in place, the convolutions of ``module`` that it shares with ``of``: those without a batch norm."""
+    shared = set(of.modules())
+    for node in module.graph.nodes:
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if called in shared and type(called) is nn.Conv2d and len(node.args) == 1 and not node.kwargs:
+            _retarget(module, node, _shared_fold(called))
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def share_new_tensors(module: nn.Module, own: set[int]) -> None:
+    """Replace parameters of ``module`` by equal ones of other modules. Convolution weights become channels_last.
+
+    Args:
+        own: addresses of storages whose parameters stay as they are.
+    """
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.untyped_storage().data_ptr() not in own:
+                owner._parameters[name] = _shared_parameter(parameter.detach())
+
+
+def _retarget(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> None:
+    """Let ``node`` call another module, if there is one."""
     if called is not None:
         target = f"folded_{str(node.target).replace('.', '_')}_{node.name}"
         module.add_module(target, called)
         node.target = target
 
 
-def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
-    """Pack the convolutions that ``module`` has in common with ``of``: those that have no batch norm after them."""
-    shared = set(of.modules())
-    for node in module.graph.nodes:
-        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if called in shared and type(called) is nn.Conv2d and len(node.args) == 1 and not node.kwargs:
-            _put(module, node, _folded(called))
-    module.delete_all_unused_submodules()
-    module.recompile()
-
-
-def _folded(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
-    """The module that replaces ``first``, and ``norm`` after it; one for all callers.
-
-    Returns:
-        None if nothing can be folded or packed.
-    """
-    last = first if norm is None else norm
-    with _guard:
-        known = _folds.setdefault(first, weakref.WeakKeyDictionary())
-        fold = made() if (made := known.get(last)) is not None else None
-        if fold is None and (fold := _fold(first, norm)) is not None:
-            known[last] = weakref.ref(fold)
-        return fold
+def _shared_fold(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
+    """The one module that replaces ``first``, and ``norm`` after it; None if nothing can be folded or packed."""
+    sources = (first,) if norm is None else (first, norm)
+    return _folds.get_or_make(tuple(map(weakref.ref, sources)), lambda: _fold(first, norm))
 
 
 def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
@@ -95,26 +134,11 @@ def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
     return PackedConv2d(fold) if can_be_packed(fold) else fold
 
 
-def share_new_tensors(module: nn.Module, own: set[int]) -> None:
-    """Replace parameters outside the storages ``own`` by equal ones that another module has already.
-
-    Convolution weights become channels_last.
-    """
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.untyped_storage().data_ptr() not in own:
-                owner._parameters[name] = _shared_parameter(parameter.detach())
-
-
-def _shared_parameter(tensor: Tensor) -> nn.Parameter:
+def _shared_parameter(tensor: Tensor) -> nn.Parameter | None:
     if tensor.ndim == 4:
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     channels_at_the_end = [0, *range(2, tensor.ndim), 1] if tensor.ndim > 1 else [0]
     raw = tensor.cpu().permute(channels_at_the_end).contiguous()  # no copy: this is the order of channels_last memory
     digest = hashlib.sha256(raw.flatten().view(torch.uint8).numpy().data).digest()
     key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
-    with _guard:
-        known = _shared.get(key)
-        if known is None:
-            known = _shared[key] = nn.Parameter(tensor, requires_grad=False)
-        return known
+    return _parameters.get_or_make(key, lambda: nn.Parameter(tensor, requires_grad=False))

@@ -1,4 +1,4 @@
-"""torch's own compiler, ahead of time: one library for every batch size, kept between starts.
+"""torch inductor, ahead of time: one compiled package for all batch sizes, cached on disk.
 
 On CPU with frozen weights (it needs a C++ compiler), on CUDA with max-autotune.
 """
@@ -65,8 +65,8 @@ class InductorModule:
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """``x`` in the one memory format that is compiled for: channels last for images, as they come from decoding.
+    """``x`` in the memory format that the package is compiled for: channels last for images, as they are decoded.
 
-    The strides of the example are written into the compiled code, which reads whatever it is given as if it had them.
+    The compiled code has the strides of the example built in, and does not check those of its inputs.
     """
     return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""OpenVINO's intermediate representation of an exported program, in float or, by NNCF, in int8."""
+"""Convert exported programs to OpenVINO's intermediate representation, in float or, by NNCF, in int8."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxcore.backends.backend import Inputs
 
 
 def converted(program: Any, module: nn.Module, calibration: Sequence[Inputs] = ()) -> Any:
-    """An ``openvino.Model``.
+    """Convert ``program`` to an ``openvino.Model``.
 
     Args:
         program: the ``torch.export.ExportedProgram`` of ``module``.
-        calibration: inputs, one row each; with them the model computes in int8, in ranges taken from them.
+        calibration: inputs, one row each; with them the model is quantized to int8, with ranges taken from them.
     """
     import openvino
 

@@ -1,6 +1,6 @@
-"""The process in which torch.export and the compilers run: ``python -m fxcore.backends.lowering_child DIR``.
+"""The child process that runs torch.export and the compilers: ``python -m fxcore.backends.lowering_child DIR``.
 
-DIR holds a module and ``job.json`` (:mod:`fxcore.backends.artifacts` writes them) and gets the artifact.
+DIR holds a module and ``job.json``, which :mod:`fxcore.backends.artifacts` writes; the artifact is written there.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def work(folder: Path) -> None:
 
 
 def exported(module: nn.Module, example: Inputs) -> Any:
-    """``torch.export`` with any number of rows, and any height and width where the model takes them."""
+    """Export ``module`` for any number of rows, and any height and width if the model takes them."""
     sizes: tuple[dict[int, Any], ...] = tuple(
         {0: torch.export.Dim.DYNAMIC} | {d: torch.export.Dim.AUTO for d in range(x.ndim - 2, x.ndim)} for x in example
     )
     with torch.no_grad():
         try:
             return torch.export.export(module, example, dynamic_shapes=sizes)
-        except Exception:  # a model that computes with its sizes may still go for the usual one
+        except Exception:  # a model that computes with its sizes may still be exported for a fixed one
             fixed = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
             return torch.export.export(module, example, dynamic_shapes=fixed)
 

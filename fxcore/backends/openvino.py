@@ -1,6 +1,6 @@
 """OpenVINO on the CPU: float32, and int8 through NNCF.
 
-The memory of inputs and outputs is torch's own, which OpenVINO reads and writes without a copy.
+OpenVINO reads inputs from and writes outputs to torch's memory, without a copy.
 """
 
 from __future__ import annotations
@@ -21,37 +21,34 @@ from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.process import check_threads
 
-_REMEMBERED_SHAPES = 64
+_MAX_KNOWN_SHAPES = 64
 
 _FIXED_ROWS = 8
 _FIXED_WEIGHTS = 32 * 1024**2
 _FIXED_BYTES = 256 * 1024**2
-"""Batches of at most ``_FIXED_ROWS`` rows get a model of their own size, where the weights take at most
-``_FIXED_WEIGHTS`` bytes and all such models together at most ``_FIXED_BYTES``.
+"""Batches of at most ``_FIXED_ROWS`` rows get a compiled model of fixed size, if the weights have at most
+``_FIXED_WEIGHTS`` bytes and all fixed models together at most ``_FIXED_BYTES``.
 
-OpenVINO prepares a model of any size anew whenever the batch size changes, and cannot choose its kernels for it. On two
-cores a model of fixed size took 0.81 to 0.97 of the time of one of any size for 1, 4 and 8 rows of mobilenet_v3_small
-and _large, efficientnet_b0, squeezenet1_1 and shufflenet_v2_x1_0, and 0.56 to 0.97 after a batch of another size. The
-service answered 1.09 to 1.12 times as much of mobilenet_v3_small at 8 connections, 0.98 to 1.17 times at 32, and a
-single one after 0.90 to 0.92 of the time. Each is compiled in 0.1 to 0.2 s and has weights of its own, so that
-resnet50, where it takes 0.97 to 1.00 of the time, would pay 75 to 110 MB for it.
+OpenVINO prepares a model of dynamic size again whenever the batch size changes, and cannot choose kernels for one size.
+Fixed models of small networks take a few per cent less time, and up to a third less after a batch of another size. Each
+has its own packed weights, which is too much memory for large networks, where the gain is smaller too.
 """
 
 _PACKED = 5 / 4
-"""Bytes of the weights as OpenVINO packs them for its kernels, in the formats of several batch sizes, for each byte of
-the weights as they are stored, which it keeps as well: 1.2 were measured on resnet50."""
+"""Estimated bytes of packed weights, in the formats for several batch sizes, per byte of the stored weights, which
+OpenVINO keeps as well."""
 
 THREADS_EACH = 2
 """Threads that OpenVINO starts for each compiled model that computes on several."""
 
 _OBJECTS = 512 * 1024
-"""Bytes that a compiled model takes beside weights and values: its graph, its generated code, its threads' stacks."""
+"""Estimated bytes of a compiled model beside weights and values: its graph, generated code, stacks of threads."""
 
 Shapes = tuple[torch.Size, ...]
 
 
 class OpenVINO:
-    """The fastest on CPUs, where it is installed (extra ``openvino``)."""
+    """OpenVINO's CPU plugin, in float32 and int8; needs the extra ``openvino``."""
 
     name = "openvino"
 
@@ -59,7 +56,7 @@ class OpenVINO:
         if importlib.util.find_spec("openvino") is None:
             return "openvino is not installed; install fxserve[openvino]"
         if device.type != "cpu":
-            return f"openvino runs on the CPU and this service on {device}"
+            return f"openvino runs on the CPU, not on {device}"
         if precision == "int8" and importlib.util.find_spec("nncf") is None:
             return "int8 needs nncf; install fxserve[openvino]"
         if precision not in ("float32", "int8"):
@@ -94,12 +91,12 @@ class _Compiled:
 
 
 class OpenVINOModule:
-    """A :class:`~fxcore.backends.backend.Lowered` for any size, with models beside it for the usual ones.
+    """A :class:`~fxcore.backends.backend.Lowered` of dynamic size, with fixed models for small batches.
 
     Args:
         path: of the model in OpenVINO's format.
         places: see :func:`~fxcore.backends.backend.distinct_outputs`.
-        usual: shape of one row of each input; other rows are left to the model of any size.
+        usual: shape of one row of each input; fixed models are compiled for such rows only.
         threads: CPU threads that one call may use.
     """
 
@@ -114,7 +111,7 @@ class OpenVINOModule:
         self._core = openvino.Core()
         self._core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
         model = self._core.read_model(path)
-        # Images come as decoders write them, channels last, which is also what the first convolution likes to read.
+        # Decoded images are channels last, in which the first convolution is also fastest.
         self._channels_last = [x.partial_shape.rank.get_length() == 4 for x in model.inputs]
         layouts = openvino.preprocess.PrePostProcessor(model)
         for place, channels_last in enumerate(self._channels_last):
@@ -130,14 +127,14 @@ class OpenVINOModule:
         }
         if threads == 1:
             self._settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
-        check_threads(THREADS_EACH + threads)  # its own workers spin without end where they cannot be started
+        check_threads(THREADS_EACH + threads)  # OpenVINO spins forever if it cannot start its threads
         self._compiled = self._core.compile_model(model, "CPU", self._settings)
         self._any_size = Resident(self._compiled)
         RESIDENTS.add(self._any_size)
         self._bytes = path.with_suffix(".bin").stat().st_size
         self._reshape(model, [torch.Size((2, *row)) for row in usual])
         self._known_beforehand = all(x.partial_shape.is_static for x in model.outputs)
-        # Of a row of the usual size, by the pixel, to be multiplied by those of a batch.
+        # Bytes per input value.
         self._scratch = LIVE_ACTIVATIONS * _largest(model) / sum(2 * row.numel() for row in usual)
         self._model = model if self._bytes <= _FIXED_WEIGHTS and self._known_beforehand else None
         self._fixed: dict[Shapes, _Compiled] = {}
@@ -160,12 +157,12 @@ class OpenVINOModule:
             arrays = [np.empty(shape, dtype) for shape, dtype in known.outputs]
             for place, array in enumerate(arrays):
                 request.set_output_tensor(place, self._tensor(array, shared_memory=True))
-            request.infer(share_outputs=True)  # otherwise it returns copies of them all, which nobody reads
+            request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
         else:
             request.infer(share_outputs=True)
             arrays = [tensor.data.copy() for tensor in request.output_tensors]
             if self._known_beforehand:
-                if len(self._seen) >= _REMEMBERED_SHAPES:
+                if len(self._seen) >= _MAX_KNOWN_SHAPES:
                     self._seen.clear()
                 outputs = [(array.shape, array.dtype) for array in arrays]
                 self._seen[shapes] = _Compiled(self._any_size, outputs, self._scratch_of(inputs))
@@ -173,14 +170,14 @@ class OpenVINOModule:
         return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
 
     def storages(self) -> dict[int, int]:
-        fixed = list(self._fixed.values())  # asked while another thread may compile
-        # Models of a fixed size share the stored weights, and have their own packed ones.
+        fixed = list(self._fixed.values())  # a copy: another thread may compile meanwhile
+        # Fixed models share the stored weights, and have their own packed ones.
         packed = int(self._bytes * _PACKED * (1 + len(fixed)))
         scratch = self._any_size.scratch + sum(one.resident.scratch for one in fixed)
         return {id(self): self._bytes + packed + scratch + _OBJECTS * (1 + len(fixed))}
 
     def _fix(self, shapes: Shapes) -> _Compiled | None:
-        """Compile for ``shapes``, if that is worth it."""
+        """Compile a fixed model for inputs of ``shapes``; None where a limit does not allow it."""
         if self._model is None or shapes[0][0] > _FIXED_ROWS or tuple(shape[1:] for shape in shapes) != self._usual:
             return None
         self._reshape(self._model, shapes)
@@ -189,7 +186,7 @@ class OpenVINOModule:
         if sum(int(self._bytes * _PACKED) + one.scratch for one in self._fixed.values()) + size > _FIXED_BYTES:
             self._model = None
             return None
-        if not RESIDENTS.place():
+        if not RESIDENTS.reserve_fixed():
             return None
         try:
             check_threads(THREADS_EACH)
@@ -207,7 +204,7 @@ class OpenVINOModule:
         return int(self._scratch * sum(x.numel() for x in inputs))
 
     def _reshape(self, model: Any, shapes: Sequence[torch.Size]) -> None:
-        """Make the inputs of ``model`` of ``shapes``, which are channels first."""
+        """Set the input shapes of ``model``; ``shapes`` are channels first."""
         sizes = {}
         for place, ((rows, channels, *rest), last) in enumerate(zip(shapes, self._channels_last, strict=True)):
             sizes[place] = [rows, *rest, channels] if last else [rows, channels, *rest]
@@ -215,7 +212,7 @@ class OpenVINOModule:
 
 
 def _largest(model: Any) -> int:
-    """Bytes of the largest value that ``model`` computes; 0 where sizes are known only afterwards."""
+    """Bytes of the largest value that ``model`` computes; 0 if its sizes are dynamic."""
     computed = (op for op in model.get_ops() if op.get_type_name() not in ("Constant", "Parameter"))
     values = (output for op in computed for output in op.outputs())
     return max((value.tensor.size for value in values if value.partial_shape.is_static), default=0)

@@ -1,9 +1,8 @@
-"""Convolutions with weights packed for oneDNN, which do the activation or the sum that follows as they write.
+"""Convolutions with weights prepacked for oneDNN and a fused activation or sum (oneDNN's post-ops).
 
-At every call torch's own convolution packs its weights anew, and for one image on one thread it often multiplies
-matrices instead: with one image resnet50 takes a third longer so, or twice as long. The operations used here are those
-that torch.compile freezes convolutions into (torch/_inductor/fx_passes/mkldnn_fusion.py; "post-ops" in oneDNN's words).
-They are not public: where one is missing nothing is packed.
+torch's own convolution packs its weights at every call, and for one image on one thread often uses a slower matrix
+multiplication. The operations used here are those that torch.compile freezes convolutions into
+(torch/_inductor/fx_passes/mkldnn_fusion.py). They are private: where one is missing, nothing is packed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from fxcore.transforms.base import hooked
 
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
 _SHAPES = 64
-"""Input shapes for which a convolution looks up the format that is best."""
+"""Most input shapes for which a convolution keeps the best weight format."""
 
 
 class Activation(NamedTuple):
-    """oneDNN's numbers for an activation, and torch's function."""
+    """oneDNN's parameters of an activation, and torch's function."""
 
     numbers: list[float]
     function: Callable[[Tensor], Tensor]
@@ -50,8 +49,7 @@ _NAMES: dict[Any, str] = {
 
 
 def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether :class:`PackedConv2d` can do it: a float32 convolution without hooks on x86, where it was seen to be
-    faster."""
+    """Whether :class:`PackedConv2d` can replace ``module``: a float32 convolution without hooks, on x86."""
     return (
         type(module) is nn.Conv2d
         and not hooked(module)
@@ -65,8 +63,8 @@ def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     )
 
 
-class _Ready(NamedTuple):
-    """A packed weight, and the shape of what comes out."""
+class _Prepared(NamedTuple):
+    """The packed weight for an input shape, and the output shape."""
 
     weight: Tensor
     shape: torch.Size
@@ -75,12 +73,11 @@ class _Ready(NamedTuple):
 class PackedConv2d(nn.Module):
     """``activation(conv(x))`` or ``activation(conv(x) + other)``.
 
-    It holds the weight in the formats that oneDNN asks for and, once it has run, in no other. Few convolutions have
-    more than one, by the input's shape and the number of threads: all that resnet50 gets for batches of 1 to 32 are
-    7 % larger than its weights.
+    It holds the weight in the formats that oneDNN chooses for the input shapes and numbers of threads that it has run
+    with, and, once it has run, in no other. Few convolutions have more than one.
 
     Args:
-        conv: one that :func:`can_be_packed`; its bias is shared.
+        conv: a convolution that :func:`can_be_packed`; its bias is shared.
     """
 
     def __init__(self, conv: nn.Conv2d) -> None:
@@ -92,16 +89,22 @@ class PackedConv2d(nn.Module):
         self._plain: Tensor | None = conv.weight.detach()
         self._bytes = {self._plain.untyped_storage().data_ptr(): self._plain.untyped_storage().nbytes()}
         self._formats: dict[bytes, Tensor] = {}
-        self._seen: dict[tuple[torch.Size, int], _Ready] = {}
+        self._seen: dict[tuple[torch.Size, int], _Prepared] = {}
         self._guard = threading.Lock()
 
     def forward(
         self, x: Tensor, other: Tensor | None = None, activation: str = "none", overwrite: bool = False
     ) -> Tensor:
-        """Of ``x`` ``[batch, channels, height, width]``; with ``overwrite`` the result takes ``other``'s memory."""
-        ready = self._ready(x)
-        if ready is None or (other is not None and not _alike(other, x.dtype, ready.shape)):
-            return self._in_steps(x, other, activation)
+        """Convolve ``x`` ``[N, C, H, W]``.
+
+        Args:
+            other: added to the result.
+            activation: a key of :data:`ACTIVATIONS`, applied last.
+            overwrite: write the result into the memory of ``other``.
+        """
+        ready = self._prepare(x)
+        if ready is None or (other is not None and not _is_alike(other, x.dtype, ready.shape)):
+            return self._unfused(x, other, activation)
         convolution = (ready.weight, self.bias, *self._geometry)
         numbers = ACTIVATIONS[activation].numbers
         made: Tensor
@@ -119,15 +122,15 @@ class PackedConv2d(nn.Module):
         """Bytes of the weight in memory, by address."""
         return self._bytes
 
-    def _in_steps(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
-        """By torch's own operations, which take what oneDNN's do not, and say what is wrong with ``x``."""
+    def _unfused(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
+        """The same by torch's public operations, for inputs that oneDNN's do not take, and for their error messages."""
         padding, stride, dilation, groups = self._geometry
         made = F.conv2d(x, self._dense(), self.bias, stride, padding, dilation, groups)
         return ACTIVATIONS[activation].function(made if other is None else made + other)
 
-    def _ready(self, x: Tensor) -> _Ready | None:
-        """What it takes for inputs like ``x``, on as many threads as the calling thread may use; None if oneDNN's
-        operation cannot do them."""
+    def _prepare(self, x: Tensor) -> _Prepared | None:
+        """Pack the weight for inputs like ``x`` and the calling thread's number of threads; None if oneDNN's operation
+        does not take ``x``."""
         key = (x.shape, torch.get_num_threads())
         ready = self._seen.get(key)
         if ready is None:
@@ -136,10 +139,10 @@ class PackedConv2d(nn.Module):
                 return None
             with self._guard:  # extractors over one model share it
                 if len(self._seen) < _SHAPES:
-                    ready = self._seen[key] = _Ready(self._pack(x.shape), shape)
-                else:  # each format is right, if not the fastest
+                    ready = self._seen[key] = _Prepared(self._pack(x.shape), shape)
+                else:  # all formats are correct; another shape's may be slower
                     near = min(self._seen, key=lambda seen: abs(seen[0].numel() - x.numel()))
-                    ready = _Ready(self._seen[near].weight, shape)
+                    ready = _Prepared(self._seen[near].weight, shape)
         return ready if x.dtype == torch.float32 else None
 
     def _output_shape(self, shape: torch.Size) -> torch.Size | None:
@@ -158,21 +161,21 @@ class PackedConv2d(nn.Module):
         return made
 
     def _dense(self) -> Tensor:
-        """The weight as torch's own convolution takes it."""
+        """The weight for torch's own convolution."""
         plain = self._plain
         dense = next(iter(self._formats.values())).to_dense() if plain is None else plain
         return dense.contiguous(memory_format=torch.channels_last)
 
 
-def _alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether it can be added without being broadcast or converted."""
+def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Whether ``other`` is a tensor of this dtype and shape, which needs no broadcasting or conversion to be added."""
     return isinstance(other, Tensor) and other.dtype == dtype and other.shape == shape
 
 
-def fuse_what_follows(module: fx.GraphModule) -> None:
-    """Let each packed convolution of ``module``, which is out-of-place, do the activation or the sum that follows it.
+def fuse_post_ops(module: fx.GraphModule) -> None:
+    """Fuse each packed convolution of ``module``, which is out-of-place, with the activation or sum that follows it.
 
-    Only where nothing else reads what is between, so never where that is an output.
+    Only if the convolution's value has no other readers and is not an output.
     """
     for node in list(module.graph.nodes):
         if (activation := _activation(module, node)) is not None:
@@ -188,7 +191,7 @@ def fuse_what_follows(module: fx.GraphModule) -> None:
 
 
 def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """oneDNN's name for the activation that the node is, if it is one."""
+    """oneDNN's name of the activation that the node applies; None if it applies none."""
     if len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
         return None
     if node.op == "call_module":
@@ -198,7 +201,7 @@ def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _is_free(module: fx.GraphModule, argument: object) -> bool:
-    """Whether it is a packed convolution that has no activation yet and that one node alone reads."""
+    """Whether ``argument`` is a packed convolution with a single reader and nothing fused to it yet."""
     return (
         isinstance(argument, fx.Node)
         and argument.op == "call_module"
@@ -209,7 +212,7 @@ def _is_free(module: fx.GraphModule, argument: object) -> bool:
 
 
 def _merge(node: fx.Node, conv: fx.Node, args: tuple[Any, ...], activation: str) -> None:
-    """One call of ``conv``'s module in the place of ``node``, and with its name, for both."""
+    """Replace ``conv`` and ``node`` by one call of ``conv``'s module with the name of ``node``."""
     kwargs: dict[str, Any] = {"activation": activation} if activation != "none" else {}
     with node.graph.inserting_before(node):
         made = node.graph.create_node("call_module", conv.target, args, kwargs, name=node.name)

@@ -1,4 +1,4 @@
-"""Compiled models of a process that keep threads and memory between their passes: how many of them there may be."""
+"""Limit the threads and memory that the compiled models of a process hold between passes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 FIXED_MODELS = 24
-"""Most models of a fixed size. OpenVINO starts two threads for each compiled model that computes on several."""
+"""Most fixed models. OpenVINO starts two threads for each compiled model that runs on several threads."""
 
 SCRATCH_BYTES = 512 * 1024**2
 """Most bytes of intermediate values that idle models keep for their next pass."""
 
 IDLE_SECONDS = 10.0
-"""A model of a fixed size that was used since then is not dropped for another one, as that would come back for it."""
+"""A fixed model is dropped for another only if it was idle for longer: else models in use would replace each other."""
 
 
 class Resident:
@@ -23,7 +23,12 @@ class Resident:
 
     Args:
         model: an ``openvino.CompiledModel``.
-        drop: for a model of a fixed size, forgets it; None for one that its extractor cannot do without.
+        drop: removes a fixed model from its extractor; None for a model that the extractor needs.
+
+    Attributes:
+        request: the inference request of this model.
+        scratch: bytes of intermediate values that it holds.
+        used: ``time.monotonic()`` of its last pass.
     """
 
     def __init__(self, model: Any, drop: Callable[[], object] | None = None) -> None:
@@ -37,16 +42,16 @@ class Resident:
         """Free the intermediate values of the last pass."""
         try:
             self._model.release_memory()
-        except RuntimeError:  # it computes at this moment
+        except RuntimeError:  # it is running
             return
         self.scratch = 0
 
 
 class Residents:
-    """All compiled models of a process, which share one allowance of threads and of intermediate values.
+    """All compiled models of a process, which share the limits. Thread-safe.
 
-    Models compute one after another on the device worker, so that what all but the latest keep is only there to be
-    used again. The least recently used give theirs up first.
+    Models run one after another, so the intermediate values of all but the running one are only kept for reuse; those
+    of the least recently used are freed first.
     """
 
     def __init__(self) -> None:
@@ -54,12 +59,12 @@ class Residents:
         self._guard = threading.Lock()
 
     def add(self, resident: Resident) -> None:
-        """Count ``resident`` from now on, until it is garbage-collected."""
+        """Count ``resident`` until it is garbage-collected."""
         with self._guard:
             self._known.add(resident)
 
-    def place(self) -> bool:
-        """Whether there may be one more model of a fixed size; one that was idle for long may be dropped for it."""
+    def reserve_fixed(self) -> bool:
+        """Whether one more fixed model is allowed; one that was idle for long may be dropped for it."""
         with self._guard:
             fixed = [resident for resident in self._known if resident.drop is not None]
             if len(fixed) < FIXED_MODELS:
@@ -73,9 +78,9 @@ class Residents:
         return True
 
     def ran(self, resident: Resident, scratch: int) -> None:
-        """Note that ``resident`` ran and keeps ``scratch`` bytes; others give up theirs where it is too much."""
+        """Record that ``resident`` ran and holds ``scratch`` bytes; free those of others where that is too much."""
         resident.used = time.monotonic()
-        if scratch <= resident.scratch:  # it keeps what its largest pass took
+        if scratch <= resident.scratch:  # it holds what its largest pass needed
             return
         resident.scratch = scratch
         with self._guard:

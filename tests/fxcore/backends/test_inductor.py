@@ -10,7 +10,7 @@ import torch
 
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options, faster_than_eager
-from fxcore.backends.cudagraphs import recorded_size
+from fxcore.backends.cudagraphs import captured_size
 from tests.fxcore.backends.conftest import Build
 
 CPU = torch.device("cpu")
@@ -57,4 +57,4 @@ def test_cuda_graphs(extractor: Build, batch: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16)])
 def test_sizes_that_cuda_graphs_are_recorded_for(rows: int, size: int) -> None:
-    assert recorded_size(rows) == size
+    assert captured_size(rows) == size
