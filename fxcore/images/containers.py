@@ -1,10 +1,9 @@
-"""Image files less everything that decides no pixel.
+"""Strip metadata from image files.
 
-Pillow reads an image's metadata whenever it opens one: it unpacks text and colour profiles, joins comments, and reads
-every tag, at a few microseconds for each of what may be hundreds of thousands; libtiff reads the values of tags that it
-does not know. A file of 67 KB took two seconds of CPU, one of 1 MB a minute and 3.8 GB. Here the structure of a file is
-walked once, with a limit on how many pieces it may have, and what Pillow gets is header, tables and pixels. Only the
-orientation is read from the rest.
+Pillow reads all metadata of an image that it opens: it decompresses text and colour profiles, joins comments, and reads
+each of what may be hundreds of thousands of tags; libtiff reads the values of unknown tags. A small file can cost a
+minute and gigabytes that way. Here the structure of a file is walked once, with a limit on the number of its parts, and
+Pillow gets header, tables and pixels. Only the orientation is read from the rest.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from fxcore.errors import BadImage
 from fxcore.images.orientation import orientation
 
 MAX_PIECES = 16_384
-"""Most chunks of a PNG or WebP, and most blocks before a GIF's first image; 64 MiB in pieces of 4 KiB."""
+"""Most chunks of a PNG or WebP, and most blocks before a GIF's first image: enough for 64 MiB in chunks of 4 KiB."""
 
 MAX_SEGMENTS = 4_096
 """Most segments before a JPEG's first scan; one holds up to 64 KiB."""
 
 MAX_STRIPS = 32_768
-"""Most strips or tiles of a TIFF, and values of any other tag; Pillow takes 34 microseconds for each."""
+"""Most strips or tiles of a TIFF, and values of any other tag; Pillow's time is linear in them."""
 
 MAX_TAGS = 4_096
 """Most tags of a TIFF, which is libtiff's limit too."""
 
-_UNPACKED = 64 * 1024
-"""Most bytes that a compressed text is unpacked to, to look for an orientation."""
+_MAX_TEXT = 64 * 1024
+"""Most bytes of a decompressed text that are searched for an orientation."""
 
-_USUAL_TILE = 2048 * 2048
-"""Pixels of the largest tile that a small image may have; it is unpacked as a whole."""
+_MAX_TILE = 2048 * 2048
+"""Most pixels of a tile of a small image; a tile is decompressed as a whole."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
@@ -58,13 +57,13 @@ _TIFF_SHORT, _TIFF_LONG = 3, 4
 
 
 def stripped(data: bytes) -> tuple[bytes, int]:
-    """The file without what decides no pixel, and its orientation, 1 to 8 (1 of a TIFF, whose decoder turns it).
+    """Strip the file's metadata, and return it with its EXIF orientation, 1 to 8.
 
-    The file itself where there is nothing to leave out, or where it is of another format. A damaged one is left as
-    damaged as it is, for its decoder to say so.
+    A file without metadata, or of another format, is returned as it is, and so is a damaged one, for the decoder to
+    refuse. The orientation of a TIFF is 1: its decoder applies it.
 
     Raises:
-        BadImage: it is made of more pieces than any program writes.
+        BadImage: it has more chunks, segments, blocks, tags or values than any program writes.
     """
     for start, strip in _FORMATS.items():
         if data.startswith(start):
@@ -119,9 +118,9 @@ def _text(kind: bytes, value: bytes) -> bytes:
         packed = value[:1] == b"\1"
         value = value[2:].partition(b"\0")[2].partition(b"\0")[2]
     if not packed:
-        return value[:_UNPACKED]
+        return value[:_MAX_TEXT]
     try:
-        return zlib.decompressobj().decompress(value, _UNPACKED)
+        return zlib.decompressobj().decompress(value, _MAX_TEXT)
     except zlib.error:
         return b""
 
@@ -245,7 +244,7 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
             sides[tag] = struct.unpack_from(order + ("H" if kind == _TIFF_SHORT else "I"), value)[0]
     pixels = sides.get(_TIFF_WIDTH, 0) * sides.get(_TIFF_HEIGHT, 0)
     tile = sides.get(_TIFF_TILE_WIDTH, 0) * sides.get(_TIFF_TILE_HEIGHT, 0)
-    if tile > max(_USUAL_TILE, 4 * pixels):
+    if tile > max(_MAX_TILE, 4 * pixels):
         raise BadImage(f"the TIFF has tiles of {tile:,} pixels for an image of {pixels:,}; save it anew, or as PNG")
     directory = struct.pack(order + count, len(kept)) + b"".join(kept.values()) + struct.pack(order + word, 0)
     padding = bytes(len(data) % 2)

@@ -1,20 +1,19 @@
-"""Encoded bytes → rows of a model's input, by one of three ways.
+"""Decode and preprocess images to rows of a model's input, in one of three modes.
 
-- ``default`` is what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
-  apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg) and everything else
-  by PIL, whose pixels are the same; what they do not take, or find the slightest fault with, PIL decodes or refuses.
-  torchvision decodes PNG files of 16 bits a value, whose lower bits count, and GIF files, where it knows another
-  background than PIL. The orientation is applied to WebP too, where torchvision leaves it.
-- ``pil`` is ``weights.transforms()`` of the PIL image, to the bit.
-- ``fast`` is as ``default``, but a JPEG of over four times the size that is needed is decoded at a half or a quarter,
-  where the weights resize bilinearly, which leaves twice the pixels that are needed in each direction. Pixels are then
-  off by a few tenths of a grey level in the mean and by up to 10 at hard edges, and the cosine of features is over
-  0.9998.
+- ``default``: what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
+  apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with
+  equal pixels; PIL decodes or refuses files that simplejpeg does not take. torchvision decodes 16-bit PNG files, to
+  keep their lower bits, and GIF files, whose background differs from PIL's. The EXIF orientation is applied to WebP
+  too, which torchvision does not do.
+- ``pil``: ``weights.transforms()`` of the PIL image, to the bit.
+- ``fast``: like ``default``, but where the weights resize bilinearly, a JPEG of at least four times the target height
+  and width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level in the mean and
+  by up to 10 at hard edges; the cosine similarity of features is over 0.9998.
 
-What is resized and cropped stays bytes, a quarter of what floats take to copy and to bring to a device, until its batch
-is complete, and is normalised there, channels last.
+Resized and cropped images stay uint8, a quarter of the bytes of floats, until their batch is complete; they are
+normalised on the device, channels last.
 
-Views are made by NumPy here: each call into torch releases the GIL and has to wait for it again.
+Views are NumPy's here: each call into torch releases the GIL and has to acquire it again.
 """
 
 from __future__ import annotations
@@ -41,23 +40,24 @@ WAYS = {
     "pil": "weights.transforms()(PIL image)",
     "fast": "as default, and large JPEG files are decoded at a half or a quarter",
 }
-"""What an image becomes by each, as Python says it where that is all."""
+"""What each mode computes, as Python where that says it all."""
 
-# An eighth keeps one value of each block of 8 x 8, and features then differ visibly.
+# Not 1/8, which keeps one value of each 8 x 8 block: features would differ visibly.
 _DENOMINATORS = (4, 2)
 _OVERSAMPLING = 2
 
-_REMEMBERED_WIDTHS = 64
+_MAX_WIDTHS = 64
 _PNG_DEPTH = 24
 _PIXEL_BYTES = 4
-"""A pixel in PIL's memory, and in what is resized."""
+"""Bytes of a pixel in PIL's memory, and in the resizing."""
 
 
 def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> Tensor:
-    """The pixels of an image as uint8 ``[H, W, 3]``, 16-bit values by their upper eight bits.
+    """Decode an image to uint8 ``[H, W, 3]``; of 16-bit values the upper eight bits.
 
     Args:
-        exactly: whether the background of a GIF is torchvision's, else it is PIL's.
+        max_pixels: most pixels of the image.
+        exactly: give GIF files torchvision's background; otherwise they have PIL's.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
@@ -70,15 +70,13 @@ def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> 
 
 
 class Decoder:
-    """Does what ``preprocessing`` does, from encoded bytes or from pixels.
-
-    Several threads may use it; torch should be set to one thread in each of them.
+    """Applies ``preprocessing`` to encoded images or pixels. Thread-safe; set torch to one thread in each thread.
 
     Attributes:
-        plain: whether the preprocessing is no more than antialiased resizing, cropping and normalising.
-        scales: whether ``fast`` is any faster than ``default``.
-        dtype: of the rows that images become: uint8 where ``plain``, resized and cropped but not normalised yet; else
-            float32. Images of 16 bits a value become float32 anyway, but for ``pil``.
+        plain: whether the preprocessing is antialiased resizing, cropping and normalising only.
+        scales: whether ``fast`` is faster than ``default``.
+        dtype: of the rows: uint8 if ``plain``, resized and cropped but not normalised yet; else float32. 16-bit images
+            become float32 in either case, but not in the mode ``pil``.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:
@@ -100,7 +98,8 @@ class Decoder:
         """One encoded image → one row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
 
         Args:
-            way: one of :data:`WAYS`.
+            max_pixels: most pixels of the image.
+            way: a key of :data:`WAYS`.
 
         Raises:
             BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
@@ -116,7 +115,7 @@ class Decoder:
             denominator = _denominator(stored, (height, width)) if way == "fast" and self.scales else 1
             pixels = _jpeg(data, stored, denominator, "RGB" if denominator > 1 else "RGBX")
             if pixels is not None and denominator > 1:
-                # Turned last: it is less to turn, and what a scaled decoder pads stays at the lower right.
+                # Rotated last: there are fewer pixels then, and the scaled decoder's padding stays at the lower right.
                 scaled = _turned(_scaled_down(pixels, (height, width), stored, denominator), turn)
                 return _tensor(scaled[self.kept(*scaled.shape[:2])])
             if pixels is not None:
@@ -149,11 +148,11 @@ class Decoder:
         return (3 + _PIXEL_BYTES) * pixels + self._preprocessing.held(height, width)
 
     def batch(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """Rows → the model's input, on the device that they are on.
+        """Normalise rows on their device.
 
         Args:
-            rows: uint8 ``[N, H, W, 3]``; floats are the model's input already.
-            out: where to write it: float32 ``[N, H, W, 3]``. Without it, memory is allocated.
+            rows: uint8 ``[N, H, W, 3]``; floats are returned as they are.
+            out: float32 ``[N, H, W, 3]`` to write to; allocated without it.
 
         Returns:
             ``[N, 3, H, W]``, channels last.
@@ -162,15 +161,15 @@ class Decoder:
             return rows
         floats = torch.empty(rows.shape, device=rows.device) if out is None else out
         mean, std = self._line(rows.device, rows.shape[2])
-        floats.copy_(rows).div_(255).sub_(mean).div_(std)  # step by step, to be rounded as torchvision's are
+        floats.copy_(rows).div_(255).sub_(mean).div_(std)  # step by step, with torchvision's rounding
         return floats.permute(0, 3, 1, 2)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that an image of that size is resized to; where ``plain``."""
+        """Height and width that an image of that size is resized to; only if ``plain``."""
         return resized_size(self._resize, height, width)
 
     def kept(self, height: int, width: int) -> tuple[slice, slice]:
-        """Lines and columns that cropping keeps of a resized image of that size; where ``plain``."""
+        """Rows and columns of a resized image of that size that the crop keeps; only if ``plain``."""
         if self._crop is None:
             return slice(None), slice(None)
         sides = ((height, self._crop[0]), (width, self._crop[-1]))
@@ -178,17 +177,17 @@ class Decoder:
         return lines, columns
 
     def _line(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of a line, ``[width, 3]`` each: with ``[3]`` torch would compute pixel by pixel."""
+        """Mean and standard deviation, ``[width, 3]`` each: with ``[3]`` torch's broadcasting is slow."""
         line = self._lines.get((device, width))
         if line is None:
-            if len(self._lines) >= _REMEMBERED_WIDTHS:
+            if len(self._lines) >= _MAX_WIDTHS:
                 self._lines.clear()
             mean, std = (value.to(device).repeat(width, 1) for value in (self._mean, self._std))
             line = self._lines[device, width] = mean, std
         return line
 
     def _turned_size(self, stored: tuple[int, int], turn: int) -> tuple[int, int]:
-        """Height and width that an image is resized to, before it is turned."""
+        """Height and width that an image is resized to before its orientation is applied."""
         if turn >= 5:
             width, height = self.resized(stored[1], stored[0])
             return height, width
@@ -201,7 +200,7 @@ class Decoder:
 
 
 def _is_plain(preset: object) -> bool:
-    """Whether ``preset`` resizes, crops and normalises, and in a way that :mod:`fxcore.images.resizing` does."""
+    """Whether ``preset`` only resizes, crops and normalises, in a mode of :mod:`fxcore.images.resizing`."""
     if type(preset) not in (ImageClassification, SemanticSegmentation):
         return False
     assert isinstance(preset, (ImageClassification, SemanticSegmentation))
@@ -211,7 +210,7 @@ def _is_plain(preset: object) -> bool:
 
 
 def is_deep(data: bytes) -> bool:
-    """Whether ``data`` is a PNG file of 16 bits a value."""
+    """Whether ``data`` is a PNG file with 16 bits per sample."""
     return data[:4] == b"\x89PNG" and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10"
 
 
@@ -223,7 +222,7 @@ def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
 
 
 def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], int] | None:
-    """Height and width of a JPEG file as it is stored, and its orientation; None of what PIL has to decode.
+    """Stored height and width of a JPEG file, and its orientation; None for files that PIL must decode.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.image_header`.
@@ -238,7 +237,8 @@ def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], 
 
 
 def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str = "RGB") -> Pixels | None:
-    """The pixels as stored, ``[ceil(H / denominator), ceil(W / denominator), len(space)]``; None if PIL has to look."""
+    """Decode to ``[ceil(H / denominator), ceil(W / denominator), len(space)]``, orientation not applied; None for files
+    that PIL must decode or refuse."""
     height, width = (-(-side // denominator) for side in stored)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data, space, min_height=height, min_width=width)
@@ -254,9 +254,9 @@ def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels
 
 
 def _by_torchvision(data: bytes, max_pixels: int | None) -> Tensor:
-    """``[3, H, W]`` as ``decode_image`` gives it, of a file that PIL finds no fault with: uint8, or uint16 of 16 bits.
+    """Decode a file that PIL accepts by ``decode_image``: uint8 ``[3, H, W]``, uint16 for 16-bit samples.
 
-    What it cannot decode is PIL's.
+    PIL's pixels for files that ``decode_image`` cannot decode.
     """
     image = open_image(data, max_pixels)
     encoded, turn = stripped(data)
@@ -273,12 +273,12 @@ def _by_torchvision(data: bytes, max_pixels: int | None) -> Tensor:
 
 
 def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int) -> Pixels:
-    """``[h, w, 3]``, decoded at a fraction of the size ``stored`` → ``[*target, 3]``."""
-    # With the stride that NumPy gives to ``[None]``, 0, torch would take the image for planes: it would unpack and pack
-    # its values one by one, and leave as many copies of bytes to the crop, which is 0.42 ms instead of 0.18.
+    """Resize ``[h, w, 3]``, decoded at a fraction of the size ``stored``, to ``[*target, 3]``."""
+    # With the stride 0 that NumPy gives to ``[None]``, torch would not recognise the image as channels last, and would
+    # resize planes, which takes twice as long.
     batch = torch.from_numpy(pixels.reshape(1, *pixels.shape).transpose(0, 3, 1, 2))
     # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
-    # Rounding must not lose a row: the factor is raised by less than a float can tell of a coordinate.
+    # Rounding must not lose a row: the factor is increased by less than the precision of a float32 coordinate.
     factors = [want * denominator / have * (1 + 1e-12) for want, have in zip(target, stored, strict=True)]
     batch = interpolate(batch, scale_factor=factors, recompute_scale_factor=False, mode="bilinear", antialias=True)
     resized: Pixels = batch.numpy()[0].transpose(1, 2, 0)
@@ -286,14 +286,14 @@ def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int
 
 
 def _tensor(pixels: Pixels) -> Tensor:
-    """``pixels`` side by side in memory."""
-    # NumPy calls an array contiguous whatever stride an axis of one pixel has; torch takes none below zero.
+    """``pixels`` as a contiguous tensor."""
+    # NumPy calls an array contiguous whatever the stride of an axis of size 1; torch takes no negative stride.
     pixels = pixels.copy() if min(pixels.strides) < 0 else np.ascontiguousarray(pixels)
     return torch.from_numpy(pixels)
 
 
 def _turned(pixels: Pixels, turn: int) -> Pixels:
-    """``[H, W, 3]`` with an EXIF orientation applied; a view."""
+    """Apply an EXIF orientation to ``[H, W, 3]``; returns a view."""
     match turn:
         case 2:
             return pixels[:, ::-1]

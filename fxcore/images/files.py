@@ -1,4 +1,4 @@
-"""Encoded bytes → an RGB image, by PIL."""
+"""Open image files by PIL, and read their headers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from fxcore.images.containers import stripped
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
-# Segments of a JPEG file that decide neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
-# and the applications' own, all but APP1, which is EXIF or XMP.
+# Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
+# and application segments except APP1, which is EXIF or XMP.
 _JPEG_SKIPPED = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
 _JPEG_PROGRESSIVE = 0xC2
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
 _JPEG_SEGMENT = struct.Struct(">BBHBHHB")
-"""A marker, a length, and what follows in a frame: bits of a value, height, width, components. In a scan the components
+"""Marker, length, and in a frame header: bits per sample, height, width, components. In a scan header the components
 come first."""
 _MAX_JPEG_SEGMENTS = 64
-"""More segments than cameras and programs write before the first scan."""
+"""Most segments before the first scan for the fast header reader; cameras and programs write fewer."""
 
 MAX_SCANS = 100
-"""Most scans of a JPEG file, the limit that libtiff has too; progressive files have about ten. Each scan costs a pass
-over all pixels, however few bytes it has: a file of 78 KB with 500 took 19 s."""
+"""Most scans of a JPEG file, which is libtiff's limit too; progressive files have about ten. Each scan costs a pass
+over all pixels, however few bytes it has."""
 
 _MAX_MARKERS = 1000
-"""Most markers of a JPEG file, restarts aside: each scan has a few tables before it."""
+"""Most markers of a JPEG file without restarts: each scan has a few tables before it."""
 
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _JPEG_END = 0xD9
 
-# What each orientation asks of a viewer.
+# The transpose that applies each orientation.
 _TURNS = {
     2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
     3: PIL.Image.Transpose.ROTATE_180,
@@ -52,28 +52,28 @@ _TURNS = {
 }
 
 _RGB_BYTES = 4
-"""What PIL takes for a pixel of any mode but those of :data:`_MODE_BYTES`."""
+"""Bytes of a pixel in PIL's memory, for all modes but those in :data:`_MODE_BYTES`."""
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1}
 _BESIDE_BYTES = {"WEBP": 12, "TIFF": 8}
-"""What their decoders hold for a pixel beside PIL's image: libwebp two canvases and its answer, libtiff a strip, which
-may be all of the image. Peaks of 16 bytes were measured for WebP, and of 7 to 11.5 for TIFF, by mode."""
+"""Bytes per pixel that decoders hold beside PIL's image: libwebp two canvases and its output, libtiff a strip, which
+may be the whole image."""
 _JPEG_COEFFICIENT_BYTES = 2
-"""What libjpeg holds for each component of a pixel where there is more than one scan."""
+"""Bytes per component of a pixel that libjpeg holds for files with more than one scan."""
 
-# The caller limits the size, by the header; PIL's own limit would only add a second answer.
+# The caller limits the size by the header; PIL's own limit would be a second one.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
-# Palettes with transparency and odd EXIF are converted all the same. Filtered once for the process: ``catch_warnings``
-# is made for one thread, and in several its list of filters grew with every image.
+# Palettes with transparency and odd EXIF are converted without warnings. Filtered once for the process:
+# ``catch_warnings`` is not thread-safe, and its list of filters would grow with every image.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 class Header(NamedTuple):
-    """What the first bytes of an image say.
+    """The header of an image.
 
     Attributes:
-        height, width: in pixels, as they will be once the EXIF orientation is applied.
-        held: most bytes that :func:`open_image` holds at a time, the file aside.
+        height, width: in pixels, with the EXIF orientation applied.
+        held: peak bytes of :func:`open_image`, without the file.
     """
 
     height: int
@@ -82,12 +82,12 @@ class Header(NamedTuple):
 
 
 def image_header(data: bytes, max_pixels: int | None = None) -> Header:
-    """Size and cost of an image, from its header alone. No pixel is decoded, and no metadata but the orientation read.
+    """Read the header of an image. Nothing is decoded, and no metadata but the orientation is read.
 
     Raises:
-        BadImage: not an image in one of :data:`FORMATS`, a JPEG of over :data:`MAX_SCANS` scans, or a file of more
-            pieces than any program writes; see :mod:`fxcore.images.containers`.
-        ImageTooLarge: more than ``max_pixels``.
+        BadImage: not an image in one of :data:`FORMATS`, a JPEG with over :data:`MAX_SCANS` scans, or a file over the
+            limits of :mod:`fxcore.images.containers`.
+        ImageTooLarge: it has more than ``max_pixels``.
     """
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
@@ -107,17 +107,17 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
 
 
 def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
-    """Height and width of :func:`image_header`, which see."""
+    """Height and width of an image by :func:`image_header`."""
     return image_header(data, max_pixels)[:2]
 
 
 def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | None:
-    """The header of a JPEG file in grey or colour without an EXIF orientation; None of anything else.
+    """Read the header of a JPEG file in grey or colour without EXIF; None for other files.
 
-    It takes a tenth of the time that PIL does, and never waits for the GIL.
+    Much faster than PIL, and it does not release the GIL.
 
     Raises:
-        BadImage: over :data:`MAX_SCANS` scans.
+        BadImage: it has over :data:`MAX_SCANS` scans.
         ImageTooLarge: see :func:`image_header`.
     """
     if data[:2] != b"\xff\xd8":
@@ -150,7 +150,7 @@ def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | No
 
 
 def has_plain_header(data: bytes) -> bool:
-    """Whether :func:`plain_jpeg_header` knows the size of ``data``, or its refusal."""
+    """Whether :func:`plain_jpeg_header` can read the header of ``data``."""
     try:
         return plain_jpeg_header(data, 0) is not None
     except ImageTooLarge:
@@ -160,14 +160,14 @@ def has_plain_header(data: bytes) -> bool:
 
 
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
-    """Decode to RGB with the EXIF orientation applied; of an animation the first frame.
+    """Decode an image, or the first frame of an animation, to RGB, with the EXIF orientation applied.
 
-    Alpha is dropped, as PIL does; 16-bit grey keeps its upper eight bits instead of being clipped.
+    Alpha is dropped, as by PIL; 16-bit grey keeps its upper eight bits, where PIL would clip.
 
     Raises:
         BadImage: not an image, truncated or damaged.
-        BadArgument: not the bytes of a file, but its name or something else.
-        ImageTooLarge: the header says more than ``max_pixels``; nothing has been decoded.
+        BadArgument: ``data`` is not bytes.
+        ImageTooLarge: by its header it has more than ``max_pixels``; nothing was decoded.
 
     >>> file = io.BytesIO()
     >>> PIL.Image.new("L", (4, 2), 7).save(file, "png")
@@ -176,7 +176,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     ('RGB', (4, 2), (7, 7, 7))
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise BadArgument(f"an image is the bytes of its file, as Path(...).read_bytes() gives, not {data!r:.100}")
+        raise BadArgument(f"an image is the bytes of its file, from Path(...).read_bytes(), not {data!r:.100}")
     image, turn = open_within_limit(data, max_pixels)
     format = image.format or "image"
     try:
@@ -191,9 +191,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
 
 
 def open_within_limit(data: bytes, max_pixels: int | None = None) -> tuple[PIL.Image.Image, int]:
-    """The header of an image: its format, mode and size, and the orientation that is yet to be applied, 1 to 8.
-
-    Nothing is decoded.
+    """Open an image without decoding it: returns the PIL image, and the orientation to apply to it, 1 to 8.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`image_header`.
@@ -222,7 +220,11 @@ def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Refuse a JPEG of too many scans."""
+    """Check the number of scans of a JPEG.
+
+    Raises:
+        BadImage: there are too many.
+    """
     scans, place = 0, 2
     for _ in range(_MAX_MARKERS):
         marker = _JPEG_MARKER.search(data, place)

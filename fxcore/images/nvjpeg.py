@@ -1,16 +1,15 @@
-"""Many JPEG files → rows of a model's input, decoded together and resized on the device: on CUDA, by nvJPEG.
+"""Decode batches of JPEG files and resize them on the device; on CUDA by nvJPEG.
 
-Beside :class:`~fxcore.images.decoding.Decoder`, which decodes one file after another on the CPU:
+Differences from :class:`~fxcore.images.decoding.Decoder`, which decodes file by file on the CPU:
 
-- Resizing is torch's on floats, as CUDA has none that antialiases bytes, and rounds once where PIL rounds after each of
-  its two passes: of equal pixels it makes values that differ by one grey level at most.
-- Every file is decoded at its full size.
-- The pixels are nvJPEG's, whose arithmetic may differ by a few levels. Where a file stores a quarter or half of its
-  chroma, torchvision has nvJPEG repeat it, and libjpeg interpolates. libjpeg-turbo told to repeat it, which stands in
-  for nvJPEG here, gives 500 x 375 photographs that are off by 0.35 grey levels in the mean after resizing, and by up to
-  27 at edges of colour (300 x 260: 0.65 and 34); the cosine of resnet18's features is over 0.9997.
+- Resizing is torch's on floats, since CUDA has no antialiased resizing of uint8. It rounds once, where PIL rounds after
+  each of its two passes: for equal pixels, values differ by one grey level at most.
+- Files are decoded at full size.
+- nvJPEG's arithmetic may differ by a few grey levels. For chroma subsampling, torchvision makes nvJPEG repeat values
+  where libjpeg interpolates. libjpeg-turbo set to repeat them gives, after resizing, values that differ by less than a
+  grey level in the mean and by up to 34 at edges of colour; the cosine similarity of features is over 0.9997.
 
-Not run on a GPU yet: all of it but the device's name is tested on the CPU, where torchvision decodes lists by libjpeg.
+Not run on a GPU yet: all but the device's name is tested on the CPU, where torchvision decodes lists by libjpeg.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from fxcore.images.files import plain_jpeg_header
 
 
 class JpegBatches:
-    """Decodes JPEG files as ``decoder`` does, many at a time on ``device``. Several threads may use it.
+    """Applies the preprocessing of ``decoder`` to batches of JPEG files on ``device``. Thread-safe.
 
     Args:
-        decoder: one that ``scales``.
-        device: where files are decoded and rows are made.
+        decoder: one whose ``scales`` is True.
+        device: the device to decode and resize on.
     """
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
@@ -41,27 +40,28 @@ class JpegBatches:
         self._device = device
 
     def takes(self, data: bytes) -> bool:
-        """Whether a file is for :meth:`rows`, by its header and its last two bytes.
+        """Whether :meth:`rows` can decode a file, by its header and last two bytes.
 
-        Those are complete JFIF files in grey or colour without EXIF: nvJPEG may make an image of a file that is cut
-        short, which PIL refuses.
+        It must be a complete JFIF file in grey or colour without EXIF: nvJPEG may decode a truncated file, which PIL
+        refuses.
 
         Raises:
             BadImage: see :func:`fxcore.images.files.plain_jpeg_header`.
         """
-        # Without a JFIF segment libjpeg looks at others to tell RGB from YCbCr, and nvJPEG may decide otherwise.
+        # Without a JFIF segment, libjpeg guesses RGB or YCbCr from other segments, and nvJPEG may guess differently.
         jfif = data[:4] == b"\xff\xd8\xff\xe0" and data[6:11] == b"JFIF\0"
         return jfif and data[-2:] == b"\xff\xd9" and plain_jpeg_header(data) is not None
 
     def rows(self, files: Sequence[bytes]) -> Tensor:
-        """Rows for :meth:`fxcore.images.decoding.Decoder.batch`, complete on the device: uint8 ``[N, H, W, 3]``.
+        """Decode files to rows for :meth:`fxcore.images.decoding.Decoder.batch`: uint8 ``[N, H, W, 3]`` on the device.
 
         Args:
-            files: that :meth:`takes` takes, of any sizes from which the model makes one. Nothing limits them here.
+            files: files that :meth:`takes` accepts, of any sizes, which are not limited here; they must have one size
+                after preprocessing.
 
         Raises:
-            Exception: as torch, torchvision and nvJPEG raise them, of a file that is damaged or of a kind that is not
-                decoded here, or without memory. Which file it is they do not say.
+            Exception: whatever torch, torchvision and nvJPEG raise for a damaged or unsupported file, or out of memory;
+                it does not say which file.
         """
         encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files]
         with _own_stream(self._device):
@@ -80,7 +80,7 @@ class JpegBatches:
 
 
 class _Streams(threading.local):
-    """The calling thread's, by device."""
+    """CUDA streams of the calling thread, by device."""
 
     def __init__(self) -> None:
         self.by_device: dict[torch.device, torch.cuda.Stream] = {}
@@ -91,10 +91,10 @@ _streams = _Streams()
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Queue work for a CUDA device on a stream that is the calling thread's alone, and wait for it, failed or not.
+    """Run the block on a CUDA stream of the calling thread alone, and synchronise it at the end, also after an error.
 
-    torchvision has nvJPEG write into memory that is free on the calling thread's stream, from another stream that does
-    not wait for this one (https://github.com/pytorch/vision/pull/9606): nothing may be left to do here by then.
+    torchvision makes nvJPEG write to memory of the caller's stream from another stream without waiting for the former
+    (https://github.com/pytorch/vision/pull/9606), so no work may be pending on it.
     """
     if device.type != "cuda":
         yield

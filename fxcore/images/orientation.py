@@ -1,4 +1,4 @@
-"""Which way up an image is to be shown, read from its EXIF or XMP block and nothing else."""
+"""Read the orientation of an image from its EXIF or XMP block."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _IN_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
-    """The orientation, 1 to 8; from 5 on height and width change places.
+    """The orientation, 1 to 8 (EXIF tag 0x0112); from 5 on, height and width are swapped.
 
-    It is the EXIF block's if that has one, else the XMP packet's, as Pillow has it. What is damaged counts as upright.
+    The EXIF block's, or else the XMP packet's, as in Pillow; 1 where the block is damaged.
 
     Args:
         exif: a TIFF header and its first directory, with or without ``Exif\\0\\0`` before it.
@@ -34,7 +34,7 @@ def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
 
 
 def _in_exif(block: bytes) -> int | None:
-    """The value of the tag in the first directory; 0 where it is there and makes no sense."""
+    """The value of the tag in the first directory; 0 if it is invalid, None if there is none."""
     start = 6 if block.startswith(b"Exif\0\0") else 0
     order = {b"II": "<", b"MM": ">"}.get(block[start : start + 2])
     if order is None or len(block) < start + _HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Where the pixels of an image are in the model's input, after it was resized and cropped."""
+"""Map coordinates of an image to those of the model's input, after resizing and cropping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fxcore.errors import BadBox
 
 _TOLERANCE = 1.0
-"""Pixels that a box may reach over the edge of its image: annotations and detectors round."""
+"""Pixels that a box may extend beyond its image: annotations and detectors round."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Placement:
 
     Attributes:
         image: height and width of the image.
-        scale_y, scale_x: what it was resized by.
-        top, left: what was cropped away there; negative where it was padded.
-        seen: height and width of the input that the image can be in: the crop, and of a padded image what is no
-            padding.
+        scale_y, scale_x: resized size over original size.
+        top, left: pixels of the resized image that were cropped there; negative for padding.
+        seen: height and width of the part of the input that the image can cover: the crop, or the input without
+            padding at the bottom and right.
     """
 
     image: tuple[int, int]
@@ -36,15 +36,14 @@ class Placement:
     def carry(self, boxes: Sequence[Sequence[float]]) -> Tensor:
         """Boxes in pixels of the image → float32 ``[n, 4]`` in pixels of the input.
 
-        A box that the crop cuts stays whole: what lies outside of the input is pooled as
-        :func:`torchvision.ops.roi_align` does, which takes zeros from there.
+        A box that extends beyond the input is not clipped: :func:`torchvision.ops.roi_align` pools zeros there.
 
         Args:
             boxes: ``x1, y1, x2, y2`` each.
 
         Raises:
-            BadBox: one that is not four finite numbers, is empty or inverted, or lies outside of the image or of the
-                part of it that the model sees; ``box`` in ``extra`` says which.
+            BadBox: a box is not four finite numbers, is empty or inverted, or lies outside of the image or of the part
+                of it that the model sees; ``box`` in ``extra`` is its index.
 
         >>> Placement((480, 640), 0.5, 0.5, 8, 48, (224, 224)).carry([[100, 50, 300, 250]])
         tensor([[  2.,  17., 102., 117.]])
@@ -77,8 +76,11 @@ class Placement:
 
 
 def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, int]) -> Placement:
-    """The placement of an image that is resized and then centred in a ``crop``, as torchvision's ``center_crop`` does:
-    it is cut where it is larger and padded where it is smaller. All are height and width."""
+    """The placement of an image that is resized and then centre-cropped or padded, as by torchvision's ``center_crop``.
+
+    Args:
+        image, resized, crop: height and width of the image, of the resized image, and of the crop.
+    """
     (height, width), (resized_height, resized_width) = image, resized
     top, left = (_before(have, want) for have, want in zip(resized, crop, strict=True))
     return Placement(image, resized_height / height, resized_width / width, top, left, crop)

@@ -1,8 +1,7 @@
-"""An RGB image → the tensor that a set of weights wants.
+"""The preprocessing of published weights: RGB image → input tensor.
 
-The preprocessing is the weights' own: torchvision's presets for classifiers, segmentation, video and optical flow; the
-detectors' own transform for detectors. It takes PIL images, which PIL resamples as it did when the weights were made,
-and tensors, which torch resamples.
+It is torchvision's presets for classification, segmentation, video and optical flow, and for detectors the model's own
+transform. PIL images are resampled by PIL, as when the weights were trained, and tensors by torch.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from fxcore.errors import BadTensor
 from fxcore.images.placement import Placement, cropped
 
 _PIL_BYTES = 4
-"""A pixel of RGB in PIL."""
+"""Bytes of an RGB pixel in PIL."""
 
 _NORMALIZING_BYTES = 3 + 3 * 3 * 4
-"""A pixel's three values as bytes and in three float32 tensors, which normalising holds at a time."""
+"""Peak bytes per pixel of normalising: three values as uint8, and in three float32 tensors."""
 
 
 class Preprocessing(ABC):
-    """What turns an image into a model's input. One subclass for each of torchvision's kinds.
+    """Turns images into a model's input; a subclass for each kind of model.
 
     >>> from fxcore import get_model
     >>> preprocessing = get_model("resnet50").preprocessing()
@@ -40,57 +39,51 @@ class Preprocessing(ABC):
     """
 
     layout = "NCHW"
-    #: whether images of different sizes can form one batch by padding, as detectors do
+    #: whether images of different sizes are padded to form one batch, as for detectors
     pads = False
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The parameters, in torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
+        """The parameters by torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
 
     @abstractmethod
     def image(self, image: PIL.Image.Image) -> Tensor:
         """One RGB image → float32 ``[C, H, W]``."""
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        """One image as a uint8 tensor ``[3, H, W]`` → float32 ``[C, H, W]``.
-
-        What knows no tensors is given the PIL image of the same pixels.
-        """
+        """One image as a uint8 tensor ``[3, H, W]`` → float32 ``[C, H, W]``; by default by way of a PIL image."""
         return self.image(F.to_pil_image(pixels))
 
     @abstractmethod
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of what :meth:`image` makes of an image of that size."""
+        """Height and width of the result of :meth:`image` for an image of that size."""
 
     @abstractmethod
     def nominal_size(self) -> tuple[int, int]:
-        """The input size to annotate a graph for when nothing else is known."""
+        """Height and width of the usual input."""
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the largest intermediate image that :meth:`image` makes of an image of that size.
+        """Height and width of the largest intermediate image in :meth:`image` for an image of that size.
 
-        A long thin image grows without bounds where its shorter side is resized and the rest is cropped away later.
+        It is not bounded where the shorter side is resized to a size and the longer one is cropped later.
         """
         return self.output_size(height, width)
 
     def placement(self, height: int, width: int) -> Placement:
-        """Where the pixels of an image of that size are in what :meth:`image` makes of it."""
+        """Where the pixels of an image of that size are in the result of :meth:`image`."""
         return cropped((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def held(self, height: int, width: int) -> int:
-        """Most bytes that :meth:`image` holds at a time beside an image of that size.
-
-        Its values as bytes, as floats, and twice more while they are normalised, all at the size of the image.
-        """
+        """Peak bytes of :meth:`image` for an image of that size, without the image."""
         return _NORMALIZING_BYTES * (height * width + math.prod(self.output_size(height, width)))
 
     @property
     def fixed_size(self) -> bool:
-        """Whether every image becomes the same size."""
+        """Whether all images become the same size."""
         return self.output_size(300, 900) == self.output_size(1700, 400)
 
     def tensor(self, array: Tensor) -> Tensor:
-        """uint8 images ``[N, H, W, 3]`` → the float32 batch that the same images would give as lossless files.
+        """uint8 images ``[N, H, W, 3]`` → the float32 batch, equal to that of the same images as lossless files.
 
         Raises:
             BadTensor: another shape or dtype, or a size of 0.
@@ -102,15 +95,15 @@ class Preprocessing(ABC):
         return torch.stack([self.pixels(one.permute(2, 0, 1)) for one in array])
 
     def normalization(self) -> tuple[list[float], list[float]] | None:
-        """The mean and standard deviation that it ends with, per channel of values in [0, 1]; None where more follows,
-        as a detector's padding with zeros does."""
+        """Mean and standard deviation per channel, for values in [0, 1], if normalising is the last step; None if more
+        follows, such as a detector's zero padding."""
         return None
 
     def without_normalization(self) -> Preprocessing:
-        """The same, without its last step: values stay in [0, 1].
+        """The same preprocessing without normalising, its last step: values are in [0, 1].
 
         Raises:
-            BadTensor: that is not its last step.
+            BadTensor: normalising is not the last step.
         """
         raise BadTensor("the normalisation of this model's images is not the last step of their preprocessing")
 
@@ -118,7 +111,7 @@ class Preprocessing(ABC):
         """Images of one size → a batch ``[N, C, H, W]``.
 
         Raises:
-            BadTensor: the sizes differ and this model cannot pad.
+            BadTensor: the sizes differ, and this preprocessing does not pad.
         """
         sizes = {tuple(image.shape[-2:]) for image in images}
         if len(sizes) > 1:
@@ -253,7 +246,7 @@ class DetectorPreprocessing(Preprocessing):
 
 
 class FlowPreprocessing(Preprocessing):
-    """RAFT's frames: values to [-1, 1], the size untouched unless one is asked for."""
+    """RAFT's frames: values scaled to [-1, 1], resized only if ``image_size`` is given."""
 
     def __init__(self, image_size: int | None = None) -> None:
         self._size = image_size
@@ -345,12 +338,12 @@ class VideoPreprocessing(Preprocessing):
 
 
 def resizing_bytes(size: tuple[int, int], resized: tuple[int, int], kept: tuple[int, int]) -> int:
-    """Most bytes held at a time where PIL resizes in two passes and what is kept of it is normalised as floats."""
+    """Peak bytes where PIL resizes in two passes, and the crop of size ``kept`` is normalised as floats."""
     return _PIL_BYTES * resized[1] * (size[0] + resized[0]) + _NORMALIZING_BYTES * math.prod(kept)
 
 
 def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
-    """The size after ``torchvision.transforms.functional.resize``: one number is the shorter side."""
+    """Height and width after ``torchvision.transforms.functional.resize``; one number is the shorter side."""
     if len(size) == 2:
         return size[0], size[1]
     short, long = sorted((height, width))
@@ -359,7 +352,7 @@ def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int
 
 
 def _not_normalizing(preset: Any) -> Any:
-    """A copy of one of torchvision's presets that subtracts nothing and divides by one, which changes no bit."""
+    """A copy of one of torchvision's presets with mean 0 and std 1, which change no bit."""
     made = copy.copy(preset)
     made.mean, made.std = [0.0] * len(preset.mean), [1.0] * len(preset.std)
     return made

@@ -1,15 +1,15 @@
-"""Antialiased resizing of byte images, equal to the bit to torchvision's of tensors and several times faster.
+"""Antialiased resizing of uint8 images: equal to the bit to torchvision's for tensors, and several times faster.
 
-``torchvision.transforms.functional.resize`` widens a uint8 tensor to float32, sums columns and then rows by weights,
-and rounds once, at the end. (torch's uint8 kernel rounds after each pass, and one value in seven is off by a level.)
-Here the same two sums are taken by embedding bags, whose kernels are vectorised, of no more than a crop keeps.
+``torchvision.transforms.functional.resize`` converts uint8 to float32, takes weighted sums of columns and then of rows,
+and rounds once at the end. (torch's uint8 kernel rounds after each pass, so that values differ by a level.) Here the
+same two sums are computed by embedding bags, whose kernels are vectorised, for the pixels that the crop keeps.
 
-- The weights are torch's own: it is asked to resize a comb, from whose teeth each weight can be read.
-- Sums of up to four values come out equal. Of longer ones torch's compiled loop adds the products in another way, and
-  the last bits of a float differ. That matters where a sum lies next to a half, about one value in a thousand: those
-  are computed by torch's resizing itself, on a small image that holds the pixels they need.
-- Where the kernels are missing, or sums of four values differ, torch resizes the whole image. So it does where an image
-  becomes so much smaller that more time would be spent on sums next to a half.
+- The weights are torch's: it resizes an image of separate impulses, from which each weight is read.
+- Sums of up to four values are equal. In longer ones torch adds the products in another order, and the last bits of a
+  float differ. That matters where a sum is close to a half, about one value in a thousand: those values are computed by
+  torch's resizing itself, on a small image of the pixels that they need.
+- Where the kernels are missing, or sums of four values differ, torch resizes the whole image. It does so too where an
+  image is reduced so much that sums close to a half would take more time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, interpolate
 
 Pixels = NDArray[np.uint8]
-"""``[H, W, 3]``, or ``[H, W, 4]`` with a fourth byte that means nothing."""
+"""``[H, W, 3]``, or ``[H, W, 4]`` with an unused fourth byte."""
 
 MODES = {"bilinear": 1, "bicubic": 2}
-"""What can be resized by, and how many pixels of the image its filter reaches on each side."""
+"""Interpolation modes, and the support of each filter on each side, in pixels."""
 
 _EQUAL_TAPS = 4
 _ROUNDING = 2.0**-24
 _GATHERED = 1 << 15
-"""Most pixels that are gathered at a time for sums next to a half, and of the image they are put in."""
+"""Most pixels that are gathered at a time for sums close to a half, and of the image that they are put in."""
 
-_REMEMBERED_SIDES = 256
+_CACHED_SIDES = 256
 
-_MOST_SCALES = {"bilinear": 14.0, "bicubic": 3.5}
-"""How many times smaller an image may become before torch takes less time: the error of a sum grows with its length,
-with it the number of values next to a half, and each of those takes as much as its sums are long."""
+_MAX_SCALES = {"bilinear": 14.0, "bicubic": 3.5}
+"""Largest reduction for which this is faster than torch: the error of a sum grows with its length, with it the number
+of values close to a half, and the time for each of them too."""
 
-_LEAST_SIDE = 16
-"""Narrower images and results are left to torch, whose loop sums a few columns in another way than many."""
+_MIN_SIDE = 16
+"""Smallest side of images and results; torch resizes smaller ones, because it sums few columns in another order."""
 
 log = logging.getLogger("fxcore.images.resizing")
 
@@ -52,14 +52,14 @@ class _Side(NamedTuple):
     """How one side of a resized image is summed from the same side of the image.
 
     Attributes:
-        size, resized: of the image, and of what it becomes.
+        size, resized: length in pixels, before and after.
         kept: the resized pixels that are computed.
         read: the image's pixels that they are computed from.
-        first: for each of ``kept``, the first pixel of the image that counts.
-        weights: ``[len(kept), taps]``.
-        indices: of the pixels that count, within ``read``, ``[len(kept) * taps]``.
-        offsets: where those of each begin, and where the last end.
-        period: resized pixels so far apart have no pixel of the image in common.
+        first: for each of ``kept``, the first pixel of its sum.
+        weights: float32 ``[len(kept), taps]``.
+        indices: the pixels of each sum, within ``read``: int64 ``[len(kept) * taps]``.
+        offsets: where those of each sum begin, and the end: ``[len(kept) + 1]``.
+        period: the sums of two resized pixels this far apart have no pixel in common.
         gain: the largest sum of absolute weights.
     """
 
@@ -84,12 +84,12 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
 
     Args:
         pixels: the image, at least one pixel; four bytes a pixel are faster than three.
-        size: height and width that all of the image is resized to.
-        kept: the lines and columns of the resized image that are wanted.
-        mode: one of :data:`MODES`.
+        size: height and width of the resized image.
+        kept: rows and columns of the resized image to return.
+        mode: a key of :data:`MODES`.
 
     Returns:
-        ``[len(lines), len(columns), 3]``, contiguous.
+        uint8 ``[len(rows), len(columns), 3]``, contiguous.
 
     >>> grey = np.full((8, 6, 3), 7, np.uint8)
     >>> resize(grey, (4, 3), (range(4), range(1, 3)), "bilinear").shape
@@ -107,7 +107,7 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     sums = _sums(pixels, down, across)
     rounded = np.rint(sums)
     if max(down.taps, across.taps) > _EQUAL_TAPS:
-        # Twice what rounding may add up to, since both ways of summing round.
+        # Twice the largest rounding error, since both sums are rounded.
         error = 2 * (down.taps + across.taps) * _ROUNDING * 255 * down.gain * across.gain
         np.abs(np.subtract(sums, rounded, out=sums), out=sums)
         close = np.flatnonzero(sums >= 0.5 - error)
@@ -118,13 +118,13 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
 
 
 def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], mode: str) -> int:
-    """Most bytes that :func:`resize` holds beside an image of four bytes a pixel.
+    """Peak bytes of :func:`resize`, without the image, which has four bytes a pixel.
 
     Args:
         height, width: of the image.
-        size: that it is resized to.
+        size: height and width of the resized image.
         kept: height and width of the crop.
-        mode: one of :data:`MODES`.
+        mode: a key of :data:`MODES`.
     """
     if _is_left_to_torch((height, width), size, mode):
         return 15 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
@@ -135,13 +135,13 @@ def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], 
 
 def _is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
     scale = max(side / resized for side, resized in zip(have, size, strict=True))
-    return scale > _MOST_SCALES[mode] or min(*size, *have) < _LEAST_SIDE or not _kernels_agree()
+    return scale > _MAX_SCALES[mode] or min(*size, *have) < _MIN_SIDE or not _kernels_agree()
 
 
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
-    """``[kept lines, kept columns * 4]``, not rounded yet."""
+    """The resized pixels before rounding, ``[kept rows, kept columns * 4]``."""
     words = pixels[down.read, across.read].view(np.uint32)[..., 0]
-    # Each column of the image is a line of the table, and has the scale 1 and the bias 0 behind it.
+    # Each column of the image is a row of the table, followed by its scale, 1, and its bias, 0.
     table = np.empty((words.shape[1], words.shape[0] + 2), np.uint32)
     table[:, :-2] = words.T
     table[:, -2:] = np.array((1, 0), np.float32).view(np.uint32)
@@ -160,7 +160,7 @@ def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
 def _settle(
     rounded: NDArray[np.float32], close: NDArray[np.int64], pixels: Pixels, down: _Side, across: _Side, mode: str
 ) -> None:
-    """Write to ``rounded`` what torch's own sums are rounded to, at the places ``close``."""
+    """Replace the values of ``rounded`` at the indices ``close`` by those of torch's own sums."""
     step = max(1, _GATHERED // (down.taps * across.taps))
     for begin in range(0, len(close), step):
         places = close[begin : begin + step]
@@ -176,9 +176,9 @@ def _settle(
 def _exact(
     values: NDArray[np.generic], at: NDArray[np.int64], side: _Side, mode: str, upright: bool
 ) -> NDArray[np.float32]:
-    """Sum ``values``, ``[n, taps]``, by the weights of the resized pixels ``at``, as torch does.
+    """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, by torch's own resizing.
 
-    They are put where they would be in an image, each line of which has as many as fit in beside one another.
+    The values are put at their positions in an image, as many in a row as fit without overlap.
     """
     order = np.argsort(at, kind="stable")
     ordered = at[order]
@@ -189,8 +189,8 @@ def _exact(
     for begin in range(0, int(turn.max()) + 1, together):
         some = np.flatnonzero((turn >= begin) & (turn < begin + together))
         line = (turn[some] - begin) * side.period + at[some] % side.period
-        # torch sums the rows of a few columns in another way than those of many, and wrongly of one.
-        image = np.zeros((max(int(line.max()) + 1, _LEAST_SIDE), side.size), np.float32)
+        # torch sums few columns in another order than many.
+        image = np.zeros((max(int(line.max()) + 1, _MIN_SIDE), side.size), np.float32)
         image[line[:, None], side.first[at[some]][:, None] + np.arange(side.taps)] = values[some]
         resized = (image.shape[0], side.resized)
         if upright:
@@ -200,15 +200,15 @@ def _exact(
     return made
 
 
-@functools.lru_cache(_REMEMBERED_SIDES)
+@functools.lru_cache(_CACHED_SIDES)
 def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
     scale = size / resized
     reach = MODES[mode] * max(scale, 1.0)
     span = min(math.ceil(2 * reach) + 3, size)
-    # One pixel more on each side than the filter reaches, whichever way torch rounds the reach.
+    # One pixel more on each side than the filter's support, however torch rounds it.
     first = (np.arange(start, stop) + 0.5) * scale - reach
     begin = np.clip(np.floor(first).astype(np.int64) - 1, 0, size - span)
-    # The comb's teeth are so far apart that each resized pixel sees one of them in a line.
+    # The impulses are so far apart that each resized pixel reads one of them in a row.
     places = torch.arange(size)
     comb = torch.zeros(span, size)
     comb[places % span, places] = 1.0
@@ -241,7 +241,7 @@ def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Whether the bags' sums of up to four values are torch's, to the bit."""
+    """Whether the embedding bags' sums of up to four values equal torch's to the bit."""
     noise = np.random.default_rng(0).integers(0, 256, (60, 80, 4), np.uint8)
     sides = ((33, 44, "bilinear"), (41, 97, "bilinear"), (75, 101, "bicubic"))  # of two, three and four values
     try:
@@ -269,7 +269,7 @@ def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], 
 def _three(pixels: Pixels) -> Pixels:
     """Copy the first three bytes of each pixel into contiguous memory."""
     made = np.empty((*pixels.shape[:2], 3), np.uint8)
-    for channel in range(3):  # a fifth of the time that one copy of three bytes a pixel takes
+    for channel in range(3):  # faster than one copy of three bytes a pixel
         made[..., channel] = pixels[..., channel]
     return made
 

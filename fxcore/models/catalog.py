@@ -1,4 +1,4 @@
-"""Which models there are: torchvision's, timm's where it is installed, and users' own."""
+"""The catalog of models: torchvision's, timm's where it is installed, and users' own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_model
 
 Source = Literal["torchvision", "timm", "own"]
 
-# Users' own models, and errors in the descriptions of others, by name.
+# Users' own models, and errors in descriptions, by name.
 _registered: dict[str, ModelEntry] = {}
 _refused: dict[str, FxError] = {}
 
 
 def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
-    """Put ``entries`` into the catalog beside torchvision's models, in place of all that were registered before.
+    """Replace the users' models in the catalog by ``entries``.
 
     Args:
-        entries: name → the model, or what is wrong with its description.
+        entries: name → the model, or the error in its description.
     """
     global _registered, _refused
     _registered = {name: entry for name, entry in entries.items() if isinstance(entry, ModelEntry)}
@@ -32,14 +32,14 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
 
 
 def list_models(source: Source | None = None) -> list[ModelEntry]:
-    """All models, by name: torchvision's, and users' own (:mod:`fxcore.models.user_models`).
+    """All models of torchvision and of users (:mod:`fxcore.models.user_models`), sorted by name.
 
     Args:
-        source: only those of ``torchvision``, or ``own`` ones; or ``timm``'s, which are listed so only.
+        source: only models of ``torchvision``, of users (``own``), or of ``timm``, which are not listed without it.
 
     Raises:
-        BadArgument: a source that is none of those.
-        Unsupported: timm's are asked for, and it is not installed.
+        BadArgument: there is no such source.
+        Unsupported: the source is timm, and it is not installed.
 
     >>> names = [entry.name for entry in list_models()]
     >>> len(names) >= 121, "resnet18" in names, names == sorted(names)
@@ -57,7 +57,7 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
 
 
 def source_of(entry: ModelEntry) -> Source:
-    """Where a model comes from.
+    """The source of a model.
 
     >>> source_of(get_model("resnet18"))
     'torchvision'
@@ -68,12 +68,12 @@ def source_of(entry: ModelEntry) -> Source:
 
 
 def get_model(name: str) -> ModelEntry:
-    """The model called ``name``. The first of timm's takes seconds, in which timm is imported.
+    """The model called ``name``. The first call for one of timm's imports timm, which takes seconds.
 
     Raises:
-        UnknownModel: no model has that name; the error suggests the nearest.
-        BadArgument: it is no name.
-        Unsupported: torch can no longer run it, or timm is not installed.
+        UnknownModel: there is no model of that name; ``suggestions`` has similar names.
+        BadArgument: ``name`` is not a string.
+        Unsupported: this torch cannot run it, or timm is not installed.
 
     >>> get_model("resnet50").default_weights
     'IMAGENET1K_V2'
@@ -91,7 +91,7 @@ def get_model(name: str) -> ModelEntry:
     if name in registry:
         return registry[name]
     if name in _refused:
-        raise UnknownModel(f"the model {name!r} was described wrongly and is not there", name=name, suggestions=[])
+        raise UnknownModel(f"the description of model {name!r} is invalid", name=name, suggestions=[])
     lower = {known.lower(): known for known in registry}
     suggestions = [lower[near] for near in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.5)]
     hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of models"

@@ -1,4 +1,4 @@
-"""Downloading weights files into torch.hub's cache."""
+"""Download weights files into torch.hub's cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REACH_TIMEOUT = 5.0
 """Seconds to wait for a connection to the server. The download itself may take longer, as long as bytes arrive."""
 
 STALL_TIMEOUT = 30.0
-"""Seconds without a byte after which a download is given up."""
+"""Seconds without data after which a download fails."""
 
 _CHUNK = 1024**2
 
@@ -36,19 +36,19 @@ def download(url: str, file: Path) -> None:
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
         raise WeightsUnavailable(
             f"{file.name} is not in {file.parent} and could not be downloaded ({first_line(error)}); put the file "
-            "there, or ask for weights=random to try without",
+            "there, or use weights=random to try without",
             file=file.name,
             folder=str(file.parent),
         ) from error
 
 
 def _fetch(url: str, file: Path) -> None:
-    """Download ``url`` to ``file``, which appears only once it is complete and its hash is right.
+    """Download ``url`` to ``file`` atomically, and check its hash.
 
-    ``torch.hub.download_url_to_file`` does the same, but waits without end for a server that stops sending.
+    ``torch.hub.download_url_to_file`` does the same, but has no timeout for a server that stops sending.
 
     Raises:
-        OSError, http.client.HTTPException: the download broke off, stalled, or could not be written.
+        OSError, http.client.HTTPException: the download was cut off, stalled, or could not be written.
         ValueError: the hash is not the one in the file's name.
     """
     digest = hashlib.sha256()
@@ -63,7 +63,7 @@ def _fetch(url: str, file: Path) -> None:
         length = source.headers["content-length"]
         if length is not None and partial.stat().st_size != int(length):
             raise OSError(f"it broke off after {partial.stat().st_size:,} of {int(length):,} bytes")
-        # torchvision puts the first digits of the SHA-256 into the file name: name-<digits>.pth.
+        # torchvision's file names contain the first digits of the SHA-256: name-<digits>.pth.
         wanted = re.search(r"-([a-f0-9]+)\.", file.name)
         if wanted is not None and not digest.hexdigest().startswith(wanted.group(1)):
             raise ValueError(f"its SHA-256 hash is {digest.hexdigest()[:16]}…, not {wanted.group(1)}…")

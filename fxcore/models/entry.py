@@ -1,7 +1,7 @@
-"""What a model that can be built by name is: its weights, its preprocessing, and how it is built.
+"""Entries of the catalog: models that can be built by name, with their weights and preprocessing.
 
-Building is done by the library that has the model; what this module adds is *weightless* building, where no parameter
-takes memory and nothing is downloaded. Each source of models has its own kind of entry.
+The model's library builds it. Added here is *weightless* building, in which parameters take no memory and nothing is
+downloaded. Each source of models has a subclass of :class:`ModelEntry`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Task = Literal["classification", "quantization", "segmentation", "detection", "v
 RANDOM = "random"
 
 _LISTED = 6
-"""Weights of a model that are all named to who asks for others; of more, the nearest."""
+"""Most weights that the error for unknown weights lists; of more, it suggests similar names."""
 
 BUILD_LOCK = threading.RLock()
-"""One lock for everything that patches torch.nn.Module or seeds the global random generator."""
+"""Held while torch.nn.Module is patched, or the global random generator is seeded."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class WeightsInfo:
     Attributes:
         name: the enum member's name, such as ``IMAGENET1K_V1``.
         url: where torchvision downloads them from.
-        num_params: number of parameters of the model that they are for, where that is published.
-        metrics: the published accuracies, by data set.
-        categories: names of the classes, in order of the outputs; empty where there are none, or they are not known.
-        classes: how many classes there are, where their names are not known.
+        num_params: number of parameters of the model; None if not published.
+        metrics: published accuracies by data set.
+        categories: names of the classes in order of the outputs; empty if there are none or they are not known.
+        classes: number of classes, where their names are not known.
 
     >>> from fxcore import get_model
     >>> info = get_model("resnet18").weights_info("DEFAULT")
@@ -64,26 +64,26 @@ class WeightsInfo:
 
     @property
     def num_categories(self) -> int:
-        """How many classes the weights were trained on; 0 where they have no classifier."""
+        """Number of classes; 0 for weights without a classifier."""
         return len(self.categories) or self.classes
 
     @property
     def file(self) -> Path:
-        """Where torch.hub keeps the file once it has been downloaded."""
+        """Path of the file in torch.hub's cache."""
         return Path(torch.hub.get_dir()) / "checkpoints" / os.path.basename(urlparse(self.url).path)
 
     @property
     def cached(self) -> bool:
-        """Whether the file is on this machine already."""
+        """Whether the file is in the cache."""
         return self.file.is_file()
 
     @property
     def revision(self) -> str | None:
-        """Which of its versions the file on this machine is, where there may be several."""
+        """Revision of the cached file; None if there are no revisions or the file is not cached."""
         return None
 
     def download(self) -> None:
-        """Download the file to where :attr:`file` is.
+        """Download the file to :attr:`file`.
 
         Raises:
             WeightsUnavailable: it cannot be downloaded.
@@ -93,12 +93,12 @@ class WeightsInfo:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """What a model itself says of one of its feature maps.
+    """A feature map that a model declares.
 
     Attributes:
-        module: the path of the module that makes it.
-        channels: of the map.
-        stride: in pixels of the input.
+        module: path of the module that computes it.
+        channels: number of channels.
+        stride: input pixels per position.
     """
 
     module: str
@@ -111,13 +111,13 @@ class ModelEntry(ABC):
     """A model that can be built by name.
 
     Attributes:
-        name: the name that requests use.
-        task: what the model was made for.
+        name: unique in the catalog.
+        task: the task that the model was made for.
         builder: ``builder(weights=None, **kwargs) -> nn.Module``.
-        published: the published weights by name, in the order of the registry.
-        default_weights: the name that ``DEFAULT`` stands for, or None where nothing is published.
-        transforms: weights name → a callable that makes the preprocessing that was used with those weights.
-        meta: weights name → all that torchvision says of those weights.
+        published: published weights by name, in the order of their library.
+        default_weights: the name that ``DEFAULT`` stands for; None if there are no published weights.
+        transforms: weights name → a callable that returns the preprocessing of those weights.
+        meta: weights name → torchvision's ``meta`` of those weights.
 
     >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
@@ -151,21 +151,21 @@ class ModelEntry(ABC):
         return self.published[self._published_name(name)]
 
     def canonical_weights(self, asked: str) -> str:
-        """What ``asked`` stands for: a published name, ``random``, or ``file:NAME``.
+        """Resolve ``DEFAULT``, and check that ``asked`` is a published name, ``random``, or ``file:NAME``.
 
         Raises:
-            UnknownWeights: it stands for nothing.
+            UnknownWeights: it is none of these.
         """
         if asked == RANDOM or (asked.startswith(FILE_PREFIX) and len(asked) > len(FILE_PREFIX)):
             return asked
         return self._published_name(asked)
 
     def structure(self, asked: str = "DEFAULT") -> str:
-        """The weights that decide the structure of a model with the weights ``asked``: published ones, or ``random``,
-        the model as its builder makes it. That is also what ``DEFAULT`` means where nothing is published.
+        """The weights that decide the structure of a model with the weights ``asked``: published ones, or ``random``
+        for the builder's default structure, also for ``DEFAULT`` if there are no published weights.
 
         Raises:
-            UnknownWeights: ``asked`` stands for nothing.
+            UnknownWeights: there are no such weights.
 
         >>> from fxcore import get_model
         >>> get_model("googlenet").structure(), get_model("googlenet").structure("file:mine.pth")
@@ -182,22 +182,21 @@ class ModelEntry(ABC):
 
     @abstractmethod
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """The preprocessing that goes with ``weights``, for another square input of ``image_size`` pixels if given."""
+        """The preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given."""
 
     @abstractmethod
     def load_published(self, weights: str) -> nn.Module:
-        """A model with the published ``weights``, a canonical name, which are downloaded if they are not cached.
+        """Build a model and load published ``weights``, a canonical name; download them if they are not cached.
 
         Raises:
-            WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit.
+            WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not match the model.
         """
 
     def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
-        """A model with the structure that the weights ``structure`` need, and the tensors of ``state``, read from
-        ``file``.
+        """Build a model with the structure of the weights ``structure``, and load ``state``, the content of ``file``.
 
         Raises:
-            WeightsUnavailable: they do not fit.
+            WeightsUnavailable: ``state`` does not match the model.
         """
         return filled(self.name, self.build_weightless(structure), state, file)
 
@@ -219,32 +218,32 @@ class ModelEntry(ABC):
         )
 
     def build(self, weights: str = RANDOM) -> nn.Module:
-        """A model with the structure that ``weights`` need, in eval mode; its parameters hold the library's random
-        initialisation (seed 0, the global generator left as it was).
+        """Build a model with the structure of ``weights``, in eval mode, with the library's random initialisation.
 
-        ``weights`` is a canonical name; they are not loaded.
+        It is initialised with seed 0; the global random generator does not change.
+
+        Args:
+            weights: a canonical name; they are not loaded.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the accelerators' generators too
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
-        """Like :meth:`build` with every parameter and batch statistic on the meta device: no memory, no
-        initialisation."""
+        """Like :meth:`build` with all parameters and batch statistics on the meta device, without initialisation."""
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
-        """Modules that are kept whole when the model is traced, as of :func:`fxcore.tracing.tracer.trace`: classes,
-        where none means torchvision's own; paths and patterns; and ``auto``."""
+        """Leaf modules for :func:`fxcore.tracing.tracer.trace`; without classes, torchvision's defaults."""
         return ()
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
-        """Functions that are kept whole when the model is traced."""
+        """Leaf functions for :func:`fxcore.tracing.tracer.trace`."""
         return ()
 
     def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:
-        """The feature maps that ``model`` says it has; none where it says nothing."""
+        """The feature maps that ``model`` declares."""
         return ()
 
     def _structure(self, weights: str) -> dict[str, Any]:
@@ -254,11 +253,11 @@ class ModelEntry(ABC):
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """Put parameters and batch statistics on the meta device as modules register them.
+    """In the block, put parameters and batch statistics on the meta device when modules of this thread register them.
 
-    ``torch.device("meta")`` would do so for every tensor, but RegNet reads a computed tensor back while it is built,
-    and index buffers are structure, not weights: MaxViT's become constants of its graph. Batch statistics follow the
-    parameters because SSDlite runs its backbone once while it is built. Other threads are not affected.
+    ``torch.device("meta")`` would do so for all tensors, but RegNet reads a computed tensor while it is built, and
+    index buffers are structure, not weights: MaxViT's become constants of its graph. Batch statistics must be on the
+    device of the parameters, because SSDlite runs its backbone while it is built.
     """
     thread = threading.get_ident()
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
@@ -285,7 +284,7 @@ def weightless() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence builders' warnings about arguments that are left at their defaults on purpose."""
+    """Silence warnings of builders about default arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Weights on the Hugging Face hub, in the cache that every program of its users shares (``HF_HOME``)."""
+"""Weights on the Hugging Face hub, in the cache that programs share (``HF_HOME``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxcore.errors import WeightsUnavailable, summarize
 from fxcore.models.entry import WeightsInfo
 
 _REACH_TIMEOUT = 5.0
-"""Seconds to wait for the hub's first word."""
+"""Seconds to wait for the hub's first response."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class HubWeights(WeightsInfo):
     """Published weights in a repository of the hub.
 
     Attributes:
-        repository: as ``timm/resnet18.a1_in1k``, perhaps with ``@revision``.
-        filename: of the weights, where it is not the usual one.
+        repository: such as ``timm/resnet18.a1_in1k``, optionally with ``@revision``.
+        filename: of the weights, where it is not timm's default.
     """
 
     repository: str = ""
@@ -40,10 +40,10 @@ class HubWeights(WeightsInfo):
         return cached.relative_to(self._folder() / "snapshots").parts[0] if cached is not None else None
 
     def download(self) -> None:
-        """Have the file in the cache.
+        """Download the file into the cache unless it is there.
 
         Raises:
-            WeightsUnavailable: it is not there and cannot be downloaded.
+            WeightsUnavailable: it cannot be downloaded.
         """
         from huggingface_hub import constants, hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
@@ -90,7 +90,7 @@ class HubWeights(WeightsInfo):
         return name, revision or None
 
     def _names(self) -> list[str]:
-        """Names of the file, safetensors first, as timm looks for them."""
+        """Possible names of the file in timm's order, safetensors first."""
         from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 
         name = self.filename or HF_WEIGHTS_NAME

@@ -1,7 +1,4 @@
-"""State dicts: reading them from files, and loading them into models.
-
-Files are read without unpickling code.
-"""
+"""Read state dicts from files, without unpickling code, and load them into models."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions
 FILE_PREFIX = "file:"
 
 UNREAD = ("aux1.", "aux2.", "AuxLogits.")
-"""Prefixes of what only GoogLeNet's and Inception's training runs. A model saved without them computes the same."""
+"""Prefixes of auxiliary heads that GoogLeNet and Inception run in training only; files may lack them."""
 
-# DenseNet's published files still use the module names of 2017; torchvision renames them with this same pattern.
+# DenseNet's published files have the module names of 2017; torchvision renames them with this pattern.
 _OLD_DENSENET_KEY = re.compile(
     r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
 )
 
 
 def read_cached(file: Path) -> StateDict:
-    """The state dict of published weights in torch.hub's cache.
+    """Read the state dict of published weights from torch.hub's cache.
 
     Raises:
         WeightsUnavailable: the file is damaged.
@@ -49,21 +46,21 @@ def read_cached(file: Path) -> StateDict:
 def damaged(file: Path, error: Exception) -> WeightsUnavailable:
     """The error for a cached ``file`` that cannot be read."""
     return WeightsUnavailable(
-        f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is fetched again, "
-        "or ask for weights=random to try without",
+        f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is downloaded again, "
+        "or use weights=random to try without",
         file=file.name,
         folder=str(file.parent),
     )
 
 
 def read_file(name: str, folder: Path | None) -> StateDict:
-    """A state dict from a file in ``folder``: safetensors, or a torch file that holds tensors only.
+    """Read a state dict from a file in ``folder``: safetensors, or a torch file that holds tensors only.
 
-    ``name`` is looked up in a listing of the folder, so it cannot lead out of it.
+    ``name`` must be in a listing of the folder, so it cannot be a path out of it.
 
     Raises:
         UnknownWeights: there is no such file.
-        WeightsUnavailable: the file cannot be read, or would run code.
+        WeightsUnavailable: the file cannot be read without running code, or is damaged.
     """
     names = sorted(p.name for p in folder.iterdir() if p.is_file()) if folder is not None and folder.is_dir() else []
     if folder is None or name not in names:
@@ -74,8 +71,8 @@ def read_file(name: str, folder: Path | None) -> StateDict:
     path = folder / name
     try:
         if path.suffix == ".safetensors":
-            # load_file would map the file, and who writes to it would change the weights that are served, or, by
-            # cutting it short, have the process killed.
+            # load_file would map the file: a write to it would change the loaded weights, and truncating it would kill
+            # the process.
             return safetensors.torch.load(path.read_bytes())
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -100,25 +97,24 @@ def read_file(name: str, folder: Path | None) -> StateDict:
 
 
 def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tuple[str, ...] = UNREAD) -> nn.Module:
-    """Load ``state`` into ``model``, a weightless one: its tensors become the model's parameters.
+    """Load ``state`` into a weightless ``model``: its tensors become the model's parameters, in float32.
 
     Args:
         name: of the model.
         model: the result of :meth:`fxcore.models.entry.ModelEntry.build_weightless`.
-        state: what the file holds.
-        file: named in errors.
+        state: the content of ``file``.
+        file: for errors.
         unread: prefixes of keys that ``state`` may lack.
 
     Raises:
-        WeightsUnavailable: ``state`` does not fit.
+        WeightsUnavailable: ``state`` does not match the model.
     """
     versions = getattr(state, "_metadata", None)
     if name.startswith("densenet"):
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
-    # Auxiliary heads that inference never runs may be in the file and not in the model, or the other way round. Batch
-    # counters only matter in training: files of frozen batch norms lack them, and who halves every tensor of a state
-    # dict halves them too.
+    # Auxiliary heads, which inference does not run, may be in the file only or in the model only. Batch counters only
+    # matter in training: files of frozen batch norms lack them, and in half-precision state dicts they may be floats.
     fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
     for key, value in expected.items():
         given = fitting.get(key)
@@ -129,19 +125,19 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
             given = fitting[key] = torch.zeros_like(value, device="cpu")
         if isinstance(given, Tensor) and (fault := _fault(given, value)) is not None:
             raise misfit(name, file, f"{key} {fault}")
-    # Modules read old key names by version. A file without versions (safetensors) may hold either, and modules take
-    # it so; only MNASNet as a whole insists on a version.
+    # Modules convert old key names by version. Without versions (safetensors) they accept either; only MNASNet requires
+    # a version, that of the whole.
     fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
     try:
         model.load_state_dict(fitting, assign=True)
-        # Half-precision checkpoints are widened once here; the extractor's precision is chosen elsewhere.
+        # Half-precision checkpoints are converted here; the extractor's precision is chosen elsewhere.
         return model.float()
     except RuntimeError as error:
         raise misfit(name, file, str(error)) from error
 
 
 def _fault(value: Tensor, expected: Tensor) -> str | None:
-    """Why ``value`` cannot replace ``expected``, whatever their shapes; None if it can."""
+    """Why ``value`` cannot replace ``expected``, shapes aside; None if it can."""
     if value.is_meta:
         return "is a meta tensor, which has no values"
     if value.layout != torch.strided:
@@ -151,7 +147,7 @@ def _fault(value: Tensor, expected: Tensor) -> str | None:
 
 
 def misfit(name: str, file: Path, reason: str) -> WeightsUnavailable:
-    """The error for a ``file`` whose tensors are not those of the model ``name``."""
+    """The error for a ``file`` whose tensors do not match the model ``name``."""
     reason = " ".join(reason.split())[:300]
     return WeightsUnavailable(f"{file.name} does not fit {name}: {reason}", file=file.name, folder=str(file.parent))
 

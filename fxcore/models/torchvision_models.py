@@ -1,4 +1,4 @@
-"""torchvision's models, read from its own registry."""
+"""torchvision's models, from its registry."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _SUBMODULE_TASKS: dict[str, Task] = {
     "optical_flow": "optical_flow",
 }
 
-# torchvision's builders set these arguments themselves when they are given weights (`_ovewrite_named_param`); a model
-# built to receive the same weights later needs the same. A test holds every model's parameter count against the
-# count that its weights declare.
-_AUXILIARY_HEADS = {  # are they kept once weights are loaded?
+# torchvision's builders change these arguments when they load weights (`_ovewrite_named_param`); a model that is built
+# to load the same weights later needs the same arguments. A test compares each model's parameter count with the one
+# that its weights declare.
+_AUXILIARY_HEADS = {  # whether the heads stay after weights are loaded
     "googlenet": False,
     "inception_v3": True,
     "quantized_googlenet": False,
     "quantized_inception_v3": False,
 }
 
-# Detectors whose published weights were trained with frozen batch norms of eps 0; torchvision's builders set it after
-# loading (`overwrite_eps`). Here those batch norms are ordinary ones in eval mode, which compute the same.
+# Detectors whose published weights were trained with frozen batch norms with eps 0; torchvision's builders set it after
+# loading (`overwrite_eps`). Built without weights they have ordinary batch norms, which compute the same in eval mode.
 _ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
 
 
@@ -56,7 +56,11 @@ class TorchvisionEntry(ModelEntry):
         return self.task == "quantization" and weights in self.published
 
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """The preprocessing that goes with ``weights``, for another square input of ``image_size`` pixels if given."""
+        """The preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given.
+
+        Raises:
+            UnknownWeights: the model has no published weights, and so no preprocessing.
+        """
         if self.task == "detection":
             return DetectorPreprocessing(_detector_transform(self), image_size)
         if self.task == "optical_flow":
@@ -64,7 +68,7 @@ class TorchvisionEntry(ModelEntry):
         name = weights if weights in self.published else self.default_weights
         if name is None:
             raise UnknownWeights(
-                f"{self.name} has no published weights, so nothing says how it wants its images", available=[]
+                f"{self.name} has no published weights, and so no preprocessing for images", available=[]
             )
         kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
         return kind(self.transforms[name](), image_size)
@@ -87,34 +91,33 @@ class TorchvisionEntry(ModelEntry):
         return model
 
     def _build_int8(self, weights: str) -> nn.Module:
-        """An int8 model with ``weights``, whose file is in torch.hub's cache already, loaded.
+        """Build an int8 model and load ``weights``, whose file must be in torch.hub's cache.
 
-        torchvision's own builder loads them, since it knows when: MobileNetV3's go in before the model is converted.
+        torchvision's builder loads them, since the order matters: MobileNetV3's are loaded before the conversion.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
-        """Like :meth:`build` with every parameter and batch statistic on the meta device: no memory, no
-        initialisation.
+        """Like :meth:`build` with all parameters and batch statistics on the meta device, without initialisation.
 
-        Int8 models are the exception: packed parameters cannot be on the meta device, so theirs are real.
+        Int8 models are built on the CPU: packed parameters cannot be on the meta device.
         """
         if self.is_quantized(weights):
             return self.build(weights)
         structure = self._structure(weights)
         if self.name in _AUXILIARY_HEADS:
-            structure["init_weights"] = False  # theirs draws with scipy, which takes seconds
+            structure["init_weights"] = False  # their initialisation uses scipy, which takes seconds
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
             return self.builder(weights=None, **structure).eval()
 
     def _structure(self, weights: str) -> dict[str, Any]:
-        """Builder arguments for the structure that ``weights`` need."""
+        """Arguments of the builder for the structure that ``weights`` need."""
         arguments: dict[str, Any] = {}
         if "weights_backbone" in inspect.signature(self.builder).parameters:
             arguments["weights_backbone"] = None  # its default would be downloaded
         if self.name.startswith("vit_") and self.default_weights is not None:
-            # A ViT asserts its input size; without weights it gets the size that the default preprocessing makes.
+            # A ViT asserts its input size; without weights it is that of the default preprocessing.
             sized = weights if weights in self.published else self.default_weights
             arguments["image_size"] = self.meta[sized]["min_size"][0]
         if weights not in self.published:
@@ -135,7 +138,7 @@ class TorchvisionEntry(ModelEntry):
 
 
 def _detector_transform(entry: ModelEntry) -> Any:
-    """A detector's transform is a part of the built model; its sizes and means are the builder's defaults."""
+    """The transform of a built detector, whose sizes and means are the builder's defaults."""
     return copy.deepcopy(_weightless_detector(entry.name).transform)
 
 
@@ -173,5 +176,5 @@ def _entry(name: str) -> TorchvisionEntry:
 
 @functools.cache
 def torchvision_models() -> dict[str, ModelEntry]:
-    """All of them, by name, in order of the names."""
+    """All of torchvision's models, by name, sorted."""
     return {name: _entry(name) for name in tv.list_models()}

@@ -1,25 +1,25 @@
-"""Models of the user's own: an operator's file or an installed package names a builder, never a request.
+"""Users' own models, described in ``models.toml`` or by installed packages.
 
-``models.toml`` has a table for each model::
+Only an operator can name a builder to call; no request can. ``models.toml`` has a table for each model::
 
     [models.tiny]
-    builder = "timm:create_model"                     # MODULE:CALLABLE of an installed package, gives an nn.Module
+    builder = "timm:create_model"                     # MODULE:CALLABLE of an installed package, returns an nn.Module
     arguments = { model_name = "resnet10t", num_classes = 10 }
-    weights = "tiny.safetensors"                      # a state dict beside this file; without it, what the builder made
+    weights = "tiny.safetensors"                      # a state dict beside this file; without it, the builder's own
     input = "image"                                   # or "video"
-    task = "classification"                           # what it is listed under
-    leaf_modules = "auto"                             # kept whole: a path, a pattern, MODULE:CLASS, "auto", or a list
-    leaf_functions = ["mylib.ops:gather"]             # functions kept whole
-    concrete_args = { return_dict = false }           # arguments of its forward with this one value
+    task = "classification"                           # or "segmentation"; of videos "video"
+    leaf_modules = "auto"                             # not traced into: path, pattern, MODULE:CLASS, "auto", or a list
+    leaf_functions = ["mylib.ops:gather"]             # functions that are not traced into
+    concrete_args = { return_dict = false }           # arguments of forward that are fixed to this value
 
-    [models.tiny.preprocessing]                       # torchvision's names and, where left out, its values
+    [models.tiny.preprocessing]                       # torchvision's names, and its defaults
     resize_size = 232                                 # the shorter side, or [height, width]
     crop_size = 224                                   # without it nothing is cropped
     mean = [0.485, 0.456, 0.406]
     std = [0.229, 0.224, 0.225]
     interpolation = "bicubic"
 
-A package says the same by an entry point of the group ``fxcore.models`` that names a :class:`UserModel`.
+A package registers a model by an entry point of the group ``fxcore.models`` that refers to a :class:`UserModel`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchvision.transforms import InterpolationMode
 
+from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
-from fxcore.images.presets import ImageClassification, SemanticSegmentation, VideoClassification
+from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
@@ -51,34 +51,33 @@ FILE = "models.toml"
 GROUP = "fxcore.models"
 
 BUILT = "builder"
-"""Name of the weights of a model without a weights file: those that its builder makes."""
+"""Name of the weights of a model without a weights file: its builder's own."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INPUTS: dict[str, tuple[Task, ...]] = {"image": ("classification", "segmentation"), "video": ("video",)}
 
 
 class BadUserModel(FxError):
-    """A model's description is wrong; ``name`` says which model's."""
+    """A model's description is invalid; ``name`` is the model's."""
 
 
 @dataclass(frozen=True)
 class UserModel:
-    """A model, described.
+    """The description of a user's model.
 
     Attributes:
-        builder: gives the model; ``arguments`` are passed by name. A module that it gives again and again is neither
-            changed nor moved; its weights are shared.
-        weights: a state dict (safetensors, or torch's format with tensors only); None: the builder's own.
-        preprocessing: ``resize_size``, ``crop_size``, ``mean``, ``std``, ``interpolation``, ``antialias``, as of
-            torchvision's presets.
+        builder: called with ``arguments`` by name, returns the model. A module that it returns more than once is
+            neither changed nor moved; its weights are shared.
+        weights: file of a state dict (safetensors, or torch's format with tensors only); None: the builder's own.
+        preprocessing: parameters of :func:`fxcore.images.presets.preset_factory`.
         input: ``image`` or ``video``: what one row of its input is.
-        task: what it is listed under: ``classification`` or ``segmentation``, of videos ``video``.
-        leaf_modules, leaf_functions: kept whole when it is traced, see :func:`fxcore.tracing.tracer.trace`.
-        concrete_args: arguments of its forward that have this one value. Those that are not here have their defaults;
-            its input is what has none, else the first.
+        task: ``classification`` or ``segmentation``; of videos ``video``.
+        leaf_modules, leaf_functions: not traced into, see :func:`fxcore.tracing.tracer.trace`.
+        concrete_args: arguments of forward that are fixed to a value. The input is the argument that has neither a
+            value here nor a default, or else the first.
 
     Raises:
-        BadUserModel: an attribute is of another type.
+        BadUserModel: an attribute has the wrong type.
 
     >>> from torchvision.models import squeezenet1_1
     >>> model = UserModel(squeezenet1_1, {"num_classes": 7}, preprocessing={"crop_size": 64})
@@ -120,11 +119,11 @@ class UserModel:
 
 @dataclass(frozen=True)
 class UserEntry(ModelEntry):
-    """A user's model among torchvision's.
+    """A user's model in the catalog.
 
     Attributes:
-        preset: makes the transform of its images or clips.
-        leaves, functions: modules and functions kept whole.
+        preset: makes the preset of its preprocessing.
+        leaves, functions: modules and functions that are not traced into.
     """
 
     preset: Callable[[], Any] = ImageClassification
@@ -140,7 +139,7 @@ class UserEntry(ModelEntry):
         return self.build() if file is None else self.filled(weights, read_file(file.name, file.parent), file)
 
     def file(self, weights: str) -> Path | None:
-        """The file of ``weights``; None if the builder makes them."""
+        """The file of ``weights``; None for the builder's own."""
         info = self.published[weights]
         return info.path if isinstance(info, FileWeights) else None
 
@@ -148,7 +147,7 @@ class UserEntry(ModelEntry):
         return filled(self.name, self.build_weightless(structure), state, file, unread=())
 
     def build_weightless(self, weights: str = "random") -> nn.Module:
-        """Without weights where the builder allows it; one that reads its parameters while it builds does not."""
+        """Build on the meta device, or with weights where the builder reads parameters and fails without them."""
         try:
             return super().build_weightless(weights)
         except Exception:
@@ -163,10 +162,10 @@ class UserEntry(ModelEntry):
 
 @dataclass(frozen=True)
 class FileWeights(WeightsInfo):
-    """Weights in a file of the operator's.
+    """Weights from an operator's file, or the builder's own.
 
     Attributes:
-        path: the file; None: the builder makes them.
+        path: the file; None: the builder's own.
     """
 
     path: Path | None = None
@@ -180,38 +179,42 @@ class FileWeights(WeightsInfo):
         return self.path is None or self.path.is_file()
 
     def download(self) -> None:
-        """Nothing: a file that is missing is an error when it is read."""
+        """Do nothing: a missing file is an error when it is read."""
 
 
 def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserModel]]:
-    """Every model that installed packages and ``models.toml`` in ``folder`` describe, built once without weights.
+    """Read all models that installed packages and ``models.toml`` in ``folder`` describe; each is built once, without
+    weights.
 
     Yields:
-        A name, and the model or what is wrong with its description.
+        Each model's name, with its entry or the error in its description.
+
+    Raises:
+        FxError: ``models.toml`` cannot be read, or is not TOML.
     """
     names: set[str] = set()
-    for name, describe in [*_of_packages(), *(_of_file(folder) if folder is not None else ())]:
+    for name, describe in [*_from_packages(), *(_from_file(folder) if folder is not None else ())]:
         try:
             if name in names:
                 raise BadUserModel("two descriptions have this name")
             names.add(name)
             yield name, user_entry(name, describe())
         except Exception as error:  # a package describes its models in values of any type
-            yield name, wrong(name, error)
+            yield name, as_bad_model(name, error)
 
 
-def wrong(name: str, error: Exception) -> BadUserModel:
-    """``error``, raised while something was done with the model ``name``, as an error of that model."""
+def as_bad_model(name: str, error: Exception) -> BadUserModel:
+    """Convert ``error`` to a :class:`BadUserModel` of the model ``name``."""
     return BadUserModel(
         f"model {name!r}: {error.detail if isinstance(error, FxError) else summarize(error)}", name=name
     )
 
 
 def user_entry(name: str, model: UserModel) -> UserEntry:
-    """``model`` as an entry of the catalog.
+    """Build ``model`` once, without weights, and return its entry for the catalog.
 
     Raises:
-        BadUserModel: something in its description is wrong.
+        BadUserModel: its description is invalid, or its builder fails.
     """
     if not _NAME.fullmatch(name):
         raise BadUserModel("a name is at most 128 letters, digits, '.', '_' and '-', and begins with a letter or digit")
@@ -227,7 +230,10 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise BadUserModel(f"task is {' or '.join(tasks)} for input {model.input!r}, not {model.task!r}")
     if model.weights is not None and not model.weights.is_file():
         raise BadUserModel(f"there is no weights file {model.weights}")
-    preset = _preset(model.input, model.preprocessing)
+    try:
+        preset = preset_factory("video" if model.input == "video" else "image", model.preprocessing)
+    except BadArgument as error:
+        raise BadUserModel(error.detail) from error
     weights = model.weights.name if model.weights is not None else BUILT
     leaves = (model.leaf_modules,) if isinstance(model.leaf_modules, str) else tuple(model.leaf_modules)
     entry = UserEntry(
@@ -250,7 +256,8 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     return replace(entry, published={weights: info})
 
 
-def _of_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
+def _from_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
+    """Each model's name, and a function that loads its description."""
     for point in entry_points(group=GROUP):
 
         def load(point: Any = point) -> UserModel:
@@ -259,13 +266,14 @@ def _of_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
             except Exception as error:
                 raise BadUserModel(f"its entry point {point.value} cannot be loaded: {summarize(error)}") from error
             if not isinstance(model, UserModel):
-                raise BadUserModel(f"its entry point {point.value} is no fxcore.UserModel but {type(model).__name__}")
+                raise BadUserModel(f"its entry point {point.value} is a {type(model).__name__}, not a fxcore.UserModel")
             return model
 
         yield point.name, load
 
 
-def _of_file(folder: Path) -> Iterator[tuple[str, Callable[[], UserModel]]]:
+def _from_file(folder: Path) -> Iterator[tuple[str, Callable[[], UserModel]]]:
+    """Each model's name, and a function that parses its table."""
     path = folder / FILE
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -275,48 +283,52 @@ def _of_file(folder: Path) -> Iterator[tuple[str, Callable[[], UserModel]]]:
     if document or not isinstance(tables, dict):
         raise FxError(f"{path}: each model has a table [models.NAME]; there is also {', '.join(document) or 'models'}")
     for name, table in tables.items():
-        yield name, functools.partial(_described, table, folder)
+        yield name, functools.partial(_parse_table, table, folder)
 
 
-def _described(table: Any, folder: Path) -> UserModel:
-    """A table of ``models.toml``."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "builder": (str,),
-        "arguments": (dict,),
-        "weights": (str,),
-        "preprocessing": (dict,),
-        "input": (str,),
-        "task": (str,),
-        "leaf_modules": (str, list),
-        "leaf_functions": (list,),
-        "concrete_args": (dict,),
-    }
-    called: dict[type, str] = {str: "text", dict: "a table", list: "a list of text"}
+_KEYS: dict[str, tuple[type, ...]] = {
+    "builder": (str,),
+    "arguments": (dict,),
+    "weights": (str,),
+    "preprocessing": (dict,),
+    "input": (str,),
+    "task": (str,),
+    "leaf_modules": (str, list),
+    "leaf_functions": (list,),
+    "concrete_args": (dict,),
+}
+"""Keys of a table in ``models.toml``, and the types that each may have."""
+
+_TYPE_NAMES: dict[type, str] = {str: "text", dict: "a table", list: "a list of text"}
+
+
+def _parse_table(table: Any, folder: Path) -> UserModel:
+    """Check a table of ``models.toml`` and import what it names."""
     if not isinstance(table, dict) or "builder" not in table:
         raise BadUserModel("it has no builder; write builder = 'MODULE:CALLABLE'")
     for key, value in table.items():
-        if key not in kinds:
-            raise BadUserModel(f"{key!r} is none of {', '.join(kinds)}")
-        listed = value if isinstance(value, list) else []
-        if not isinstance(value, kinds[key]) or not all(isinstance(item, str) for item in listed):
-            raise BadUserModel(f"{key} is {' or '.join(called[kind] for kind in kinds[key])}, not {value!r}")
+        if key not in _KEYS:
+            raise BadUserModel(f"{key!r} is none of {', '.join(_KEYS)}")
+        items = value if isinstance(value, list) else []
+        if not isinstance(value, _KEYS[key]) or not all(isinstance(item, str) for item in items):
+            raise BadUserModel(f"{key} is {' or '.join(_TYPE_NAMES[kind] for kind in _KEYS[key])}, not {value!r}")
     fields = dict(table)
-    fields["builder"] = _imported("builder", table["builder"])
+    fields["builder"] = _import("builder", table["builder"])
     fields["weights"] = folder / table["weights"] if "weights" in table else None
     leaves = table.get("leaf_modules", [])
     fields["leaf_modules"] = [
-        _imported("leaf_modules", leaf) if ":" in leaf else leaf
+        _import("leaf_modules", leaf) if ":" in leaf else leaf
         for leaf in ([leaves] if isinstance(leaves, str) else leaves)
     ]
-    fields["leaf_functions"] = [_imported("leaf_functions", path) for path in table.get("leaf_functions", [])]
+    fields["leaf_functions"] = [_import("leaf_functions", path) for path in table.get("leaf_functions", [])]
     return UserModel(**fields)
 
 
-def _imported(key: str, path: str) -> Any:
-    """What ``key`` names as MODULE:CALLABLE."""
+def _import(key: str, path: str) -> Any:
+    """Import the callable that ``key`` names as MODULE:CALLABLE."""
     module, _, name = path.partition(":")
     if not module or not name:
-        raise BadUserModel(f"{key} is written MODULE:CALLABLE, unlike {path!r}")
+        raise BadUserModel(f"{key} is written MODULE:CALLABLE, not {path!r}")
     try:
         found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except Exception as error:
@@ -326,83 +338,30 @@ def _imported(key: str, path: str) -> Any:
     return found
 
 
-def _preset(input: str, parameters: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes torchvision's transform with these parameters."""
-    known = ("resize_size", "crop_size", "mean", "std", "interpolation", "antialias")
-    for name in parameters:
-        if name not in known:
-            raise BadUserModel(f"preprocessing has no {name!r}; it has {', '.join(known)}")
-    given = dict(parameters)
-    resize = _sizes("resize_size", given.pop("resize_size", None))
-    crop = _sizes("crop_size", given.pop("crop_size", None))
-    for name in ("mean", "std"):
-        values = given.get(name, [0.5, 0.5, 0.5])
-        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
-            raise BadUserModel(f"preprocessing: {name} is a list of three numbers, not {values!r}")
-    if not isinstance(given.get("antialias", True), bool):
-        raise BadUserModel(f"preprocessing: antialias is true or false, not {given['antialias']!r}")
-    if "interpolation" in given:
-        modes = {mode.value: mode for mode in InterpolationMode}
-        if given["interpolation"] not in modes:
-            raise BadUserModel(f"preprocessing: interpolation is one of {', '.join(modes)}")
-        given["interpolation"] = modes[given["interpolation"]]
-    if input == "video":
-        given.pop("antialias", None)
-        size = crop or resize or [112, 112]
-        clip = (size[0], size[-1])
-        return functools.partial(VideoClassification, crop_size=clip, resize_size=_pair(resize or size), **given)
-    if crop is not None and len(crop) == 2 and crop[0] != crop[1]:
-        raise BadUserModel("preprocessing: crop_size of images is one number, the side of a square")
-
-    def make() -> Any:
-        if crop is None and resize is not None:
-            preset: Any = SemanticSegmentation(resize_size=None, **given)
-            preset.resize_size = list(resize)
-        else:
-            preset = ImageClassification(crop_size=crop[0] if crop else 224, **given)
-            preset.resize_size = list(resize or crop or [256])
-        return preset
-
-    return make
-
-
-def _sizes(name: str, value: Any) -> list[int] | None:
-    """``224`` or ``[224, 320]`` as a list."""
-    if value is None:
-        return None
-    sizes = value if isinstance(value, list) else [value]
-    if not 1 <= len(sizes) <= 2 or not all(type(size) is int and 0 < size <= 4096 for size in sizes):
-        raise BadUserModel(f"preprocessing: {name} is a number of pixels, or [height, width], not {value!r}")
-    return sizes
-
-
-def _pair(sizes: list[int]) -> tuple[int] | tuple[int, int]:
-    return (sizes[0],) if len(sizes) == 1 else (sizes[0], sizes[1])
-
-
 def _build(model: UserModel, weights: None = None) -> nn.Module:
-    """Call the builder; ``weights`` is what torchvision's builders are called with.
+    """Call the builder and copy its model, which may be in use elsewhere: the copy will be moved, cast and frozen.
 
-    What it gives may be in use elsewhere, and what is built here is moved, cast and frozen: so it is copied.
+    Args:
+        weights: not used; torchvision's builders have it, and entries pass it to all.
     """
     built = model.builder(**model.arguments)
     if not isinstance(built, nn.Module):
-        raise BadUserModel(f"its builder gave {type(built).__name__}, not an nn.Module")
+        raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
     try:
         private = shared_copy(built, own_parameters=True)
     except Exception as error:
         if model.builder(**model.arguments) is built:
             raise BadUserModel(
-                f"its builder gives the same module each time, which cannot be copied ({summarize(error)}); give "
+                f"its builder returns the same module each time, which cannot be copied ({summarize(error)}); use "
                 "a builder that makes a new one"
             ) from error
         private = built
-    return _with_inputs_only(private, model.concrete_args)
+    return _narrow_to_inputs(private, model.concrete_args)
 
 
-def _with_inputs_only(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
-    """The model with a forward that takes its inputs only: what has no default and is not ``fixed``, else its first
-    argument."""
+def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
+    """Reduce the arguments of forward to the inputs: those that have no default and are not ``fixed``, or else the
+    first."""
     parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
     simple = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -415,5 +374,5 @@ def _with_inputs_only(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
     free = [p for p in parameters if p.kind in simple and p.name not in fixed]
     needed = [p.name for p in free if p.default is p.empty] or [p.name for p in free[:1]]
     if not needed:
-        raise BadUserModel("its forward has no argument that is free, so nothing says what its input is")
+        raise BadUserModel("its forward has no argument left to be its input; fix fewer in concrete_args")
     return model if len(needed) == len(parameters) else narrowed(model, needed, fixed)

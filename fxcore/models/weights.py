@@ -1,4 +1,4 @@
-"""Models with their weights loaded: published ones, files, or ``random``, the library's initialisation with seed 0."""
+"""Load models with weights: published ones, from a file, or ``random``, the library's initialisation with seed 0."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fxcore.models.state_dicts import FILE_PREFIX, read_file
 
 
 def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None) -> nn.Module:
-    """A private float32 model on the CPU, in eval mode, with ``weights`` loaded and every module out-of-place.
+    """Build a private float32 model on the CPU, in eval mode, load ``weights``, and make all modules out-of-place.
 
-    Weights of a file go into the model as torchvision builds it without weights. GoogLeNet and Inception do not
-    transform their input then (``transform_input``), as they do with published weights.
+    Weights from a file are loaded into the model that its library builds without weights: GoogLeNet and Inception do
+    not transform their input then (``transform_input``), as they do with published weights.
 
     Args:
         entry: the model.
         weights: a canonical name (:meth:`ModelEntry.canonical_weights`).
-        weights_dir: the only folder that ``file:NAME`` looks into.
+        weights_dir: the folder of ``file:NAME``.
 
     Raises:
-        WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not fit the model.
-        UnknownWeights: the model has none of that name, or ``file:NAME`` names nothing in ``weights_dir``.
-        BadArgument: ``entry`` is no model, or ``weights`` is no text.
+        WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not match the model.
+        UnknownWeights: the model has no such weights, or ``file:NAME`` is not in ``weights_dir``.
+        BadArgument: ``entry`` is not a model's entry, or ``weights`` is not a string.
 
     >>> import torch
     >>> from fxcore import get_model
@@ -50,14 +50,14 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         model = entry.load_published(weights)
     model.eval().requires_grad_(False)
     for module in model.modules():
-        # An in-place ReLU would overwrite the very tensor that a client asked for.
+        # An in-place ReLU would overwrite a tensor that an extractor returns.
         if getattr(module, "inplace", None) is True:
             module.inplace = False  # type: ignore[assignment]
     return model
 
 
 def download_weights(entry: ModelEntry, weights: str) -> None:
-    """Download the file of published ``weights`` unless it is cached, which may take minutes; do nothing for others.
+    """Download the file of published ``weights`` unless it is cached; do nothing for other weights.
 
     Raises:
         WeightsUnavailable: it cannot be downloaded.
@@ -68,7 +68,7 @@ def download_weights(entry: ModelEntry, weights: str) -> None:
 
 
 def missing_weights(entry: ModelEntry, weights: str) -> WeightsInfo | None:
-    """The published weights that ``weights`` names, if their file would have to be downloaded.
+    """The published weights ``weights`` if their file is not cached, else None.
 
     >>> from fxcore import get_model
     >>> missing_weights(get_model("squeezenet1_1"), "random") is None

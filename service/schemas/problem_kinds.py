@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
     "export-unavailable": Kind(
         422,
         "Export not available here",
-        "export to openvino needs openvino, not installed here; install it, or ask for another format: fx, onnx",
+        "export to openvino needs openvino, not installed here; install it, or use another format: fx, onnx",
         {"format": "openvino", "missing": ["openvino"]},
     ),
     "no-heat-map": Kind(422, "No heat-map", "this node gives one vector an image, and a heat-map needs a feature map"),
@@ -210,7 +210,7 @@ KINDS: dict[str, Kind] = {
         503,
         "Weights unavailable",
         "resnet50-11ad3fa6.pth is not in /weights/hub/checkpoints and could not be downloaded; put the file there, or "
-        "ask for weights=random to try without",
+        "use weights=random to try without",
         {"file": "resnet50-11ad3fa6.pth", "folder": "/weights/hub/checkpoints"},
     ),
     "compute-failed": Kind(500, "Compute failed", "the model raised while it computed this request"),

@@ -11,7 +11,7 @@ from fxcore.graph.model_graph import model_graph
 from fxcore.models.catalog import get_model, list_models, register
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX
-from fxcore.models.user_models import UserEntry, read_models, wrong
+from fxcore.models.user_models import UserEntry, as_bad_model, read_models
 from fxcore.models.weights import load_model
 from service.engine.registry.served import is_served
 
@@ -63,5 +63,5 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
         if entry.file(weights) is not None:
             load_model(entry, weights)
     except Exception as error:  # the model's own code ran
-        return wrong(name, error)
+        return as_bad_model(name, error)
     return entry

@@ -221,20 +221,20 @@ def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
     )
     found = dict(read_models(None))
     assert found["packaged-tiny"].weights_info("builder").num_params == 461
-    assert "is no fxcore.UserModel but function" in found["odd"].detail
+    assert "is a function, not a fxcore.UserModel" in found["odd"].detail
     assert "cannot be loaded: BadUserModel: weights is a pathlib.Path or None, not 'tiny" in found["careless"].detail
     assert "cannot be loaded: AttributeError" in found["gone"].detail
 
 
 WRONG = {
     "one": ("weights = 'x'", "it has no builder"),
-    "two": ("builder = 'timm'", "builder is written MODULE:CALLABLE, unlike 'timm'"),
+    "two": ("builder = 'timm'", "builder is written MODULE:CALLABLE, not 'timm'"),
     "three": (
         "builder = 'no_such_package:x'",
         "cannot be imported: ModuleNotFoundError: No module named 'no_such_pack",
     ),
     "four": ("builder = 'MODULE:nobody'", "cannot be imported: AttributeError"),
-    "five": ("builder = 'MODULE:number'", "its builder gave int, not an nn.Module"),
+    "five": ("builder = 'MODULE:number'", "its builder returned int, not an nn.Module"),
     "six": ("builder = 'MODULE:Tiny'\narguments = { depth = 3 }", "its builder failed: TypeError"),
     "seven": ("builder = 'MODULE:Tiny'\nweights = 'gone.pth'", "there is no weights file"),
     "eight": ("builder = 'MODULE:Tiny'\ninput = 'sound'", "input is image or video, not 'sound'"),
@@ -270,7 +270,7 @@ def test_each_wrong_description_is_told_and_costs_no_other(module: str, read: Ca
     register(found)
     assert get_model("good").task == "classification"
     assert "good" in {entry.name for entry in list_models()}
-    with pytest.raises(FxError, match="'six' was described wrongly"):
+    with pytest.raises(FxError, match="description of model 'six' is invalid"):
         get_model("six")
 
 
@@ -327,5 +327,5 @@ def test_a_module_in_hand_is_neither_moved_nor_changed(file: bool, tmp_path: Pat
 def test_a_module_in_hand_that_cannot_be_copied() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1))
     model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(BadUserModel, match="give a builder that makes a new one"):
+    with pytest.raises(BadUserModel, match="use a builder that makes a new one"):
         user_entry("own", UserModel(lambda: model))

@@ -111,7 +111,7 @@ def test_models_of_ones_own(files: list[Path], tmp_path: Path, monkeypatch: pyte
         (listed,) = rows(fxserve("models", "--query", "mine").stdout, "model")
         assert listed[:3] == ["mine", "classification", "builder"]
         assert ["C5", "blocks.5.0.aa", "288", "32"] in rows(fxserve("nodes", "mine").stdout, "level")
-        assert "'broken' was described wrongly" in fxserve("nodes", "broken").stderr
+        assert "the description of model 'broken' is invalid" in fxserve("nodes", "broken").stderr
         out = tmp_path / "features"
         result = fxserve("extract", *files, "--model", "mine", "--nodes", "C5", "--device", "cpu", "--out", out)
         assert result.exit_code == 0, result.stderr

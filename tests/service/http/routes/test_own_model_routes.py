@@ -136,7 +136,7 @@ def test_a_model_of_ones_own_is_served(
     assert raw.status_code == 200, raw.text
     problem = client.post("/v1/extractors", json={"model": "broken", "return_nodes": ["x"]}).json()
     assert problem["type"] == "/problems/unknown-model"
-    assert "'broken' was described wrongly" in problem["detail"]
+    assert "the description of model 'broken' is invalid" in problem["detail"]
 
 
 def test_a_module_written_by_hand_that_takes_clips(
