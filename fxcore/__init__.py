@@ -1,8 +1,8 @@
-"""fxcore: everything torch.fx is for, for vision models.
+"""torch.fx for vision models: trace, inspect, extract features, rewrite, measure, compile, export.
 
-A model is traced once without weights into a :class:`ModelGraph`; its nodes carry torchvision's names. From the graph
-and a model with weights comes an :class:`Extractor` that returns the nodes that were asked for. Passes over graphs are
-in :mod:`fxcore.transforms`, files in :mod:`fxcore.exports`, compiled forms in :mod:`fxcore.backends`.
+A model is traced once, without weights, to a :class:`ModelGraph` whose nodes have torchvision's names. The graph and a
+model with weights make an :class:`Extractor`, which returns the values of chosen nodes. Passes over graphs are in
+:mod:`fxcore.transforms`, file formats in :mod:`fxcore.exports`, compilers in :mod:`fxcore.backends`.
 
 From a model's name and a photograph to features:
 

@@ -1,4 +1,4 @@
-"""The error of a function that was called with something it cannot work on."""
+"""The error for invalid arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fxcore.errors import FxError
 
 
 class BadArgument(FxError, ValueError):
-    """An argument of the wrong kind, or out of its range.
+    """An argument has the wrong type, or is out of range.
 
     >>> from fxcore import get_model
     >>> try:

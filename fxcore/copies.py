@@ -1,4 +1,4 @@
-"""Copies of modules that take no memory for tensors."""
+"""Copy modules without copying their tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
-    """A deep copy of ``model`` over the model's own memory.
+    """Deep-copy ``model``; the copy shares the storages of its tensors.
 
     Args:
-        own_parameters: give the copy Parameters of its own, so that the model stays where it is when the copy is moved,
-            cast or frozen. What is written into them is written into the model's; assign instead.
+        own_parameters: give the copy new Parameters over the same storages, so that moving, casting or freezing it does
+            not affect the model. In-place writes to them still do.
 
     Raises:
         Exception: of any kind, if something in the model cannot be copied.
@@ -26,7 +26,7 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
     >>> shared_copy(model).weight is model.weight
     True
     """
-    # Attributes that are tensors, too: copy.deepcopy refuses computed ones.
+    # Attributes that are tensors too: copy.deepcopy raises for tensors that are not leaves of autograd.
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
@@ -38,7 +38,9 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """The same module over the same parts, whose own attributes can be set; not copy.copy, which some classes refuse.
+    """Copy a module, but not its submodules and tensors; attributes of the copy can be set.
+
+    Not copy.copy, which some classes do not support.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> other = shallow_copy(model)
@@ -54,10 +56,10 @@ def shallow_copy(model: nn.Module) -> nn.Module:
 def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
     """A shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
 
-    torch.fx makes an input of every argument, and of ``mask=None`` one that is not None.
+    torch.fx makes an input of every argument, even of ``mask=None``, whose proxy is not None.
 
     Args:
-        fixed: values of other arguments; what is in neither has its default.
+        fixed: values of other arguments; the rest have their defaults.
 
     >>> class Scaled(nn.Module):
     ...     def forward(self, x, factor=2, bias=None):
@@ -65,7 +67,7 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
     >>> narrowed(Scaled(), ["x"], {"factor": 3})(5)
     15
     """
-    # torch.fx reads the names of the inputs off the code object.
+    # torch.fx reads the names of the inputs from the code object.
     scope: dict[str, Any] = {"forward": type(model).forward, "fixed": dict(fixed or {})}
     passed = ", ".join(f"{name}={name}" for name in taken)
     exec(f"def narrow(self, {', '.join(taken)}): return forward(self, {passed}, **fixed)", scope)

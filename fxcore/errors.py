@@ -1,7 +1,7 @@
-"""What fxcore raises when a caller asked for something that cannot be had.
+"""The errors of fxcore.
 
-Each error is one sentence for people (``detail``) and a few fields for programs (``extra``, JSON-able). An error that
-is not an :class:`FxError` is a defect of this library.
+Each has a sentence for people (``detail``) and fields for programs (``extra``, for JSON). Other exceptions are bugs of
+this library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 class FxError(Exception):
-    """Base of all errors that say what was wrong with a request and what would be right.
+    """Base class: the caller passed something invalid. ``detail`` says what, and what would be valid.
 
     >>> from fxcore import get_model
     >>> try:
@@ -28,64 +28,64 @@ class FxError(Exception):
         self.extra = extra
 
     def __copy__(self) -> Self:
-        """The same error, not raised yet: one that was keeps the frames that it came through, and their variables."""
+        """A copy without traceback, which would keep frames and their variables alive."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other
 
 
 class UnknownModel(FxError):
-    """No model of that name; ``suggestions`` holds the nearest names."""
+    """There is no model of that name; ``suggestions`` has similar names."""
 
 
 class Unsupported(FxError):
-    """A model that the libraries here cannot run any more; ``field``, ``value`` and ``available``."""
+    """The installed libraries cannot run the model; ``field``, ``value`` and ``available``."""
 
 
 class UnknownWeights(FxError):
-    """The model has no weights of that name; ``available`` lists those it has, ``suggestions`` the nearest."""
+    """The model has no weights of that name; ``available`` has those that exist, ``suggestions`` similar names."""
 
 
 class WeightsUnavailable(FxError):
-    """The weights exist but cannot be had now; ``file`` is the missing file and ``folder`` where it is looked for."""
+    """The weights cannot be loaded: ``file`` is missing from ``folder`` and cannot be downloaded, or is damaged."""
 
 
 class UnknownNode(FxError):
-    """A node name that matches nothing, or whose value is not a tensor; ``name`` and ``suggestions``."""
+    """There is no such node, or its value cannot be extracted; ``name`` and ``suggestions``."""
 
 
 class DuplicateKey(FxError):
-    """Two outputs were asked for under one ``key``."""
+    """Two outputs have the same ``key``."""
 
 
 class NotTraceable(FxError):
-    """torch.fx cannot record the model; ``module`` and ``source`` say where it broke."""
+    """torch.fx cannot trace the model; ``module`` and ``source`` say where it failed, ``kind`` and ``advice`` why."""
 
 
 class BadImage(FxError):
-    """Bytes that do not decode to an image."""
+    """Data that cannot be decoded to an image."""
 
 
 class BadBox(FxError):
-    """A region that is no part of its image; ``box`` is its place in the list."""
+    """A box that is invalid or outside of its image; ``box`` is its index."""
 
 
 class ImageTooLarge(FxError):
-    """An image with more ``pixels`` than the ``limit``, judged by its header before decoding."""
+    """By its header, an image has more ``pixels`` than the ``limit``."""
 
 
 class BadTensor(FxError):
-    """An input tensor with the wrong name, shape or dtype, or images that cannot form one batch."""
+    """An input tensor has the wrong name, shape or dtype, or images cannot form one batch."""
 
 
 def summarize(error: BaseException, limit: int = 300) -> str:
-    """The first line of what an error says."""
+    """The type of an exception and the first line of its message, at most ``limit`` characters of that."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for the numbers that JSON has not."""
+    """Replace NaN and infinities in nested containers by None, for JSON."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Freed memory, given back to the system."""
+"""Return freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from collections.abc import Callable
 from torch.fx import graph_module
 
 LIVE_ACTIVATIONS = 3
-"""How many of the largest activations are taken to be alive at a time: an input, its output and a residual."""
+"""Estimated number of the largest activations that are alive at a time: an input, its output and a residual."""
 
 _SOURCES = 256
-"""How many generated sources are kept: the latest ones."""
+"""Most generated sources that are kept, the latest ones."""
 
 _M_ARENA_MAX = -8
 """mallopt's parameter of this name, from glibc's malloc.h."""
 
 
 def use_one_heap() -> None:
-    """Have all threads allocate from one heap; to be called before a process starts threads that allocate.
+    """Make all threads allocate from one heap; call it before a process starts threads that allocate.
 
-    glibc gives up to eight threads per core heaps of their own. What is freed in one is of no use to the others,
-    and ``malloc_trim`` leaves the free end of all but the first as it is. With 40 models loaded, run and evicted in
-    turn by 3 threads, the heaps held 26 to 42 MiB more than was in use after a trim; one heap held 4 to 9 more. Where
-    another C library allocates, nothing changes.
+    glibc has a heap (arena) for each of up to eight threads per core. Memory that is freed in one is not available to
+    other threads, and ``malloc_trim`` does not shrink the end of all but the first. With other C libraries nothing
+    changes.
     """
     mallopt = _of_libc("mallopt")
     if mallopt is not None:
@@ -34,11 +33,10 @@ def use_one_heap() -> None:
 
 
 def give_back() -> None:
-    """Collect reference cycles, such as modules and graphs, and let the allocator return its free pages.
+    """Collect reference cycles, such as modules and graphs, and return the allocator's free pages to the system.
 
-    glibc raises the size from which a block is mapped on its own each time such a block is freed (mallopt(3),
-    ``M_MMAP_THRESHOLD``, up to 32 MiB), so that most weights come to lie in its heap; of that it returns only the
-    end. A process that had loaded and dropped eight models in a row held 2.6 GB where 0.8 were in use.
+    Each time a mapped block is freed, glibc raises the size from which it maps blocks (mallopt(3),
+    ``M_MMAP_THRESHOLD``, up to 32 MiB), so that most weights end up in the heap, of which it only returns the end.
     """
     gc.collect()
     _forget_sources()
@@ -48,15 +46,14 @@ def give_back() -> None:
 
 
 def _of_libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library; None where it has none of this name, as on musl and macOS."""
+    """A function of the C library; None if it has none of this name, as on musl and macOS."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _forget_sources() -> None:
-    """Drop what torch.fx remembers of modules that it generated long ago.
+    """Drop all but the latest sources that torch.fx keeps for tracebacks.
 
-    It keeps every module's source for tracebacks, whether the module is alive or not: eight for an extractor over
-    resnet50, which take 95 KB. A service that built extractors anew for half an hour grew by 200 MB.
+    It keeps the source of every GraphModule, alive or not, so a process that builds extractors would grow forever.
     """
     sources = graph_module._loader.eval_cache
     for name in list(sources)[:-_SOURCES]:

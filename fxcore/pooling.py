@@ -1,7 +1,6 @@
-"""From a feature map to one vector an image, or to one small map a region.
+"""Pool feature maps to one vector per image, or to one small map per region.
 
-What a pooling means depends on the layout of the map: the mean of an ``NCHW`` map is over its pixels, of ``tokens``
-over its tokens. Vectors are pooled already and pass through.
+The pooled dimensions depend on the layout: all but the batch and the channels. Vectors are returned as they are.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ _GEM_FLOOR = 1e-6
 
 
 def channel_dim(layout: str | None, ndim: int) -> int:
-    """Which dimension of a map holds the channels.
+    """The dimension of the channels.
 
-    The layout's letters say it; ``tokens`` have them last. A layout that is not known is judged by the number of
-    dimensions: sequences ``[N, L, C]`` have channels last, everything else second.
+    Without a known layout, sequences ``[N, L, C]`` are taken to have channels last, and other tensors in dimension 1.
     """
     if layout == TOKENS:
         return ndim - 1
@@ -40,21 +38,20 @@ def channel_dim(layout: str | None, ndim: int) -> int:
 
 
 def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
-    """Pool ``tensor`` over everything but its first dimension and its channels.
+    """Pool ``tensor`` over all dimensions but the batch and the channels.
 
     Args:
-        tensor: floating, with images in the first dimension: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``,
-            tokens ``[N, L, C]``, …; ``[N, C]`` and ``[N]`` are returned as they are, there is nothing to pool.
-        layout: as an :class:`~fxcore.extractor.OutputInfo` says it.
-        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3 over values clamped to be positive), or
+        tensor: floating-point: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``, tokens ``[N, L, C]``, …;
+            ``[N, C]`` and ``[N]`` are returned as they are.
+        layout: of an :class:`~fxcore.extractor.OutputInfo`.
+        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive), or
             ``cls`` (the first token).
 
     Returns:
-        ``[N, C]``, in the dtype of ``tensor``. Sums are taken in float32 or wider, so that half-precision maps do not
-        overflow.
+        ``[N, C]`` in the dtype of ``tensor``; sums are accumulated in float32 or wider.
 
     Raises:
-        BadTensor: an unknown method, ``cls`` of something that is not tokens, or a tensor that is not floating.
+        BadTensor: an unknown method, ``cls`` for something else than tokens, or a tensor that is not floating-point.
 
     >>> pool(torch.arange(8.0).reshape(1, 2, 2, 2), "NCHW", "avg")
     tensor([[1.5000, 5.5000]])
@@ -78,10 +75,10 @@ def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
 
 
 def check_poolable(layout: str | None, ndim: int, floating: bool, method: str) -> None:
-    """Raise what :func:`pool` would, before there is a tensor.
+    """Check that :func:`pool` takes tensors with this layout and number of dimensions.
 
     Raises:
-        BadTensor: the method makes no sense for such tensors.
+        BadTensor: the method does not apply to such tensors.
     """
     if not floating:
         raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
@@ -93,7 +90,7 @@ def check_poolable(layout: str | None, ndim: int, floating: bool, method: str) -
 
 
 def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]:
-    """The shape that :func:`pool` gives for a tensor of ``shape``."""
+    """The shape of the result of :func:`pool` for a tensor of ``shape``."""
     if len(shape) <= 2:
         return shape
     return [shape[0], shape[channel_dim(layout, len(shape)) if method != "cls" else 2]]
@@ -101,12 +98,12 @@ def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]
 
 @dataclass(frozen=True)
 class MapGrid:
-    """The positions of a feature map over the model's input.
+    """The grid of a feature map over the model's input.
 
     Attributes:
         height, width: of the map.
-        stride_y, stride_x: pixels of the input from one position to the next.
-        prefix: tokens before those of the positions.
+        stride_y, stride_x: input pixels from one position to the next.
+        prefix: number of tokens before those of the grid.
     """
 
     height: int
@@ -116,8 +113,13 @@ class MapGrid:
     prefix: int = 0
 
     def samples(self, boxes: Tensor, size: int) -> int:
-        """How many points of each channel :func:`pool_regions` takes: as many for each position of the result as there
-        are positions of the map under it, one at least."""
+        """Number of points that :func:`pool_regions` samples from each channel: for each position of the result, as
+        many as the map has positions under it, at least one.
+
+        Args:
+            boxes: ``[n, 4]``: x1, y1, x2, y2 in input pixels.
+            size: positions per side of the result.
+        """
         across, down = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
         each = (across / self.stride_x / size).ceil().clamp(1) * (down / self.stride_y / size).ceil().clamp(1)
         return int(each.double().sum()) * size * size
@@ -127,15 +129,15 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
     """Pool regions of feature maps by :func:`torchvision.ops.roi_align`, with ``aligned=True``.
 
     Args:
-        tensor: floating: ``[N, C, H, W]``, ``[N, H, W, C]``, or tokens ``[N, L, C]``, whose places ``grid`` says.
-        layout: as an :class:`~fxcore.extractor.OutputInfo` says it.
-        grid: of the map.
-        boxes: ``[n, 4]`` for each of the N images: x1, y1, x2, y2 in pixels of the model's input.
-        size: positions a side of what each region becomes.
+        tensor: floating-point: ``[N, C, H, W]``, ``[N, H, W, C]``, or tokens ``[N, L, C]``.
+        layout: of an :class:`~fxcore.extractor.OutputInfo`.
+        grid: of the map, or of the tokens.
+        boxes: ``[n, 4]`` for each of the N images: x1, y1, x2, y2 in input pixels.
+        size: positions per side of the result.
 
     Returns:
-        ``[boxes, C, size, size]``, channels first whatever ``layout`` is, and ``[boxes, C]`` for a ``size`` of 1; in
-        the dtype of ``tensor``, computed in float32 or wider.
+        ``[boxes, C, size, size]``, channels first for all layouts, or ``[boxes, C]`` for a ``size`` of 1; in the dtype
+        of ``tensor``, computed in float32 or wider.
 
     >>> grid = MapGrid(height=2, width=2, stride_y=16, stride_x=16)
     >>> pool_regions(torch.arange(4.0).reshape(1, 1, 2, 2), "NCHW", grid, [torch.tensor([[0.0, 0.0, 32.0, 32.0]])], 1)
@@ -156,6 +158,6 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
 
 
 def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
-    """The shape that :func:`pool_regions` gives for one box and a tensor of ``shape``."""
+    """The shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``."""
     channels = shape[channel_dim(layout, len(shape))]
     return [1, channels] if size == 1 else [1, channels, size, size]

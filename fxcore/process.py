@@ -1,8 +1,7 @@
-"""Work on a module in a process of its own.
+"""Work on a module in a child process.
 
-Two reasons for the process: torch.export and torch.jit.trace patch ``nn.Module`` and torch's dispatcher for the whole
-process while they trace, so a module that another thread runs meanwhile fails; and they hold the interpreter for
-seconds, in which a service would stand still.
+torch.export and torch.jit.trace patch ``nn.Module`` and torch's dispatcher for the whole process while they trace, so
+that modules in other threads fail; and they hold the GIL for seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ LONGEST = 900.0
 """Seconds after which a process is killed."""
 
 _CHILD_THREADS = 16
-"""Threads that must be to be had before a child is started: OpenVINO spins without end in one that gets none."""
+"""Threads that must be available to start a child: OpenVINO spins forever if it cannot start its threads."""
 
 _FILE = "module.pt"
 _INT8 = "int8"
-"""An empty file beside a module that holds torch's own int8 layers."""
+"""Name of an empty file that marks a module with torch's int8 layers."""
 
 
 class ProcessFailed(Exception):
@@ -40,8 +39,8 @@ class ProcessFailed(Exception):
 
 
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
-    """Write ``module``, and tensors ``beside`` it, for another process to :func:`load <load_module>`."""
-    # Plain tensors and code, from which the other process makes an ordinary module without tracing a graph again.
+    """Save ``module``, and tensors ``beside`` it, in ``folder`` for :func:`load_module` in another process."""
+    # Tensors and code, from which the other process makes an ordinary module without tracing.
     _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
     if holds_int8(module):
@@ -49,43 +48,43 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
 
 
 def holds_int8(module: nn.Module) -> bool:
-    """Whether it computes in torch's own int8, whose packed weights torch alone can read."""
+    """Whether ``module`` has torch's int8 layers, whose packed weights only torch can read."""
     return any(type(part).__module__.startswith("torch.ao.nn.") for part in module.modules())
 
 
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Read and delete what :func:`save_module` wrote: the module, in eval mode on the CPU, and the tensors beside
-    it."""
+    """Load and delete the files of :func:`save_module`: returns the module, in eval mode on the CPU, and the tensors
+    beside it."""
     file = folder / _FILE
     if (folder / _INT8).exists():
         from fxcore.int8.graph_mode import let_int8_convolutions_load  # imports torch.ao
 
         let_int8_convolutions_load()
-    # Written by the parent process a moment ago, into a folder of its own.
+    # Safe to unpickle: the parent process wrote it to a private folder.
     saved = torch.load(file, weights_only=False, map_location="cpu")
     file.unlink()
     body = saved.pop("body")
     scope: dict[str, Any] = {}
     exec(saved.pop("imports") + body["_code"], scope)
-    # A class of its own: torch.export reads the names of the inputs off its forward.
+    # A new class: torch.export reads the names of the inputs from its forward.
     module: nn.Module = type("Restored", (nn.Module,), {"forward": scope["forward"]})()
     module.__dict__.update({key: body[key] for key in ("_modules", "_parameters", "_buffers") if key in body})
     return module.eval().requires_grad_(False), saved
 
 
 def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: threading.Event | None = None) -> None:
-    """Run ``python -m program folder`` with one thread; what it prints goes to ``folder/log``.
+    """Run ``python -m program folder`` with one thread; its output goes to ``folder/log``.
 
     Args:
-        environment: added to this process's own.
-        cancelled: once set, the process is ended.
+        environment: environment variables beside those of this process.
+        cancelled: once set, the process is killed.
 
     Raises:
-        ProcessFailed: the reason is the last line that it printed.
-        OSError, RuntimeError: the system has no process or no threads left for it.
+        ProcessFailed: it failed, with the last line of its output as the reason, took too long, or was cancelled.
+        OSError, RuntimeError: the system cannot start a process, or enough threads.
     """
     check_threads(_CHILD_THREADS)
-    # One thread: it works beside a service that answers requests.
+    # One thread, since the parent may be serving requests.
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"} | dict(environment)
     variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with (folder / "log").open("wb") as log:
@@ -113,10 +112,10 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
 
 
 def check_threads(count: int) -> None:
-    """Check that the system has ``count`` threads left now, by starting as many, which end at once.
+    """Check that the system can start ``count`` threads, by starting them; they end at once.
 
     Raises:
-        RuntimeError: it has not.
+        RuntimeError: it cannot.
     """
     gate = _thread.allocate_lock()
     with gate:
@@ -130,11 +129,11 @@ def _pass(gate: _thread.LockType) -> None:
 
 
 def main(work: Callable[[Path], None]) -> None:
-    """The program that :func:`run` starts: call ``work`` with the folder on its command line.
+    """Entry point of the program that :func:`run` starts: call ``work`` with the folder on the command line.
 
-    If that fails, the last line printed is the reason.
+    If that fails, the last line of the output is the reason, and the exit status is 1.
     """
-    os.nice(10)  # a service answers requests meanwhile
+    os.nice(10)  # the parent may be serving requests
     try:
         work(Path(sys.argv[1]))
     except Exception as error:

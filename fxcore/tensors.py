@@ -1,4 +1,4 @@
-"""Tensors by their description, and their bytes."""
+"""Descriptions of tensors, and their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A model's input: its name, its layout, and its shape with None where any size is taken.
+    """A model's input: its name, its layout, and its shape with None for dynamic sizes.
 
     >>> import fxcore
     >>> fxcore.model_graph("squeezenet1_1").inputs
@@ -24,12 +24,12 @@ class TensorSpec:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """The name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The row-major little-endian bytes of a CPU tensor: its own memory where it is contiguous, as the engine's are."""
-    # By NumPy: each call into torch releases the GIL and has to wait for it again.
+    """The row-major little-endian bytes of a CPU tensor; no copy if it is contiguous."""
+    # By NumPy: each call into torch releases the GIL and has to acquire it again.
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

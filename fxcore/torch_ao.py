@@ -1,4 +1,4 @@
-"""Whether torch still has torch.ao, which is deprecated and may be gone in any release."""
+"""Whether torch has torch.ao, which is deprecated and may be removed in any release (pytorch/ao#2259)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MISSING = "torch's own int8 needs torch.ao, which this torch does not have"
 
 
 def available() -> bool:
-    """Whether :mod:`fxcore.int8.graph_mode`, and torchvision's quantized models, can be imported. Imports neither."""
+    """Whether :mod:`fxcore.int8.graph_mode` and torchvision's quantized models can be imported; imports neither."""
     try:
         return importlib.util.find_spec("torch.ao.quantization.quantize_fx") is not None
     except (ImportError, ValueError, AttributeError):

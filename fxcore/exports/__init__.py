@@ -1,6 +1,6 @@
-"""Extractors as files that run without this package: Python, torch.export, ONNX, OpenVINO, TorchScript.
+"""Export extractors to files that run without this package: Python, torch.export, ONNX, OpenVINO, TorchScript.
 
-One format a file. Every export takes any number of rows; its outputs have the extractor's keys, in its order.
+Exports take any number of rows; their outputs have the extractor's keys, in its order.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """One way to write an extractor.
+    """An export format.
 
     Attributes:
+        name: key in :data:`FORMATS`.
         suffix: of the file, with its dot.
         media_type: of the file.
-        packages: what must be installed to write it, beside torch.
-        named_outputs: outputs have names in the format itself, and each is a tensor of its own.
-        int8: it can hold torch's own int8 layers.
+        packages: distributions that are needed to write it, beside torch.
+        named_outputs: whether the format names outputs, each of which must be a distinct tensor.
+        int8: whether it can contain torch's int8 layers.
 
     >>> [name for name, format in FORMATS.items() if not format.packages]
     ['fx', 'torch_export', 'torchscript']
@@ -75,27 +76,27 @@ def export(
     *,
     example_inputs: Inputs | None = None,
 ) -> bytes:
-    """``extractor`` as the bytes of one file; it stays as it is, and other threads may run it meanwhile.
+    """Export ``extractor`` to the bytes of one file. It does not change, and other threads may run it meanwhile.
 
-    All formats but ``fx`` are written in a process of its own (see :mod:`fxcore.process`), which takes a few seconds
-    to start.
+    All formats but ``fx`` are written in a child process (:mod:`fxcore.process`), which takes seconds to start.
 
     Args:
-        extractor: or any graph module of tensors, as :func:`~fxcore.extractor.create_extractor` and
-            :func:`~fxcore.tracing.tracer.trace` give it. What it returns gets keys: of a single tensor ``output``, of
-            a tuple ``0``, ``1``…
+        extractor: an extractor, or a graph module of tensors, such as :func:`~fxcore.extractor.create_extractor` and
+            :func:`~fxcore.tracing.tracer.trace` return. Outputs of a module that returns no dict get the key
+            ``output`` for a single tensor, or ``0``, ``1``… for a tuple.
         format: a key of :data:`FORMATS`.
-        cancelled: once set, an export that takes long ends early.
-        calibration: for ``openvino``, inputs of one row each (:func:`fxcore.photos.calibration_rows`): it is written in
-            int8 then, by NNCF, as the backend of that name computes it.
-        example_inputs: of one call of a graph module. Where their first dimension is over 1, it is the number of rows,
-            and free in the file.
+        cancelled: once set, a long export ends early with :class:`CannotExport`.
+        calibration: for ``openvino``: inputs of one row each (:func:`fxcore.photos.calibration_rows`), with which NNCF
+            quantizes the file to int8.
+        example_inputs: arguments of one call of a graph module. If their first dimension is over 1, it is the number of
+            rows, and dynamic in the file.
 
     Raises:
-        UnknownFormat: no such format.
+        UnknownFormat: there is no such format.
         ExportUnavailable: a package that the format needs is not installed.
-        CannotExport: this model cannot be written so.
-        NotAGraph, BadTensor: neither an extractor nor a graph module with its inputs.
+        CannotExport: this model cannot be exported to the format.
+        NotAGraph: ``extractor`` is neither an extractor nor a graph module.
+        BadTensor: a graph module is given without inputs, or does not take them.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")
@@ -116,12 +117,12 @@ def export(
     if missing:
         raise ExportUnavailable(
             f"export to {format} needs {', '.join(missing)}, not installed here; "
-            f"install it, or ask for another format: {', '.join(other for other in FORMATS if other != format)}",
+            f"install it, or use another format: {', '.join(other for other in FORMATS if other != format)}",
             format=format,
             missing=missing,
         )
     if calibration and format != "openvino":
-        raise CannotExport(f"{format} is written as the extractor is; int8 is made of it for openvino", format=format)
+        raise CannotExport(f"calibration is for openvino only, not for {format}", format=format)
     try:
         subject = subject_of(extractor, example_inputs)
     except CannotExport as error:

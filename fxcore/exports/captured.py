@@ -1,4 +1,4 @@
-"""An extractor as it is sent to the process that exports it, and the result as it comes back."""
+"""Pass an extractor to the child process that exports it, and read the result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _JOB, _DESCRIPTION, _RESULT, _REFUSAL = "job.json", "description.json", "export"
 
 @dataclass(frozen=True)
 class Captured:
-    """What a format that torch traces is written from.
+    """An extractor in the child process.
 
     Attributes:
         model: the model's name.
-        module: on the CPU; returns a dict, or, for formats with named outputs, a tuple of tensors of their own.
-        inputs: two rows or more to run it on; in an extractor's own precision two photographs.
+        module: on the CPU; returns a dict, or, for formats with named outputs, a tuple of distinct tensors.
+        inputs: example inputs with two rows or more, in the extractor's dtype.
         input_names, keys: names of inputs and outputs, in order.
         description: JSON, see :meth:`fxcore.exports.subject.Subject.description`.
-        calibration: inputs, one row each, for a format that makes int8 of it; none where it stays as it is.
+        calibration: inputs, one row each, to quantize with; empty otherwise.
     """
 
     model: str
@@ -48,15 +48,15 @@ def written(
     cancelled: threading.Event | None = None,
     calibration: Sequence[tuple[Tensor, ...]] = (),
 ) -> bytes:
-    """The file that a process of its own (:mod:`fxcore.exports.export_child`) makes of ``subject``.
+    """Export ``subject`` in a child process (:mod:`fxcore.exports.export_child`); returns the file.
 
     Args:
-        named_outputs: the format names its outputs itself and takes no dict.
-        cancelled: once set, the process is ended.
+        named_outputs: whether the format names outputs and takes no dict.
+        cancelled: once set, the process is killed.
         calibration: see :func:`fxcore.exports.export`.
 
     Raises:
-        CannotExport: the process said so, or failed.
+        CannotExport: the child refused or failed.
     """
     job = {
         "format": format,
@@ -81,7 +81,7 @@ def written(
 
 
 def load(folder: Path) -> tuple[str, Captured]:
-    """The format that is wanted, and what :func:`written` put into ``folder``."""
+    """In the child: the format, and the extractor that :func:`written` saved in ``folder``."""
     job = json.loads((folder / _JOB).read_text())
     module, beside = process.load_module(folder)
     description = (folder / _DESCRIPTION).read_bytes()
@@ -91,19 +91,19 @@ def load(folder: Path) -> tuple[str, Captured]:
 
 
 def finish(folder: Path, result: bytes) -> None:
-    """Leave the file for the parent process."""
+    """In the child: save the exported file for the parent process."""
     (folder / _RESULT).write_bytes(result)
 
 
 def refuse(folder: Path, error: CannotExport) -> None:
-    """Leave the reason for the parent process."""
+    """In the child: save the error for the parent process."""
     (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
 
 
 def as_tuple(module: fx.GraphModule) -> fx.GraphModule:
-    """A module that returns a dict returning a tuple in which each value is a tensor of its own.
+    """Copy a module that returns a dict to return a tuple of distinct tensors.
 
-    Formats with named outputs merge or refuse two names for one tensor, and outputs that are inputs.
+    Formats with named outputs merge or reject two names for one tensor, and outputs that are inputs.
     """
     graph = fx.Graph()
     returned: Mapping[str, fx.Node] = graph.graph_copy(module.graph, {})  # type: ignore[assignment]
@@ -112,7 +112,7 @@ def as_tuple(module: fx.GraphModule) -> fx.GraphModule:
     for node in returned.values():
         twice = node in seen or node.op in ("placeholder", "get_attr")
         seen.add(node)
-        # A copy that no exporter takes for an alias, as OpenVINO takes clone().
+        # A copy that exporters keep; OpenVINO removes clone().
         values.append(graph.call_function(torch.cat, ((node,),)) if twice else node)
     graph.output(tuple(values))
     return fx.GraphModule(module, graph).eval()

@@ -1,4 +1,4 @@
-"""What the formats have in common."""
+"""Functions that several formats use: the check for int8, the description, the zip."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fxcore.process import holds_int8
 
 
 class UnknownFormat(FxError):
-    """No export format of that name; ``format`` and ``available``."""
+    """There is no export format of that name; ``format`` and ``available``."""
 
 
 class ExportUnavailable(FxError):
-    """A package that the ``format`` needs is ``missing``."""
+    """Packages that the ``format`` needs are not installed; ``missing``."""
 
 
 def require_float(subject: Subject, format: str) -> None:
-    """Refuse what computes in torch's own int8, which TorchScript alone can hold.
+    """Check that ``subject`` has no torch int8 layers, which only TorchScript can contain.
 
     Raises:
-        CannotExport: it does.
+        CannotExport: it has.
     """
     if holds_int8(subject.module):
         raise CannotExport(
@@ -35,12 +35,12 @@ def require_float(subject: Subject, format: str) -> None:
 
 
 def description_json(subject: Subject, int8: bool = False) -> bytes:
-    """Its description as a file."""
+    """The description of ``subject`` as a JSON file."""
     return json.dumps(subject.description(int8), indent=2, default=str).encode() + b"\n"
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """A zip of these files, the same bytes for the same files. Weights do not compress: they are stored as they are."""
+    """A reproducible zip of ``files``, not compressed: weights do not compress."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sorted(files.items()):

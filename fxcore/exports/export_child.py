@@ -1,6 +1,6 @@
-"""The process in which torch traces an extractor for export: ``python -m fxcore.exports.export_child DIR``.
+"""The child process that exports an extractor: ``python -m fxcore.exports.export_child DIR``.
 
-:mod:`fxcore.exports.captured` fills DIR and reads the result from it.
+:mod:`fxcore.exports.captured` writes the extractor to DIR and reads the result from it.
 """
 
 from __future__ import annotations

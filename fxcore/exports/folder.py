@@ -1,6 +1,6 @@
-"""A folder of Python: the generated code of the graph, the layers that it calls, and the weights as safetensors.
+"""Export to a Python package: the generated code of the graph, its layers, and the weights as safetensors.
 
-What comes out imports torch (and torchvision, where the graph calls a function of it), and nothing of this package.
+The package imports torch and safetensors (and torchvision, if the graph calls a function of it), but not this library.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fxcore.tracing.interpreter import Inputs
 from fxcore.transforms.base import attribute, called_modules, hooked
 from fxcore.transforms.parametrized import with_plain_weights
 
-# Arguments of layers that the attribute of the same name does not tell.
-_TOLD_BY = {
+# Arguments of layers whose values are not attributes of the same name: argument → function of the layer.
+_FROM_LAYER = {
     "bias": lambda m: next((getattr(m, n) for n in ("bias", "in_proj_bias") if hasattr(m, n)), None) is not None,
     "add_bias_kv": lambda m: m.bias_k is not None,
 }
@@ -52,7 +52,7 @@ from safetensors.torch import load_file
 {imports}
 
 OUTPUTS = {outputs}
-"""Key of each output, and the node of the model that it is the value of."""
+"""Key of each output, and the node of the model whose value it is."""
 
 
 class Extractor(nn.Module):
@@ -136,10 +136,12 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
     README. ``from name import load`` imports it.
 
     Args:
+        extractor: an extractor, or a graph module of tensors.
+        path: the folder; its name is the package's.
         example_inputs: of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
-        CannotExport: a layer or function has no source outside this package.
+        CannotExport: a layer or function cannot be imported without this library.
 
     >>> import sys, tempfile
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
@@ -162,13 +164,13 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
 
 
 def folder_zip(subject: Subject) -> bytes:
-    """The folder as a zip."""
+    """The package as a zip."""
     package = re.sub(r"\W", "_", f"{subject.name}_extractor")
     return zipped({f"{package}/{name}": data for name, data in folder_files(subject, package).items()})
 
 
 def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
-    """The folder's files by name."""
+    """The files of the package, by name."""
     require_float(subject, "fx")
     module, about = with_plain_weights(subject.module), subject.description()
     weights = f" ({about['weights']})" if about["weights"] else ""
@@ -226,7 +228,7 @@ def _indented(forward: str) -> str:
 
 
 def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
-    """What the graph uses, each in memory of its own: safetensors refuses two names for one storage."""
+    """Copies of the tensors that the graph uses: safetensors rejects two names for one storage."""
     names = set(_attributes(module))
     for target, layer in called_modules(module).items():
         names |= {f"{target}.{name}" for name in layer.state_dict()}
@@ -234,14 +236,14 @@ def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def _attributes(module: fx.GraphModule) -> list[str]:
-    """Targets of tensors that the graph reads itself, but those of layers that it also calls."""
+    """Targets of tensors that the graph reads itself, except those of layers that it also calls."""
     called = tuple(f"{target}." for target in called_modules(module))
     targets = dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "get_attr")
     return [target for target in targets if not target.startswith(called)]
 
 
 def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
-    """A line of ``__init__`` for each layer and tensor; ``classes`` gets the names that they use and torch.nn lacks."""
+    """A line of ``__init__`` for each layer and tensor; classes that are not torch.nn's are added to ``classes``."""
     called = called_modules(module)
     lines = [f"_place(self, {target!r}, {_made(target, layer, classes)})" for target, layer in called.items()]
     for target in _attributes(module):
@@ -257,17 +259,17 @@ def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
 
 
 def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
-    """The expression that makes a layer like ``layer``, up to its weights.
+    """An expression that makes a layer like ``layer``, without its weights.
 
     Raises:
-        CannotExport: its class cannot be imported without this package, it holds more than plain values, or it does
-            more than its class says.
+        CannotExport: its class cannot be imported without this library, it has attributes that are not plain values, or
+            it has hooks or a forward of its own.
     """
     kind = type(layer)
     if hooked(layer) or "forward" in vars(layer):
         raise CannotExport(
-            f"{target} has {'hooks' if hooked(layer) else 'a forward of its own'}, which a folder cannot hold; "
-            "ask for another format",
+            f"{target} has {'hooks' if hooked(layer) else 'a forward of its own'}, which the format fx cannot contain; "
+            "use another format",
             format="fx",
             module=target,
         )
@@ -282,16 +284,16 @@ def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any] | None:
-    """What a layer of torch.nn was made with, or None if its attributes do not tell."""
+    """The arguments that a layer of torch.nn was made with; None if its attributes do not show them."""
     kind = type(layer)
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         if name in ("device", "dtype") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        told = _TOLD_BY.get(name)
-        if told is None and not hasattr(layer, name):
+        from_layer = _FROM_LAYER.get(name)
+        if from_layer is None and not hasattr(layer, name):
             continue
-        value = told(layer) if told is not None else getattr(layer, name)
+        value = from_layer(layer) if from_layer is not None else getattr(layer, name)
         if parameter.default is parameter.empty or value != parameter.default:
             arguments[name] = value
     if not all(_is_literal(value) for value in arguments.values()):
@@ -306,17 +308,17 @@ def _arguments(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def _assembled(target: str, layer: nn.Module, children: dict[str, str], classes: dict[str, type]) -> str:
-    """The expression that puts a layer together from its parts, as unpickling would."""
+    """An expression that assembles a layer from its attributes and parts, as unpickling does."""
     kind = type(layer)
     where = f"{target} ({kind.__module__}.{kind.__qualname__})"
     if kind.__module__.split(".")[0] in _OURS or "." in kind.__qualname__ or isinstance(layer, fx.GraphModule):
         raise CannotExport(
-            f"{where} cannot be imported without this package; ask for another format", format="fx", module=target
+            f"{where} cannot be imported without this package; use another format", format="fx", module=target
         )
     plain = {key: value for key, value in vars(layer).items() if key not in _EVERY_MODULE and not callable(value)}
     wrong = [key for key, value in plain.items() if not _is_literal(value)]
     if wrong:
-        raise CannotExport(f"{where} holds {wrong[0]!r}, which is no plain value", format="fx", module=target)
+        raise CannotExport(f"{where} has {wrong[0]!r}, which is not a plain value", format="fx", module=target)
     tensors = {
         name: f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
         for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
@@ -337,10 +339,10 @@ def _is_literal(value: object) -> bool:
 
 
 def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> list[str]:
-    """Import statements of what the generated code uses.
+    """The import statements of the generated code.
 
     Raises:
-        CannotExport: some of it is of this package or has no name to import it by.
+        CannotExport: it uses something of this library, or something that cannot be imported by name.
     """
     used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
     lines = {"import torch", "from torch import nn"}
@@ -367,7 +369,7 @@ def _import_of(name: str, value: Any) -> str:
     if ours or getattr(sys.modules.get(str(module)), str(qualified), None) is not value:
         raise CannotExport(
             f"the graph calls {module}.{qualified}, which a folder without this package cannot import; "
-            "ask for another format or leave that transform out",
+            "use another format or leave that transform out",
             format="fx",
             function=f"{module}.{qualified}",
         )

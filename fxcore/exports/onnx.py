@@ -1,4 +1,4 @@
-"""ONNX with a free number of rows, compared with the extractor in onnxruntime where that is installed."""
+"""Export to ONNX with a dynamic number of rows, and verify it in onnxruntime where that is installed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
 
 def export_onnx(extractor: Captured) -> bytes:
-    """The bytes of an ``.onnx`` whose outputs are named as the extractor's keys.
+    """The bytes of an ``.onnx`` file; its outputs have the extractor's keys as names.
 
     Raises:
-        CannotExport: what onnxruntime computes is not what the extractor does.
+        CannotExport: onnxruntime's outputs differ from the extractor's.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -58,12 +58,13 @@ def _check(extractor: Captured, data: bytes) -> None:
     limit = _TOLERANCE.get(extractor.inputs[0].dtype, _TOLERANCE[torch.float32])
     rows = rows_of(extractor.inputs)
     one = tuple(x[:1] if free else x for x, free in zip(extractor.inputs, rows, strict=True))
-    # One row and two: the number of rows is free.
+    # With one row and with two: the number of rows is dynamic.
     for given in (extractor.inputs, one) if any(rows) else (extractor.inputs,):
         found = verify(extractor.module, run, given)
         if not found.relative <= limit:
             raise CannotExport(
-                f"{extractor.model} gives other values in onnxruntime: {found.relative:.1e} away, over {limit:.0e}",
+                f"{extractor.model} has other values in onnxruntime: relative error {found.relative:.1e}, over "
+                f"{limit:.0e}",
                 format="onnx",
                 max_rel_error=found.relative,
             )

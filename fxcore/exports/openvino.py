@@ -1,4 +1,4 @@
-"""OpenVINO IR, in float or in int8: a zip with ``model.xml``, ``model.bin`` and a description."""
+"""Export to OpenVINO IR, in float or int8: a zip with ``model.xml``, ``model.bin`` and a description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcore.exports.program import exported
 
 
 def export_openvino(extractor: Captured) -> bytes:
-    """The bytes of the zip; the model's inputs and outputs have the extractor's names."""
+    """The bytes of the zip; inputs and outputs have the extractor's names."""
     import openvino
 
     model = converted(exported(extractor.module, extractor.inputs), extractor.module, extractor.calibration)

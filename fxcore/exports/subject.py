@@ -1,4 +1,4 @@
-"""What is exported, and what a user of the file has to know: of an extractor, and of any graph module."""
+"""The subject of an export, made of an extractor or any graph module, and its description."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fxcore.transforms.base import applied, fork
 
 
 class CannotExport(FxError):
-    """This model cannot be written in that ``format``."""
+    """This model cannot be exported to that ``format``."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is exported.
+    """The subject of an export.
 
     Attributes:
         name: of the model.
-        module: takes tensors by position and returns a dict of tensors, its keys those of ``outputs``.
-        dtype: the floating-point type that it computes in.
-        inputs, outputs: in order; a size of None is free.
-        about: weights, fingerprint and preprocessing, for JSON; None of a module that has no such thing.
-        examples: makes tensors to run it on, two rows or more.
+        module: takes tensors by position and returns a dict of tensors with the keys of ``outputs``.
+        dtype: its floating-point dtype.
+        inputs, outputs: in order; a size of None is dynamic.
+        about: weights, fingerprint and preprocessing, for JSON; empty for a graph module.
+        examples: returns example inputs, with two rows or more.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Subject:
     examples: Callable[[], tuple[Tensor, ...]]
 
     def description(self, int8: bool = False) -> dict[str, Any]:
-        """What a user of the file has to know, for JSON: inputs, preprocessing, and which key is which node.
+        """A description for users of the file, for JSON: inputs, preprocessing, outputs and their nodes.
 
         Args:
-            int8: whether writing it makes int8 of it.
+            int8: whether the export quantizes it.
         """
         dtype = dtype_name(self.dtype)
         return {
@@ -66,21 +66,21 @@ class Subject:
 
 
 def subject_of(source: Extractor | fx.GraphModule, example_inputs: Inputs | None) -> Subject:
-    """``source`` as it is exported.
+    """Make the subject of an export.
 
     Args:
         example_inputs: of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
-        NotAGraph: it is neither an extractor nor a graph module.
-        BadTensor: a graph module without inputs, or with others than it takes.
+        NotAGraph: ``source`` is neither an extractor nor a graph module.
+        BadTensor: a graph module is given without inputs, or does not take them.
         CannotExport: it takes or returns something else than tensors.
     """
     if isinstance(source, Extractor):
         return _of_extractor(source)
     require_graph(source)
     if example_inputs is None:
-        raise BadTensor("give example_inputs, as example_inputs=(x,): a graph module says nothing of what it takes")
+        raise BadTensor("pass example_inputs, as in example_inputs=(x,): they are needed to export a graph module")
     return _of_module(source, positional(source, example_inputs))
 
 
@@ -107,8 +107,8 @@ def _of_module(module: fx.GraphModule, inputs: tuple[Any, ...]) -> Subject:
     placeholders = private.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs) or not all(isinstance(value, Tensor) for value in inputs):
         raise CannotExport(
-            f"{name} takes {', '.join(n.name for n in placeholders)}, each of which is a tensor in a file; give "
-            "other arguments their values in trace(…, concrete_args=…)"
+            f"{name} takes {', '.join(n.name for n in placeholders)}, and a file takes tensors only; fix "
+            "other arguments by trace(…, concrete_args=…)"
         )
     try:
         observe(private, inputs)
@@ -142,7 +142,7 @@ def _output(key: str, node: fx.Node, rows: int) -> OutputInfo:
 
 
 def _free(value: Tensor, rows: int) -> tuple[int | None, ...]:
-    """The shape of ``value``, None for a first dimension that may be another number of rows."""
+    """The shape of ``value`` with None for a first dimension of ``rows``, which is dynamic."""
     shape: list[int | None] = list(value.shape)
     if shape and rows > 1 and shape[0] == rows:
         shape[0] = None

@@ -1,4 +1,4 @@
-"""TorchScript, by tracing: for programs that still load it. torch has deprecated it in favour of torch.export."""
+"""Export to TorchScript by tracing. torch has deprecated it in favour of torch.export."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxcore.exports.captured import Captured
 
 
 def export_torchscript(extractor: Captured) -> bytes:
-    """The bytes of a ``.pt`` for ``torch.jit.load``; it returns the extractor's dict."""
+    """The bytes of a ``.pt`` file for ``torch.jit.load``; it returns the extractor's dict."""
     buffer = io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        # Not strict: a dict that is returned is no state of the model.
+        # Not strict, so that it may return a dict.
         traced = torch.jit.trace(  # type: ignore[no-untyped-call]
             extractor.module, extractor.inputs, strict=False, check_trace=False
         )

@@ -1,7 +1,7 @@
-"""Four photographs that lowered models are checked on and int8 is calibrated on.
+"""Four photographs, to check lowered models on and to calibrate int8.
 
-All are in the public domain, as scikit-image ships them: ``astronaut`` and ``rocket`` by NASA and SpaceX, ``chelsea``
-(a cat) by Stéfan van der Walt, ``coffee`` by Rachel Michetti.
+All are in the public domain, from scikit-image: ``astronaut`` and ``rocket`` by NASA and SpaceX, ``chelsea`` (a cat) by
+Stéfan van der Walt, ``coffee`` by Rachel Michetti.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 class NoPhotographs(FxError):
-    """A ``folder`` to calibrate on cannot be read, or no photograph in it."""
+    """The calibration ``folder``, or every photograph in it, cannot be read."""
 
 
 def files() -> list[Path]:
-    """The photographs that are shipped, as JPEG files, by name.
+    """The JPEG files of the four photographs, sorted by name.
 
     >>> [file.name for file in files()]
     ['astronaut.jpg', 'chelsea.jpg', 'coffee.jpg', 'rocket.jpg']
@@ -39,17 +39,17 @@ def files() -> list[Path]:
 
 
 def photos() -> list[PIL.Image.Image]:
-    """The photographs that are shipped, by name."""
+    """The four photographs, sorted by name."""
     return [open_image(file.read_bytes()) for file in files()]
 
 
 def check_rows(
     preprocessing: Preprocessing, inputs: Sequence[TensorSpec], images: Sequence[PIL.Image.Image], size: tuple[int, int]
 ) -> list[tuple[Tensor, ...]]:
-    """Each image as a model's inputs with one row, preprocessed as a request's would be, all of one shape.
+    """Preprocess each image to a model's inputs with one row, all of one shape.
 
     Args:
-        size: height and width of what comes out, where the preprocessing leaves that to the image.
+        size: height and width of the inputs, if the preprocessing does not fix them.
     """
     height, width = size
     rows = []
@@ -59,7 +59,7 @@ def check_rows(
             if "T" in spec.layout:
                 frames = spec.shape[spec.layout.index("T")] or 16
                 pixels = torch.from_numpy(np.array(image))
-                # A clip as a slow pan over the photograph.
+                # A clip that pans slowly over the photograph.
                 clip = torch.stack([pixels.roll(-2 * t, dims=1) for t in range(frames)])
                 row.append(preprocessing.tensor(clip[None]))
             else:
@@ -76,14 +76,14 @@ def calibration_rows(
     folder: Path | None = None,
     count: int = 32,
 ) -> list[tuple[Tensor, ...]]:
-    """Photographs as :func:`check_rows` makes them, to take the ranges of activations from.
+    """Photographs as inputs with one row each, to calibrate int8 on; see :func:`check_rows`.
 
     Args:
-        folder: of the photographs; without it, those that are shipped, mirrored and cropped.
-        count: at most how many, of a folder the first by name. What cannot be read there is passed over and logged.
+        folder: of photographs; without it, the four photographs here, mirrored and cropped.
+        count: most inputs; of a folder the first files by name. Files that cannot be read are skipped and logged.
 
     Raises:
-        NoPhotographs: none in ``folder`` can be read, or there is no such folder.
+        NoPhotographs: there is no such folder, or no photograph in it can be read.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -104,7 +104,7 @@ def calibration_rows(
         try:  # one at a time: all of a folder of large ones would take gigabytes
             rows += check_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
         except (OSError, FxError) as error:
-            log.warning("%s is not calibrated on: %s", file, error)
+            log.warning("%s is not used for calibration: %s", file, error)
     if not rows:
         what = f"none of its {len(found)} can be read" if found else f"it has no {', '.join(_SUFFIXES)}"
         raise NoPhotographs(f"the folder {folder} has no photographs to calibrate on: {what}", folder=str(folder))
@@ -116,7 +116,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def augmented(images: Sequence[PIL.Image.Image], count: int) -> list[PIL.Image.Image]:
-    """At least ``count`` images: the given ones, then mirrored and cropped ones of them, always the same."""
+    """Extend ``images`` by mirrored and cropped copies to ``count``, as far as that goes; deterministic."""
     made = list(images)
     for share in (1.0, 0.75, 0.5, 0.6, 0.9):
         for corner in (0, 1):

@@ -1,7 +1,7 @@
-"""Boxes and arrows get their places, in layers from top to bottom.
+"""Lay out boxes and arrows in layers from top to bottom.
 
-A box lies one layer below the lowest of its sources. Arrows to the next layer lead straight down; longer ones run
-through lanes to the right of the boxes, so that none crosses a box.
+A box is one layer below the lowest of its sources. Arrows to the next layer go straight down; longer ones go through
+lanes to the right of the boxes, so that none crosses a box.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ class Box:
     """A node to draw.
 
     Attributes:
-        lines: what is written in it, the name first.
+        lines: its text, the name first.
         kind: its CSS class, an fx opcode.
         mark: text beside it, which also highlights it.
-        sources: the boxes that arrows come from, by index; all come before this one.
-        size: width and height, where they are not those of the lines.
+        sources: indices of the boxes that arrows come from, all before this one.
+        size: width and height in pixels; by default those of the lines.
+        layer: number of its layer, from the top.
+        x, y: upper left corner, in pixels.
+        floor: lower edge of the layer.
     """
 
     lines: list[str]
@@ -39,7 +42,6 @@ class Box:
     layer: int = field(default=0, init=False)
     x: float = field(default=0.0, init=False)
     y: float = field(default=0.0, init=False)
-    #: lower end of the layer, below every box of it
     floor: float = field(default=0.0, init=False)
 
     @property
@@ -65,7 +67,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Arrow:
-    """From one box to another, by index: a curve between two points, or straight lines through more."""
+    """An arrow between two boxes, by index: a curve between two points, or straight lines through more."""
 
     source: int
     target: int
@@ -73,7 +75,7 @@ class Arrow:
 
 
 def place(boxes: Sequence[Box]) -> tuple[list[Arrow], float, float]:
-    """Give each box its place; the arrows between them, and the width and height of it all."""
+    """Set the position of each box; returns the arrows, and the width and height of the drawing in pixels."""
     layers = _layers(boxes)
     right, bottom = _place(layers)
     edges = [(i, number) for number, target in enumerate(boxes) for i in target.sources]
@@ -88,10 +90,10 @@ def place(boxes: Sequence[Box]) -> tuple[list[Arrow], float, float]:
 
 
 def _layers(boxes: Sequence[Box]) -> list[list[Box]]:
-    """Boxes by layer, each layer ordered by where its arrows come from."""
+    """Boxes by layer, each layer sorted by the positions of the sources."""
     for box in boxes:
         box.layer = 1 + max((boxes[i].layer for i in box.sources), default=-1)
-    # Parameters have no sources; they belong beside what uses them, not at the top.
+    # Parameters have no sources; they are placed above their users, not at the top.
     users: dict[int, list[Box]] = {}
     for box in boxes:
         for i in box.sources:
@@ -111,8 +113,8 @@ def _layers(boxes: Sequence[Box]) -> list[list[Box]]:
 
 
 def _place(layers: list[list[Box]]) -> tuple[float, float]:
-    """Give each box its corner; the right and the lower end of them all."""
-    # Without the mark of the last box, which would push a chain of single boxes out of line.
+    """Set the corner of each box; returns the right and lower edges of the drawing."""
+    # Without the mark of the last box, so that a chain of single boxes is aligned.
     widths = [sum(box.reach for box in layer[:-1]) + GAP * (len(layer) - 1) + layer[-1].width for layer in layers]
     marks = [layer[-1].reach - layer[-1].width for layer in layers]
     widest = max((width + 2 * mark for width, mark in zip(widths, marks, strict=True)), default=0.0)
@@ -128,7 +130,7 @@ def _place(layers: list[list[Box]]) -> tuple[float, float]:
 
 
 def _lanes(edges: Sequence[tuple[Box, Box]]) -> list[int]:
-    """A lane for each edge, so that no two in one lane overlap; the shortest edges get the nearest."""
+    """A lane for each edge, in which it overlaps no other; the shortest edges get the nearest lanes."""
     lanes: list[int] = [0] * len(edges)
     taken: list[list[tuple[int, int]]] = []
     for i in sorted(range(len(edges)), key=lambda i: edges[i][1].layer - edges[i][0].layer):
@@ -146,7 +148,7 @@ def _down(source: Box, target: Box) -> list[Point]:
 
 
 def _around(source: Box, target: Box, lane: float) -> list[Point]:
-    """Out below the source, through the lane, in above the target: the gaps between layers are free of boxes."""
+    """From below the source through the lane to above the target, in the gaps between layers."""
     one, other = source.middle + 6, target.middle + 6
     out, into = source.floor + 8, target.y - 12
     return [(one, source.y + source.height), (one, out), (lane, out), (lane, into), (other, into), (other, target.y)]

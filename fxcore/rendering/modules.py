@@ -1,6 +1,6 @@
-"""A graph's modules as boxes within boxes: each open one is a frame around its parts, each closed one is a box.
+"""Lay out a graph's modules as nested boxes: an open module is a frame around its parts, a closed one is a box.
 
-What enters or leaves a frame does so through the middle of its upper or lower edge.
+Arrows enter and leave a frame in the middle of its upper and lower edge.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from fxcore.tracing.tracer import PATH, public_name
 
 #: whether the module of that path is shown with its parts
 IsOpen = Callable[[str], bool]
-#: what is written on the box of a module, or of one node where the path is empty; and its mark
+#: nodes, and the path of their module or "" for a single node → the text of the box, and its mark
 Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None]]
 
 
 @dataclass
 class _Level:
-    """What lies in one frame, or outside of all, placed with the frame's upper edge at 0.
+    """The content of one frame, or of the drawing, with the upper edge at y = 0.
 
-    The first and the last box, of no size, are where arrows enter and leave.
+    The first and the last box have no size: arrows enter and leave there.
     """
 
     boxes: list[Box]
-    #: of each box between the two: what it is called, and its nodes
+    #: for each box between the two its name, its nodes, and its content if it is a frame
     names: list[str]
     groups: list[list[fx.Node]]
-    #: and what lies in it, where it is a frame
     insides: list[_Level | None]
     arrows: list[Arrow]
     width: float
@@ -41,13 +40,13 @@ class _Level:
 
 
 def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
-    """The layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
+    """Write the layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
 
     A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (how many), ``kind`` (an
-    fx opcode; ``module``, or ``frame`` for an open one, which comes before what it holds), ``lines`` (its text; stride
-    and FLOPs end it in a model's graph), ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge has
-    ``source`` and ``target``, numbers of boxes, and ``points``: a curve between two, or straight lines through more.
-    Edges to and from what lies in a frame begin and end at the frame.
+    fx opcode; ``module``, or ``frame`` for an open module, which precedes its content), ``lines`` (its text, in a
+    model's graph with stride and FLOPs last), ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge
+    has ``source`` and ``target``, indices of boxes, and ``points``: a curve between two, or straight lines through
+    more. Edges into and out of a frame end and begin at the frame.
     """
     level = _level([node for node in graph.nodes if node.op != "output"], 1, is_open, label)
     boxes: list[dict[str, Any]] = []
@@ -58,22 +57,25 @@ def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
 
 
 def module_of(node: fx.Node, depth: int) -> str:
-    """The module of ``depth`` parts that a node lies in; empty for one that lies in none."""
+    """Path, with ``depth`` parts, of the module that contains a node; empty if there is none."""
     parts = _parts(node)
     return ".".join(parts[:depth]) if len(parts) > depth else ""
 
 
 def _parts(node: fx.Node) -> list[str]:
-    """A parameter that is used as it is has no path: it lies where its first user does."""
+    """Parts of the node's path; a parameter that the graph reads itself has that of its first user."""
     if node.op == "get_attr" and PATH not in node.meta and node.users:
         return [*_parts(next(iter(node.users)))[:-1], node.name]
     return public_name(node).split(".")
 
 
 def runs(nodes: Iterable[fx.Node], depth: int | None) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Nodes of one module of ``depth`` parts that run one after the other, with its path; other nodes one by one.
+    """Group consecutive nodes of one module, whose path has ``depth`` parts; other nodes are groups of one.
 
-    A module that is called again later has a second run, so that no two need each other.
+    A module that is called again later has another group, so that there are no cycles between groups.
+
+    Yields:
+        The path of the module, or an empty string, and the nodes.
     """
     for module, run in itertools.groupby(nodes, lambda node: "" if depth is None else module_of(node, depth)):
         if module:
@@ -86,7 +88,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
     here = set(nodes)
     number: dict[fx.Node, int] = {}
     level = _Level([Box([], "entry", None, [], (0.0, 0.0))], [], [], [], [], 0.0, 0.0)
-    hidden: set[tuple[int, int]] = set()  # they keep boxes below the entry and above the exit, and are not drawn
+    hidden: set[tuple[int, int]] = set()  # edges that keep boxes below the entry and above the exit; not drawn
     leaving: list[int] = []
     for module, group in runs(nodes, depth):
         this = len(level.boxes)
@@ -116,7 +118,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
     arrows, level.width, _ = place(level.boxes)
     top, middle = level.boxes[0].y, level.boxes[0].x
     level.height = level.boxes[-1].y - top
-    # Lanes are on the right: as much room on the left keeps what enters and leaves in the frame's middle.
+    # Lanes are on the right: equal space on the left keeps the entry and the exit in the frame's middle.
     left = max(0.0, level.width - 2 * middle)
     level.width += left
     for box in level.boxes:
@@ -132,7 +134,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
 def _flatten(
     level: _Level, x: float, y: float, frame: int | None, boxes: list[dict[str, Any]], edges: list[dict[str, Any]]
 ) -> None:
-    """Add what lies in ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
+    """Add the content of ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
     number: list[int | None] = [frame]
     shown = zip(level.boxes[1:-1], level.names, level.groups, level.insides, strict=True)
     for box, name, group, inside in shown:
@@ -144,7 +146,7 @@ def _flatten(
             | {"width": round(box.width, 1), "height": round(box.height, 1)}
         )
         if inside:
-            # Where its first line is wider than what it holds, that is in the middle.
+            # Content that is narrower than the frame's title is centred.
             _flatten(inside, corner[0] + (box.width - inside.width) / 2, corner[1], number[-1], boxes, edges)
     number.append(frame)
     for arrow in level.arrows:

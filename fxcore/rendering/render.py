@@ -1,8 +1,7 @@
-"""A graph as text for people and as drawings.
+"""Render a graph as text or as a drawing.
 
-The drawings are written by hand: an SVG needs no Graphviz. Each box
-says the node's name, what it runs, and the shape of its value; levels (of a model) and keys (of an extractor) are
-highlighted. Labels come from models that anyone may have written, so every one is escaped.
+SVGs are written without Graphviz. A box shows the node's name, what it calls, and the shape of its value; levels (of a
+model) and keys (of an extractor) are highlighted. All labels are escaped, since they come from users' models.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _COLUMNS = ("opcode", "name", "target", "args", "kwargs", "shape", "dtype", "node")
 _SHAPE = _COLUMNS.index("shape")
-# Longer cells push the rest of their own line; they would push all the others otherwise (DenseNet's lists).
+# Longer cells (DenseNet's lists) do not widen their column.
 _WIDEST = 60
-# torch.fx swaps the repr of a graph's nodes while it writes code: one writer at a time, or the swap stays.
+# torch.fx replaces the repr of a graph's nodes while it generates code, which is not thread-safe.
 _CODE_LOCK = threading.Lock()
 
 
@@ -44,20 +43,19 @@ def render(
     """Write ``graph`` in one of :data:`FORMATS`.
 
     Args:
-        graph: a model's graph, whose levels are highlighted, or that of an extractor or any graph module, whose
-            outputs are.
-        format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes where the graph has
-            been annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names as a last column;
-            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings; ``layout``: places
-            of boxes within boxes as JSON, see :func:`fxcore.rendering.modules.write`.
-        depth: drawings show modules of as many parts as one box each: 1 is ``layer1``, 2 is ``layer1.0``. None shows
-            every node.
-        opened: the layout shows these modules with their parts, and all others as one box each.
+        graph: a model's graph, with its levels highlighted, or the graph of an extractor or any graph module, with its
+            outputs highlighted.
+        format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes if the graph is
+            annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names in the last column;
+            ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings; ``layout``:
+            positions of nested boxes as JSON, see :func:`fxcore.rendering.modules.write`.
+        depth: draw modules whose path has this many parts as one box each: 1 for ``layer1``, 2 for ``layer1.0``. None
+            draws all nodes.
+        opened: the modules that the layout shows with their parts; all others are one box each.
 
     Raises:
-        NotAGraph: something that has no graph, such as a module that was not traced.
-        BadArgument: a format that is not one of those, a depth below 1, or ``opened`` beside one or for another
-            format.
+        NotAGraph: ``graph`` is something else, such as a module that was not traced.
+        BadArgument: an unknown format, a depth below 1, or ``opened`` together with a depth or for another format.
 
     >>> from fxcore import model_graph
     >>> print(render(model_graph("resnet18"), "mermaid", depth=1).splitlines()[6])
@@ -68,7 +66,7 @@ def render(
     if depth is not None and not (isinstance(depth, int) and depth >= 1):
         raise BadArgument(f"a depth is a whole number, at least 1, not {depth!r:.100}")
     if opened is not None and (format != "layout" or depth is not None):
-        raise BadArgument("modules are opened in a layout, and without a depth")
+        raise BadArgument("opened is for the format layout, without a depth")
     original = graph
     if isinstance(graph, ModelGraph):
         marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
@@ -86,7 +84,7 @@ def render(
 
 
 def _keys(graph: fx.Graph) -> dict[str, str]:
-    """Node's name → key, for a graph that returns a dictionary."""
+    """Node name → key, for a graph that returns a dictionary."""
     marks: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" and isinstance(node.args[0], dict):
@@ -111,7 +109,7 @@ def _table(graph: fx.Graph) -> str:
 
 
 def _text(value: Any) -> str:
-    """An argument as torch.fx prints it, without the memory addresses that the repr of a function holds."""
+    """An argument as torch.fx prints it, without the memory addresses in the reprs of functions."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, dict):
@@ -131,7 +129,7 @@ def _code(graph: fx.Graph) -> str:
 
 
 def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Box]:
-    """One box for each node but the output, or for each module of ``depth`` parts, in order of execution."""
+    """One box for each node but the output, or for each module at ``depth``, in order of execution."""
     numbers: dict[fx.Node, int] = {}
     boxes: list[Box] = []
     for module, group in modules.runs((n for n in graph.nodes if n.op != "output"), depth):
@@ -143,7 +141,7 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
 
 
 def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tuple[list[str], str | None]:
-    """What is written on the box of a module, or of one node where ``module`` is empty; and its mark."""
+    """Text and mark of the box of a module, or of one node if ``module`` is empty."""
     last = group[-1]
     what = (f"{len(group)} nodes" if len(group) > 1 else "1 node") if module else _what(last, last.graph)
     lines = [printable(line) for line in (module or public_name(last), what, _shape(last)) if line]
@@ -151,7 +149,7 @@ def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tupl
 
 
 def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Label:
-    """Labels that end with the stride of what a box gives, and the FLOPs of all in it, where those are ``known``."""
+    """Labels with a last line for the stride of the box's output and the FLOPs of its nodes, if they are ``known``."""
     by_name = {info.fx_name: info for info in known}
 
     def label(group: Sequence[fx.Node], module: str) -> tuple[list[str], str | None]:
@@ -166,7 +164,7 @@ def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Lab
 
 
 def _scaled(number: float) -> str:
-    """Three digits and a prefix of the SI, before a unit."""
+    """``number`` with three digits and an SI prefix."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             share = number / size
@@ -181,7 +179,7 @@ def _is_open(depth: int | None, opened: Collection[str] | None) -> modules.IsOpe
 
 
 def _what(node: fx.Node, graph: fx.Graph) -> str:
-    """What a node runs. A module's path is added where the node's name is another: ViT's ``ln`` is ``ln_1``."""
+    """What a node calls; with a module's path if it differs from the node's name (ViT's ``ln`` calls ``ln_1``)."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -199,7 +197,7 @@ def _what(node: fx.Node, graph: fx.Graph) -> str:
 
 
 def _tensor(node: fx.Node) -> Any:
-    """What has the shape and dtype of the node's value, if that is a tensor."""
+    """An object with the shape and dtype of the node's value, if that is a tensor."""
     value = node.meta.get("value", node.meta.get("tensor_meta"))
     return value if isinstance(value, (Tensor, TensorMetadata)) else None
 
@@ -243,7 +241,7 @@ def _dot(boxes: list[Box], title: str) -> str:
 
 
 def _dot_text(lines: Iterable[str]) -> str:
-    """Inside a quoted string a backslash begins an escape and an ampersand an HTML entity."""
+    """Escape lines for a quoted string of DOT, in which ampersands begin HTML entities."""
     return "\\n".join(line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
@@ -257,7 +255,7 @@ def _mermaid(boxes: list[Box], title: str) -> str:
 
 
 def _mermaid_text(lines: Iterable[str]) -> str:
-    """Mermaid writes special characters as ``#code;``; all but plain ones are, Markdown's and HTML's among them."""
+    """Escape special characters, those of Markdown and HTML included, as Mermaid's ``#code;``."""
     return "<br/>".join(re.sub(r"[^\w .,:()\[\]-]", lambda m: f"#{ord(m[0])};", line) for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""Boxes and arrows as an SVG."""
+"""Draw boxes and arrows as an SVG."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010
 
 
 def printable(text: str) -> str:
-    """``text`` with a replacement character for every character that no drawing can hold."""
+    """``text`` with a replacement character for each character that XML cannot contain."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def draw(boxes: Sequence[Box], title: str) -> str:
-    """An SVG document; boxes are given their places."""
+    """Lay out ``boxes``, which are changed, and return an SVG document."""
     arrows, width, height = place(boxes)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -50,7 +50,7 @@ def _curve(points: Sequence[Point]) -> str:
 
 
 def _lines(points: Sequence[Point]) -> str:
-    """Straight down and across by turns."""
+    """Lines, alternately vertical and horizontal."""
     (x, y), *others = points
     steps = "".join(f"V{y:.0f}" if i % 2 == 0 else f"H{x:.0f}" for i, (x, y) in enumerate(others))
     return f'<path d="M{x:.0f} {y:.0f}{steps}"/>'

@@ -209,7 +209,7 @@ def test_int8_of_openvino_is_made_by_its_export(
     found = verify(extractor.module, lambda x: values, inputs)
     assert found.cosine > 0.98
     assert found.relative > 1e-3
-    with pytest.raises(CannotExport, match="int8 is made of it for openvino"):
+    with pytest.raises(CannotExport, match="calibration is for openvino only"):
         export(extractor, "onnx", calibration=rows)
 
 

@@ -128,7 +128,7 @@ def test_parameters_lie_with_their_users():
 
 
 def test_modules_are_opened_in_layouts_only():
-    with pytest.raises(ValueError, match="in a layout"):
+    with pytest.raises(ValueError, match="for the format layout"):
         render(model_graph("resnet18"), "svg", opened=())
     with pytest.raises(ValueError, match="without a depth"):
         render(model_graph("resnet18"), "layout", depth=1, opened=())
