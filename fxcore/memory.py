@@ -55,7 +55,8 @@ def _forget_sources() -> None:
 
     It keeps the source of every GraphModule, alive or not, so a process that builds extractors would grow forever.
     """
-    sources = graph_module._loader.eval_cache
+    # Private: without it there is nothing to drop.
+    sources = getattr(getattr(graph_module, "_loader", None), "eval_cache", {})
     for name in list(sources)[:-_SOURCES]:
         sources.pop(name, None)
         linecache.cache.pop(name, None)

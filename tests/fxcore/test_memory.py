@@ -28,3 +28,8 @@ def test_sources_of_generated_modules_do_not_add_up(monkeypatch: pytest.MonkeyPa
     assert linecache.getline(latest[-1], 1) or linecache.getline(latest[-1], 2)
     assert module.forward.__code__.co_filename == latest[-1]
     assert torch.equal(module(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
+def test_memory_is_released_where_torch_fx_keeps_no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.fx.graph_module._loader")
+    memory.give_back()
