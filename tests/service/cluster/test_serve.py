@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -15,16 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from tests.conftest import Reference
 from tests.e2e.conftest import until
+from tests.service.cluster.hanging import HANG
 
 pytest.importorskip("ray.serve")
 
+from service.cluster.serve import app
+
 MODEL = "squeezenet1_1"
+
+HANGS_SECONDS = 30
+"""After which a batch is taken to hang."""
+
+ROOT = Path(__file__).parents[3]
 
 CLUSTER = """
 import json, sys, time
@@ -60,7 +70,14 @@ class Cluster:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.args = {"model": MODEL, "weights": "random", "nodes": "features.12", "cpus": 1, "lowering": False, **args}
-        environment = {**os.environ, "TORCH_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0", "no_proxy": "127.0.0.1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "TORCH_HOME": str(home),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            "no_proxy": "127.0.0.1",
+        }
         self.log = (home / "cluster.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER, str(self.port), json.dumps(self.args)],
@@ -110,9 +127,19 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("ray")
-    running = Cluster(home, replicas=2, extractors=str(home / "extractors"))
+    models = home / "models"
+    models.mkdir()
+    (models / "models.toml").write_text('[models.hanging]\nbuilder = "tests.service.cluster.hanging:Hanging"\n')
+    stores = {"extractors": str(home / "extractors"), "models_dir": str(models)}
+    running = Cluster(home, replicas=2, **stores, request_timeout=HANGS_SECONDS, grace_period=5)
     yield running
     running.stop()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 class Load:
@@ -194,6 +221,29 @@ def test_a_rolling_update_loses_nothing(cluster: Cluster, photos: dict[str, byte
 
 
 @pytest.mark.exhaustive
+def test_a_replica_whose_device_thread_hangs_is_replaced(cluster: Cluster, photos: dict[str, bytes]) -> None:
+    before = set(cluster.replicas())
+    row = np.zeros((1, 3, 32, 32), np.float32)
+    body = {"headers": {"content-type": "application/x-npy"}}
+    path = "/v1/models/hanging/features?nodes=conv&weights=random&preprocess=none&pool=avg"
+    assert cluster.ask("POST", path, content=npy(row), **body).status_code == 200
+    hung = cluster.ask("POST", path, content=npy(row + HANG), **body)
+    assert hung.status_code == 504, hung.text
+    until(lambda: len(before & set(cluster.replicas())) == 1 and len(cluster.replicas()) == 2, 180)
+    answers = [
+        cluster.ask(
+            "POST",
+            f"/v1/models/{MODEL}/features?weights=random&nodes=features.12&pool=avg",
+            content=photos["chelsea"],
+            headers={"content-type": "image/jpeg"},
+        )
+        for _ in range(8)
+    ]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(before & set(cluster.replicas())) == 1  # the other one was not touched
+
+
+@pytest.mark.exhaustive
 def test_prometheus_sees_every_replica(cluster: Cluster) -> None:
     """On the ports that Ray's agents have for it."""
 
@@ -209,8 +259,6 @@ def test_prometheus_sees_every_replica(cluster: Cluster) -> None:
 
 
 def test_arguments_are_checked_at_once() -> None:
-    from service.cluster.serve import app
-
     with pytest.raises(ValueError, match="there is no argument modle; there are model, nodes"):
         app({"modle": "resnet50"})
     with pytest.raises(ValueError, match="cpus='many' is no number"):
