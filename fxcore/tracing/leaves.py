@@ -44,18 +44,19 @@ def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callab
         NotAFunction: one of ``functions`` is a class, which ``isinstance`` needs as it is, or no reference to it can be
             found.
     """
+    for function in functions:
+        if isinstance(function, type) or not callable(function):
+            raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
+    places = _places(functions, root) if functions else {}
     with contextlib.ExitStack() as stack:
         for function in functions:
-            if isinstance(function, type) or not callable(function):
-                raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
-            places = list(_places(function, root))
-            if not places:
+            if id(function) not in places:
                 raise NotAFunction(
                     f"{function!r} cannot be kept whole: no variable that refers to it is found in what is traced",
                     name=str(function),
                 )
             recorder = _recorder(function)
-            for place in places:
+            for place in places[id(function)]:
                 stack.enter_context(place(recorder))
         yield
 
@@ -64,25 +65,33 @@ _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Replaces one reference to a function while it is entered."""
 
 
-def _places(function: Callable[..., Any], root: nn.Module | Callable[..., Any]) -> Iterator[_Place]:
-    """All references to ``function``: globals of all modules and of the root's source, attributes of the root if it is
-    a module, and closure variables of its source."""
-    name = getattr(function, "__name__", "")
+def _places(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> dict[int, list[_Place]]:
+    """All references to each of ``functions``, by its ``id``: globals of all modules and of the root's source,
+    attributes of the root if it is a module, and closure variables of its source."""
     parts = list(root.modules()) if isinstance(root, nn.Module) else []
     forwards = list(_functions(parts or [root]))
     own = {id(f.__globals__): f.__globals__ for f in forwards}
-    if getattr(builtins, name, None) is function:
-        # Built-in functions are shadowed in the root's own globals, never patched for all modules.
-        yield from (functools.partial(_as_global, space, name) for space in own.values() if name not in space)
-        return
+    found: dict[int, list[_Place]] = {}
+    wanted = set()
+    for function in functions:
+        name = getattr(function, "__name__", "")
+        if getattr(builtins, name, None) is function:
+            # Built-in functions are shadowed in the root's own globals, never patched for all modules.
+            found[id(function)] = [functools.partial(_as_global, own[i], name) for i in own if name not in own[i]]
+        else:
+            wanted.add(id(function))
     spaces = {id(m.__dict__): m.__dict__ for m in list(sys.modules.values()) if isinstance(m, ModuleType)}
     for space in (spaces | own | {id(vars(m)): vars(m) for m in parts}).values():
-        for key in [key for key, value in list(space.items()) if value is function]:
-            # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
-            wrapped = (id(space), key) in _wrapped_fns_to_patch
-            yield functools.partial(_as_global, space, key) if not wrapped else contextlib.nullcontext
-    cells = {id(cell): cell for f in forwards for cell in f.__closure__ or () if _content(cell) is function}
-    yield from (functools.partial(_as_content, cell) for cell in cells.values())
+        for key, value in list(space.items()):
+            if id(value) in wanted:
+                # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
+                wrapped = (id(space), key) in _wrapped_fns_to_patch
+                place = functools.partial(_as_global, space, key) if not wrapped else contextlib.nullcontext
+                found.setdefault(id(value), []).append(place)
+    for cell in {id(cell): cell for f in forwards for cell in f.__closure__ or ()}.values():
+        if id(value := _content(cell)) in wanted:
+            found.setdefault(id(value), []).append(functools.partial(_as_content, cell))
+    return {function: places for function, places in found.items() if places}
 
 
 @contextlib.contextmanager

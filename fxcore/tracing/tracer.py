@@ -84,6 +84,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.failure: tuple[BaseException, str] | None = None
         self.factories = factories or FactoryRecorder()
         self._thread = threading.get_ident()
+        self._latest: dict[str, int] = {}  # by a name without its number: the number of the latest that has one
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
         if module_qualname in self.untraceable or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
@@ -119,6 +120,29 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if kind == "call_module" and target in self.untraceable:
             proxy.node.meta[UNTRACEABLE] = self.untraceable[target]
         return cast(fx.Proxy, proxy)
+
+    def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
+        """torchvision's name for ``node``.
+
+        torchvision compares it with every name before, by a regular expression: half of the time of a large model.
+        """
+        name = module_qualname
+        if node.op != "call_module":
+            name = f"{name}.{node}" if name else str(node)
+        name, _ = _numbered(name)
+        if name in self._latest:
+            name = f"{name}_{self._latest[name] + 1}"
+        self._latest[name] = 0
+        base, number = _numbered(name)
+        if number is not None:
+            self._latest[base] = number
+        return name
+
+
+def _numbered(name: str) -> tuple[str, int | None]:
+    """``add_2`` → ``add`` and 2; any other name as it is, and None."""
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isascii() and number.isdigit() else (name, None)
 
 
 def trace(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
-from torchvision.models.feature_extraction import get_graph_node_names
+from torchvision.models.feature_extraction import NodePathTracer, get_graph_node_names
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import ModelGraph, trace_graph
-from fxcore.tracing.tracer import names
+from fxcore.tracing.tracer import Tracer, names
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -58,6 +60,37 @@ def test_names_are_torchvisions(training: bool) -> None:
     train, evaluation = get_graph_node_names(model, suppress_diff_warning=True)
     assert found == (train if training else evaluation)
     assert train != evaluation
+
+
+class _Call:
+    """As much of a node as its name depends on."""
+
+    def __init__(self, name: str, op: str) -> None:
+        self.name, self.op = name, op
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def test_any_names_are_torchvisions() -> None:
+    """Paths and names that end in numbers, one after another, in any order."""
+    draw = random.Random(0)
+    for _ in range(100):
+        ours, theirs = Tracer(), NodePathTracer()
+        for _ in range(40):
+            path = draw.choice(["", "l", "l.0", "l_1", "l_1_2", "x_1"])
+            op = draw.choice(["call_module", "call_function"]) if path else "call_function"
+            node: Any = _Call(draw.choice(["add", "add_1", "add_1_2", "x", "x_12", "_0", "relu_"]), op)
+            theirs.node_to_qualname[node] = theirs._get_node_qualname(path, node)
+            assert ours._get_node_qualname(path, node) == theirs.node_to_qualname[node]
+
+
+def test_a_shared_layer_that_torchvision_cannot_name() -> None:
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(nn.ReLU(), layer, layer, layer)
+    with pytest.raises(ValueError, match="invalid literal"):
+        get_graph_node_names(model)
+    assert names(trace(model).graph) == ["input", "0", "1", "1_1", "1_2"]
 
 
 class Branches(nn.Module):
