@@ -7,6 +7,7 @@ node for one name only, so that overlapping names return wrong tensors.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from fxcore.bad_argument import BadArgument
 from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
 from fxcore.tracing.parts import UntraceablePart
+
+_LEVEL = re.compile(r"[CP]\d")
+"""How levels are called."""
 
 
 class Named(Protocol):
@@ -74,6 +78,11 @@ def resolve_one(graph: Named, name: str) -> str:
                 name=name,
                 suggestions=_examples(graph),
             )
+        if _LEVEL.fullmatch(name):
+            have = (
+                f"its levels are {', '.join(graph.levels)}" if graph.levels else "it has none; ask for one of its nodes"
+            )
+            raise UnknownNode(f"{graph.model} has no level {name!r}: {have}", name=name, suggestions=_examples(graph))
         suggestions = suggest(graph, name)
         hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of nodes"
         raise UnknownNode(f"{graph.model} has no node {name!r}{hint}", name=name, suggestions=suggestions)

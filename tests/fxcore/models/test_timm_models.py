@@ -119,7 +119,10 @@ def test_levels_are_those_of_feature_info(architecture: str) -> None:
 
 
 def test_no_levels_where_the_resolution_is_one() -> None:
-    assert model_graph("timm.test_vit").levels == {}
+    graph = model_graph("timm.test_vit")
+    assert graph.levels == {}
+    with pytest.raises(UnknownNode, match=r"timm\.test_vit has no level 'C4': it has none; ask for one of its nodes"):
+        graph.resolve(["C4"])
 
 
 # Cropped, squashed, and with borders; of photographs of two sides.
