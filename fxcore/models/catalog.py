@@ -10,7 +10,7 @@ from fxcore import torch_ao
 from fxcore.bad_argument import BadArgument
 from fxcore.errors import FxError, UnknownModel, Unsupported
 from fxcore.models.entry import ModelEntry
-from fxcore.models.timm_models import PREFIX, TimmEntry, timm_model, timm_models
+from fxcore.models.timm_models import PREFIX, TimmEntry, imported, timm_model, timm_models
 from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_models
 
 Source = Literal["torchvision", "timm", "own"]
@@ -94,5 +94,7 @@ def get_model(name: str) -> ModelEntry:
         raise UnknownModel(f"the description of model {name!r} is invalid", name=name, suggestions=[])
     lower = {known.lower(): known for known in registry}
     suggestions = [lower[near] for near in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.5)]
+    if imported() and PREFIX + name in timm_models():
+        suggestions.insert(0, PREFIX + name)
     hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; see the list of models"
     raise UnknownModel(f"there is no model {name!r}{hint}", name=name, suggestions=suggestions)

@@ -268,6 +268,8 @@ def test_what_the_hub_refuses_says_what_to_do(
 def test_what_there_is_not_is_suggested() -> None:
     with pytest.raises(UnknownModel, match="vit_small_patch14_dinov2"):
         get_model("timm.vit_smal_patch14_dinov2")
+    with pytest.raises(UnknownModel, match=r"did you mean timm\.vit_small_patch14_dinov2"):
+        get_model("vit_small_patch14_dinov2")
     with pytest.raises(UnknownModel, match="weights"):
         get_model("timm.vit_small_patch14_dinov2.lvd142m")
     with pytest.raises(UnknownWeights, match="lvd142m"):
