@@ -45,12 +45,14 @@ class HubWeights(WeightsInfo):
         Raises:
             WeightsUnavailable: it cannot be downloaded.
         """
-        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
 
         name, revision = self._repository()
         for number, file in enumerate(names := self._names(), 1):
             try:
+                # Asked first, once: a download that meets no network goes on trying for half a minute.
+                get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=_REACH_TIMEOUT)
                 hf_hub_download(
                     name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, etag_timeout=_REACH_TIMEOUT
                 )

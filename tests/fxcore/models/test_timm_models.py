@@ -218,6 +218,7 @@ def refusing_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
     class Refuse(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            said["asked"] = said.get("asked", "") + "+"
             self.send_response(int(said["status"]))
             self.send_header("X-Error-Code", said["code"])
             self.send_header("Content-Length", "0")
@@ -263,6 +264,14 @@ def test_what_the_hub_refuses_says_what_to_do(
     assert advice in caught.value.detail
     assert "weights=random" in caught.value.detail
     assert caught.value.extra["folder"] == str(hub / "models--timm--test_vit.r160_in1k")
+
+
+def test_a_hub_that_cannot_answer_is_asked_once(refusing_hub: dict[str, str]) -> None:
+    """huggingface_hub itself would try for half a minute, and a request wait as long for its answer."""
+    refusing_hub.update(status="503", code="")
+    with pytest.raises(WeightsUnavailable, match="503"):
+        load_model(get_model("timm.test_vit"), "r160_in1k")
+    assert refusing_hub["asked"] == "+"
 
 
 def test_what_there_is_not_is_suggested() -> None:
