@@ -134,6 +134,7 @@ def refused(error, status, param, code):
         ({"model": "resnet5@random:layer4"}, "model", "model_not_found", "resnet50"),
         ({"model": "nothing"}, "model", "model_not_found", "no extractor"),
         ({"dimensions": 513}, "dimensions", "invalid_request", "512 dimensions"),
+        ({"dimensions": 513, "input": "AAAA"}, "dimensions", "invalid_request", "512 dimensions"),  # not even decoded
         ({"dimensions": 0}, "dimensions", "invalid_request", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "invalid_request", "'float' or 'base64'"),
         ({"extra_body": {"task": "search"}}, "task", "invalid_request", "Extra inputs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from typing import Any
 
@@ -10,7 +11,9 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 from torch.nn import functional
 
+from fxcore.extractor import OutputInfo
 from fxcore.models.timm_models import PREFIX
+from fxcore.pooling import pooled_shape
 from service.codecs import bodies, embeddings, json
 from service.codecs.answers import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
@@ -137,6 +140,8 @@ async def _embed(
     tokens = record.outputs[0].tokens
     of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid too
     options = _POOLED["cls" if of_tokens and tokens is not None and tokens.class_token else "avg"]
+    if body.dimensions is not None:
+        _check_dimensions(body.dimensions, record.outputs[0], options.pool)
     result = await state.engine.features(
         record, body.images, options, deadline, reservation=reservation_of(request.scope)
     )
@@ -156,14 +161,18 @@ _POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}
 
 
 def _truncate(vectors: Tensor, dimensions: int | None) -> Tensor:
-    """Cut ``vectors`` ``[n, values]`` to their first ``dimensions`` values, and scale them to unit length.
+    """Cut ``vectors`` ``[n, values]`` to their first ``dimensions`` values, and scale them to unit length."""
+    return vectors if dimensions is None else functional.normalize(vectors[:, :dimensions], dim=1)
+
+
+def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:
+    """Refuse more ``dimensions`` than the pooled vectors of ``output`` have, before anything is computed.
 
     Raises:
         Refusal: they have fewer values.
     """
-    if dimensions is None:
-        return vectors
-    if dimensions > vectors.shape[1]:
-        detail = f"these embeddings have {vectors.shape[1]} dimensions, fewer than the {dimensions} requested"
+    shape = [1 if size is None else size for size in output.shape]  # no size that follows the image outlasts pooling
+    length = math.prod(pooled_shape(shape, output.layout, pool)) * output.rows_per_image
+    if dimensions > length:
+        detail = f"these embeddings have {length} dimensions, fewer than the {dimensions} requested"
         raise Refusal("invalid-request", detail, field="dimensions")
-    return functional.normalize(vectors[:, :dimensions], dim=1)
