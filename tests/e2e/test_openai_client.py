@@ -86,6 +86,22 @@ def test_asynchronously(server, photos, expected):
     assert "resnet18" in models
 
 
+@pytest.mark.exhaustive
+def test_langchain(server, photos, expected):
+    """Its embeddings of OpenAI's hand on what they are given, unless they are to count tokens first."""
+    from langchain_openai import OpenAIEmbeddings
+
+    embeddings = OpenAIEmbeddings(
+        base_url=f"{server.url}/v1", api_key="none", model=MODEL, check_embedding_ctx_length=False, max_retries=0
+    )
+    close(torch.tensor(embeddings.embed_documents([data_url(image) for image in photos.values()])), expected)
+    close(torch.tensor([embeddings.embed_query(data_url(photos["chelsea"]))]), expected[:1])
+    answers = asyncio.run(embeddings.aembed_documents([data_url(photos["chelsea"])]))
+    close(torch.tensor(answers), expected[:1])
+    shorter = embeddings.model_copy(update={"dimensions": 100}).embed_query(data_url(photos["chelsea"]))
+    close(torch.tensor([shorter]), functional.normalize(expected[:1, :100], dim=1))
+
+
 def test_an_extractor_by_its_name(server, client, photos, expected):
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer4"], "name": "last"}
     assert server.http.post("/v1/extractors", json=spec).status_code in (200, 201)
