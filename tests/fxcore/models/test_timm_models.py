@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.models._features_fx import create_feature_extractor, get_graph_node_names
+from timm.models._features_fx import get_graph_node_names
 
 from fxcore import build_extractor, get_model, list_models, load_model, model_graph
 from fxcore.errors import BadTensor, UnknownModel, UnknownNode, UnknownWeights, WeightsUnavailable
@@ -33,6 +33,7 @@ FAMILIES = [
     "tf_efficientnetv2_b0",
     "resnetv2_50",
     "mobilenetv4_conv_small",
+    "hiera_tiny_224",
     "maxvit_tiny_tf_224",
     "edgenext_xx_small",
     "fastvit_t8",
@@ -40,32 +41,48 @@ FAMILIES = [
 QUICK = ["mobilenetv4_conv_small", "test_vit"]
 
 
-def reference(architecture: str, model: torch.nn.Module, node: str, x: torch.Tensor) -> torch.Tensor:
+def drawn(architecture: str) -> torch.nn.Module:
+    """timm's own model, with the values that ``weights=random`` has."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return timm.create_model(architecture).eval()
+
+
+def hooked(model: torch.nn.Module, modules: Sequence[str], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What ``modules`` return in timm's own forward, and what that returns itself under ``""``."""
+    seen: dict[str, torch.Tensor] = {}
+    for path in modules:
+        model.get_submodule(path).register_forward_hook(lambda m, i, out, path=path: seen.update({path: out.clone()}))
     with torch.no_grad():
-        value: torch.Tensor = create_feature_extractor(model, [node]).eval()(x)[node]
-    return value
+        seen[""] = model(x)
+    return seen
 
 
 @pytest.mark.parametrize(
     "architecture", [*QUICK, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES if f not in QUICK)]
 )
-def test_names_and_values_are_timms(architecture: str) -> None:
+def test_names_values_levels_and_preprocessing_are_timms(architecture: str) -> None:
     entry = get_model(f"timm.{architecture}")
     graph = model_graph(entry, entry.structure())
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model(architecture).eval()
-    train, evaluated = get_graph_node_names(model)
-    assert graph.eval_nodes == evaluated
-    assert graph.train_nodes == train
+    model = drawn(architecture)
+    if architecture != "hiera_tiny_224":  # timm's tracer cannot trace it
+        assert (graph.train_nodes, graph.eval_nodes) == get_graph_node_names(model)
     ours = load_model(entry, "random")
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), model.eval().parameters(), strict=True))
     x = torch.rand(1, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
-    maps = [n.name for n in graph.nodes if n.extractable]
-    for node in [maps[len(maps) // 2], maps[-1]]:
-        extractor = build_extractor(graph, ours, graph.resolve({node: "key"}))
-        with torch.no_grad():
-            assert torch.allclose(extractor.module(x)["key"], reference(architecture, model, node, x), atol=1e-5), node
+    maps = [(info["module"], info["num_chs"], info["reduction"]) for info in model.feature_info]
+    expected = hooked(model, [maps[0][0], maps[-1][0]], x)
+    extractor = build_extractor(graph, ours, graph.resolve({path or graph.eval_nodes[-1]: path for path in expected}))
+    with torch.no_grad():
+        found = extractor.module(x)
+    for path, value in expected.items():
+        assert found[path].shape == value.shape
+        assert (found[path] - value).abs().max() <= 1e-4 * value.abs().max(), path
+    strides = {stride for _, _, stride in maps}
+    levels = {f"C{stride.bit_length() - 1}": channels for _, channels, stride in maps} if len(strides) > 1 else {}
+    assert {name: level.channels for name, level in graph.levels.items()} == levels
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    assert torch.equal(entry.preprocessing().image(photos()[0]), transform(photos()[0]))
 
 
 def test_a_model_whose_mask_timm_cannot_trace() -> None:
