@@ -167,6 +167,8 @@ def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
     for found, name in zip(rows, ("chelsea", "rocket"), strict=True):
         looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0))
     assert "head" not in page.evaluate("location.hash")
+    page.goto(f"{open_server.url}/#m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p=rocket")  # the first photo now
+    looks(page, f"Head 1 of {node} over rocket.jpg", rows[1][1])
 
 
 def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, visit):
