@@ -3,8 +3,8 @@
     serve run service.cluster.serve:app model=resnet50 nodes=C4,C5 cpus=2 replicas=2 extractors=s3://bucket/extractors
     serve deploy serve.yaml
 
-``serve.yaml`` is ``serveConfigV2`` of ``.deploy/ray/rayservice.yaml``. ``serve build`` cannot write it: it takes
-applications, and no builders that have arguments.
+``serve.yaml`` is ``serveConfigV2`` of ``.deploy/ray/rayservice.yaml``. ``serve build`` writes one without arguments,
+see :mod:`service.cluster.application`.
 
 Each replica builds its own application and engine when it begins; none of it is pickled, and there is no hop between
 replicas. Batching and admission are the engine's: Serve hands a replica as many requests as it admits. Extractors made

@@ -20,12 +20,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
 
 from tests.conftest import Reference
 from tests.e2e.conftest import until
 from tests.service.cluster.hanging import HANG
 
 pytest.importorskip("ray.serve")
+
+from ray.serve.schema import ServeDeploySchema
 
 from service.cluster.serve import app
 
@@ -256,6 +259,19 @@ def test_prometheus_sees_every_replica(cluster: Cluster) -> None:
         return len(found) >= 2
 
     until(seen, 60)
+
+
+@pytest.mark.exhaustive
+def test_serve_build_writes_a_config_that_serve_deploy_takes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ray.serve.scripts", "build", "service.cluster.application:application"]
+    environment = os.environ | {"FXSERVE_MAX_INFLIGHT": "77", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, "-o", "serve.yaml"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = ServeDeploySchema.model_validate(yaml.safe_load((tmp_path / "serve.yaml").read_text()))
+    [application] = config.applications
+    [deployment] = application.deployments
+    assert application.import_path == "service.cluster.application:application"
+    assert (deployment.name, deployment.max_ongoing_requests, deployment.num_replicas) == ("fxserve", 77, 1)
 
 
 def test_arguments_are_checked_at_once() -> None:
