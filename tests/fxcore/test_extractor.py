@@ -13,7 +13,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.errors import UnknownNode
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -230,7 +230,7 @@ def test_buffers_are_those_of_the_weights(dtype: torch.dtype, own_entry: OwnEntr
     model.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
     save_file(model.state_dict(), tmp_path / "own.safetensors")
     entry = own_entry(Centring)
-    graph, loaded = ModelGraph(entry), load_model(entry, "file:own.safetensors", tmp_path).to(dtype)
+    graph, loaded = trace_graph(entry), load_model(entry, "file:own.safetensors", tmp_path).to(dtype)
     last, x = graph.eval_nodes[-1], noise(2, 3, 32, 32).to(dtype)
     with torch.no_grad():
         expected = model.to(dtype)(x)
@@ -261,7 +261,7 @@ class Grid(nn.Module):
 
 def test_the_graph_runs_where_the_model_is(own_entry: OwnEntry) -> None:
     entry = own_entry(Grid)
-    graph, model = ModelGraph(entry), load_model(entry, "random")
+    graph, model = trace_graph(entry), load_model(entry, "random")
     assert next(n.flops for n in graph.nodes if n.name == "mix") == 2 * 3 * 3
     last, x = graph.eval_nodes[-1], noise(2, 3, 32, 32)
     with torch.no_grad():
