@@ -80,6 +80,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, spans: list[Any]) -> Iterato
     server.stop()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_count_as_one(serve: Serve) -> None:
     until(lambda: serve.total("fxserve_ready") == 2)
     healthy = 'fxserve_requests_total{method="GET",route="/healthz",status="200"}'

@@ -165,6 +165,7 @@ def test_a_thousand_requests_to_three_processes(
         assert workers.ask("POST", "/v2/repository/models/last/load").json() == {"name": "last", "ready": True}
 
 
+@pytest.mark.exhaustive
 def test_a_name_has_one_owner(workers: Workers) -> None:
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0)) as client:
@@ -213,6 +214,7 @@ def test_a_killed_process_is_replaced_within_seconds_and_knows_all(workers: Work
         assert workers.ask("GET", f"/v1/extractors/{gone['id']}").status_code == 404
 
 
+@pytest.mark.exhaustive
 def test_their_folder_ends_with_them(workers: Workers) -> None:
     assert list(workers.log.parent.glob("fxserve-*/extractors/specs/*.json"))
     workers.stop()

@@ -71,6 +71,7 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
     ready = server.http.get("/readyz")
     assert ready.status_code == 200, ready.text
     before, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # the server's, too
+    until(lambda: not psutil.Process(server.process.pid).children())  # whose threads would come free
     server.limit(server.threads() + 2)
 
     def answered(response: httpx.Response) -> Any:

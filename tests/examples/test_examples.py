@@ -56,6 +56,7 @@ def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[s
     assert sorted(found) == sorted(photos)
 
 
+@pytest.mark.exhaustive
 def test_a_probe_reads_digits(url: str) -> None:
     said = run("probe", "--server", url, "--digits", 900)
     match = re.match(r"accuracy (\d\.\d+) on 270 digits, resnet18 C3", said)

@@ -57,6 +57,7 @@ def attention(server, model, node, photo=CHELSEA):
     return safetensors.numpy.load(answer.content)[node][0]
 
 
+@pytest.mark.exhaustive
 def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.12&v=mean&p2=rocket")
     until(page, "document.querySelectorAll('.stage').length === 2")
@@ -171,6 +172,7 @@ def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
     looks(page, f"Head 1 of {node} over rocket.jpg", rows[1][1])
 
 
+@pytest.mark.exhaustive
 def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, visit):
     page = visit(open_server.url).go("m=resnet18&n=layer3&v=similarity&at=3,9&n2=layer2")
     until(page, "document.querySelectorAll('.stage').length === 2")
@@ -190,6 +192,7 @@ def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, v
     until(page, "location.hash.includes('at=10,2')")
 
 
+@pytest.mark.exhaustive
 def test_where_a_place_looks_in_a_shifted_window(open_server, visit):
     node = "features.5.3.attn.attention"
     page = visit(open_server.url).go("m=swin_t&w=random&n=features.5.3&v=attention&head=1&at=5,12")
@@ -219,6 +222,7 @@ def test_where_a_place_looks_in_a_shifted_window(open_server, visit):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_levels_of_a_detector(open_server, visit):
     model = "fasterrcnn_mobilenet_v3_large_320_fpn"
     page = visit(open_server.url).go(f"m={model}&w=random&n=P5")

@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+@pytest.mark.exhaustive
 def test_values(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
     """Also of what was kept, and nothing is kept beside it."""
     module = extractor("resnet18", "relu").module
