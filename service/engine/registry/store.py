@@ -106,8 +106,9 @@ class Store:
         """Write something, and remove it.
 
         Raises:
-            StoreError: the store cannot be written.
+            StoreError: the store cannot be written, or has gone.
         """
+        self.check()  # else the folders would be made again where a store was taken away
         with self.objects.store_errors("written"):
             self.objects.make_folders(*_FOLDERS)
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
