@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import _extract_tensor_metadata
-from torch.utils import _pytree as pytree
+from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed
@@ -28,6 +27,7 @@ from fxcore.graph.levels import Level, stride_of
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.nodes import resolve
 from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.nesting import tensors_in
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
@@ -257,13 +257,23 @@ def create_extractor(
         for key in ("memory", "carries", "mutates"):
             node.meta.pop(key, None)
         if isinstance(value, Tensor):
-            node.meta["tensor_meta"] = _extract_tensor_metadata(value)
+            node.meta["tensor_meta"] = _metadata(value)
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(module.meta if isinstance(module, fx.GraphModule) else {})
     for part in result.modules():
         if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
             part.training = False
     return result
+
+
+def _metadata(value: Tensor) -> TensorMetadata:
+    """What torch.fx's ShapeProp notes of a dense tensor."""
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    fitting = (f for f in formats if value.ndim == ranks.get(f, value.ndim) and value.is_contiguous(memory_format=f))
+    return TensorMetadata(
+        value.shape, value.dtype, value.requires_grad, value.stride(), next(fitting, None), value.is_quantized, {}
+    )
 
 
 class NotAModule(FxError):
@@ -321,7 +331,7 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return bool(tensors_in(value))
 
 
 def _pruned(whole: fx.Graph, wanted: list[fx.Node], graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from fxcore.nesting import tensors_in
 from fxcore.tracing.frozen import frozen
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
@@ -148,9 +148,7 @@ class _Watcher(Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        tensors = [
-            t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point() and t.numel()
-        ]
+        tensors = [t for t in tensors_in(value) if t.is_floating_point() and t.numel()]
         if tensors and n.op != "output":
             self.found[n] = self._look(n, tensors)
         return value

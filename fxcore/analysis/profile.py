@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fxcore.bad_argument import BadArgument
+from fxcore.nesting import tensors_in
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.tracer import public_name
@@ -193,11 +193,10 @@ class _Watcher(Interpreter):
     def _storages(self, values: list[Any]) -> dict[int, int]:
         """Bytes of each storage of tensors in ``values``, by address."""
         found = {}
-        for tensor in pytree.tree_leaves(values):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._parameters:
-                    found[storage.data_ptr()] = storage.nbytes()
+        for tensor in tensors_in(values):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameters:
+                found[storage.data_ptr()] = storage.nbytes()
         return found
 
 

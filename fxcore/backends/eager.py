@@ -17,6 +17,7 @@ from fxcore.backends.backend import Inputs, Options, lowering, storages_of, tens
 from fxcore.backends.folds import pack_convolutions, share_new_tensors, with_shared_folds
 from fxcore.backends.packed import PackedConv2d, fuse_post_ops
 from fxcore.int8.quantize import missing, quantize
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
 
@@ -24,7 +25,7 @@ _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.Lea
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
 
 # Operations whose result is always new memory. Overwriting a view or an identity would overwrite its source.
-_MAKE_NEW = (PackedConv2d, nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.Linear, nn.LayerNorm)
+_MAKE_NEW = (PackedConv2d, *ALL_CONVOLUTIONS, *BATCH_NORMS, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
 

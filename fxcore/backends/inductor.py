@@ -11,6 +11,7 @@ import shutil
 import torch
 from torch import Tensor, fx
 
+from fxcore.backends import aoti
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Inputs, Options, by_key, distinct_outputs
 
@@ -23,6 +24,8 @@ class Inductor:
     def unavailable(self, device: torch.device, precision: str) -> str | None:
         if precision == "int8":
             return "inductor serves float precisions, not int8"
+        if not aoti.available():
+            return aoti.MISSING
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             return f"inductor needs a C++ compiler and there is no {compiler!r}; install g++ or set CXX"
@@ -51,7 +54,7 @@ class InductorModule:
     recalled = False
 
     def __init__(self, path: str, places: dict[str, int], device: torch.device) -> None:
-        self._run = torch._inductor.aoti_load_package(path, device_index=-1 if device.index is None else device.index)
+        self._run = aoti.load_package(path, device)
         self._places = places
         self._bytes = os.path.getsize(path)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fxcore import process
+from fxcore.backends import aoti
 from fxcore.backends.backend import Inputs
 from fxcore.backends.ir import converted
 
@@ -57,9 +58,7 @@ def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder
         options |= {"max_autotune": True}
     program = exported(module.to(device), tuple(x.to(device) for x in example))
     with torch.no_grad():
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(folder / "model.pt2"), inductor_configs=options
-        )
+        aoti.compile_package(program, folder / "model.pt2", options)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
+from fxcore.nesting import map_tensors
 from fxcore.tracing.interpreter import Interpreter, on_device
 
 _BATCH = 13
@@ -132,7 +132,7 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         node.meta["carries"] = bool(node.meta["memory"])
 
     with torch.no_grad():
-        _Recorder(module, write).run(*pytree.tree_map_only(Tensor, torch.clone, list(inputs)))
+        _Recorder(module, write).run(*map_tensors(torch.clone, list(inputs)))
 
 
 def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> dict[fx.Node, int]:

@@ -14,24 +14,20 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
+
 TOKENS = "tokens"
 
 # Modules that take channels in dimension 1 only.
 _CHANNELS_FIRST = (
-    nn.modules.conv._ConvNd,
-    nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd,
-    nn.modules.pooling._AdaptiveAvgPoolNd,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    *(*ALL_CONVOLUTIONS, *POOLS, *BATCH_NORMS, *INSTANCE_NORMS),
     nn.GroupNorm,
     ops.Conv2dNormActivation,
     ops.Conv3dNormActivation,
     ops.SqueezeExcitation,
 )
 # Of these, those that also take [N, C].
-_ALSO_NC = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+_ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
 _FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
 # Most nodes between a windows partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
 from fxcore.tracing.tracer import MODULE, PATH
 
@@ -29,7 +30,7 @@ _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
 # timm ends these at the last 1x1 convolution, whose width belongs to the published architecture's stages.
 _HEAD_CONVOLUTION_KEPT = "mobilenet_v3"
 
-_PASS_THROUGH = (nn.modules.batchnorm._BatchNorm, nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU, nn.Dropout, nn.Identity)
+_PASS_THROUGH = (*BATCH_NORMS, nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU, nn.Dropout, nn.Identity)
 
 
 @dataclass(frozen=True)

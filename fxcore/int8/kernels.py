@@ -7,14 +7,16 @@ otherwise and for more than 100 groups.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.layer_types import ALL_CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+
 TRANSPOSED = (
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *TRANSPOSED_CONVOLUTIONS,
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
 )
 """Transposed convolutions. oneDNN's are wrong where the numbers of input and output channels differ, FBGEMM's for
@@ -70,8 +72,9 @@ def _is_fbgemms(groups: int) -> bool:
 
 
 def _has_vnni() -> bool:
-    """Whether the CPU has AVX-512 VNNI, which torch requires."""
-    return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()
+    """Whether the CPU has AVX-512 VNNI, which torch requires; False where torch is too old to say."""
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_f") and capabilities.get("avx512_vnni"))
 
 
 def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -93,7 +96,7 @@ def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
         reader = kind_of(module, user)
         if reader in (*_CONVOLUTIONS, nn.functional.linear):
             return True
-        if isinstance(reader, type) and issubclass(reader, (nn.modules.conv._ConvNd, nn.Linear)):
+        if isinstance(reader, type) and issubclass(reader, (*ALL_CONVOLUTIONS, nn.Linear)):
             return True
         if len(user.all_input_nodes) == 1 and _is_weighted(module, user):
             return True
@@ -104,7 +107,7 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> int:
     """Groups of the convolution that ``node`` calls; 1 for other nodes."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        return int(called.groups) if isinstance(called, nn.modules.conv._ConvNd) else 1
+        return int(called.groups) if isinstance(called, ALL_CONVOLUTIONS) else 1
     if node.target in _CONVOLUTIONS:
         groups: Any = node.kwargs.get("groups", (*node.args[6:], 1)[0])
         return int(groups)

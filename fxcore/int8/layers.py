@@ -8,11 +8,11 @@ import torch
 from torch import fx, nn
 
 from fxcore.errors import NotTraceable
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.tracing.tracer import PATH, public_name, record
 from fxcore.transforms.base import fork
 
-WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)
-_NORMS = (nn.modules.batchnorm._BatchNorm,)
+WEIGHTED = (*ALL_CONVOLUTIONS, nn.Linear)
 
 
 def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
@@ -63,11 +63,11 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     while len(node.all_input_nodes) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
-        if issubclass(class_of(module, node), _NORMS):
+        if issubclass(class_of(module, node), BATCH_NORMS):
             fused = issubclass(class_of(module, before), WEIGHTED)
         else:
             fused = relu and (
-                before.op == "call_function" or issubclass(class_of(module, before), (*WEIGHTED, *_NORMS))
+                before.op == "call_function" or issubclass(class_of(module, before), (*WEIGHTED, *BATCH_NORMS))
             )
         if not fused:
             break

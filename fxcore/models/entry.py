@@ -23,6 +23,7 @@ from torch import nn
 
 from fxcore.errors import UnknownWeights
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
 
@@ -268,7 +269,7 @@ def weightless() -> Iterator[None]:
         register_parameter(module, name, param)
 
     def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        statistic = isinstance(module, nn.modules.batchnorm._NormBase)
+        statistic = isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
         if tensor is not None and statistic and threading.get_ident() == thread:
             tensor = tensor.to("meta")
         register_buffer(module, name, tensor, persistent)

@@ -8,6 +8,12 @@ from pathlib import Path
 from fxcore.errors import WeightsUnavailable, summarize
 from fxcore.models.entry import WeightsInfo
 
+_PICKLED = "pytorch_model.bin"
+"""The file that repositories of the hub have by default."""
+
+_SAFE = {_PICKLED: "model.safetensors", "open_clip_pytorch_model.bin": "open_clip_model.safetensors"}
+"""Names of the same weights as safetensors, where they are not called after the pickled ones."""
+
 _REACH_TIMEOUT = 5.0
 """Seconds to wait for the hub's first response."""
 
@@ -93,7 +99,6 @@ class HubWeights(WeightsInfo):
 
     def _names(self) -> list[str]:
         """Possible names of the file in timm's order, safetensors first."""
-        from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
-
-        name = self.filename or HF_WEIGHTS_NAME
-        return [*_get_safe_alternatives(name), name]
+        name = self.filename or _PICKLED
+        stem = name.removesuffix(".bin")
+        return [_SAFE.get(name, f"{stem}.safetensors"), name] if stem != name else [name]

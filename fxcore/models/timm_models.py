@@ -90,10 +90,10 @@ class TimmEntry(ModelEntry):
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
         """timm's own, in place of torchvision's, and what cannot be traced."""
-        return (*importlib.import_module("timm.models._features_fx").get_notrace_modules(), "auto")
+        return (*importlib.import_module("timm.models").get_notrace_modules(), "auto")
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
-        found = importlib.import_module("timm.models._features_fx").get_notrace_functions()
+        found = importlib.import_module("timm.models").get_notrace_functions()
         return [function for function in found if callable(function)]
 
     def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxcore.nesting import tensors_in
 
 #: key in ``node.meta`` of a constant that the model made while it was traced: an :class:`Origin`
 FROZEN = "frozen"
@@ -87,7 +88,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_write(func, args, kwargs)
         result = func(*args, **kwargs)
         name = str(func.overloadpacket.__name__)
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in((args, kwargs))
         if name in _FILLS:
             given = given[1:]  # the first is overwritten
         sources = [self._origins[t] for t in given if t in self._origins]
@@ -102,12 +103,11 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.draws.setdefault(made.source, made)
         else:
             made = next((m for m in sources if m.random), sources[0] if sources else None)
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                if made is not None:
-                    self._origins[tensor] = made
-                elif name in _FILLS:
-                    self._origins[tensor] = Origin(name.removesuffix("_"), _line(), False)
+        for tensor in tensors_in(result):
+            if made is not None:
+                self._origins[tensor] = made
+            elif name in _FILLS:
+                self._origins[tensor] = Origin(name.removesuffix("_"), _line(), False)
         return result
 
     def __exit__(self, *error: Any) -> None:
@@ -119,8 +119,8 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
         given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
         targets = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        for tensor in pytree.tree_leaves(targets):
-            place = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+        for tensor in tensors_in(targets):
+            place = tensor.untyped_storage()._cdata
             if place in self._state and not self._training:
                 raise StateWrite(self._state[place])
             if place in self._state and place not in self._saved:

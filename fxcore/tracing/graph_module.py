@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
-from torch.fx.node import _get_qualified_name, map_aggregate
+from torch.fx.node import map_aggregate
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -86,13 +86,16 @@ def _read(
 
 
 def _name(function: Callable[..., Any]) -> Any:
-    """The function's qualified name, or the function itself where that name is another's; pickle decides about it."""
-    try:
-        name = _get_qualified_name(function)
-        name = name if "." in name else f"builtins.{name}"
-        return _Named(name) if pkgutil.resolve_name(name) is function else function
-    except (AttributeError, ImportError, RuntimeError, ValueError):
-        return function
+    """A name under which the function is found, or the function itself where there is none; pickle decides about it."""
+    module = str(getattr(function, "__module__", None)).replace("torch._ops", "torch.ops")
+    for home in (module, "builtins", "torch", "torch.nn.functional", "torch.Tensor"):
+        name = f"{home}.{getattr(function, '__name__', '')}"
+        try:
+            if pkgutil.resolve_name(name) is function:
+                return _Named(name)
+        except (AttributeError, ImportError, ValueError):
+            continue
+    return function
 
 
 def _plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxcore.errors import BadTensor, FxError, summarize
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS
 from fxcore.tensors import dtype_name
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
@@ -53,8 +54,10 @@ def explain_mismatch(function: Callable[..., Any], inputs: tuple[Any, ...]) -> I
 
 def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
     """Run ``module`` on fake tensors to see whether it fails by shapes and dtypes alone; None if it does not."""
-    from torch._subclasses import fake_tensor  # slow to import
-
+    try:
+        from torch._subclasses import fake_tensor  # slow to import, and private
+    except ImportError:
+        return None
     locator = _Locator(module) if isinstance(module, fx.GraphModule) else None
     logger = logging.getLogger(fake_tensor.__name__)
     quiet, logger.disabled = logger.disabled, True  # it logs what it raises
@@ -100,9 +103,9 @@ def _takes(layer: nn.Module | None) -> str | None:
         return f"integers from 0 to {layer.num_embeddings - 1}"
     if isinstance(layer, nn.Linear):
         sizes = f"…, {layer.in_features}"
-    elif isinstance(layer, nn.modules.conv._ConvNd):
+    elif isinstance(layer, ALL_CONVOLUTIONS):
         sizes = f"N, {layer.in_channels}, {_SPATIAL[len(layer.kernel_size)]}"
-    elif isinstance(layer, nn.modules.batchnorm._NormBase):
+    elif isinstance(layer, (*BATCH_NORMS, *INSTANCE_NORMS)):
         sizes = f"N, {layer.num_features}, …"
     elif isinstance(layer, nn.GroupNorm):
         sizes = f"N, {layer.num_channels}, …"

@@ -12,12 +12,11 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import fx, nn
-from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
 from fxcore.errors import FxError
 
@@ -32,13 +31,19 @@ class NotAFunction(FxError):
 
 
 @contextlib.contextmanager
-def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> Iterator[None]:
+def kept_whole(
+    functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]
+) -> Iterator[Mapping[Callable[..., Any], Callable[..., Any]]]:
     """In the block, record each call of ``functions`` with traced values from this thread as one node.
 
     Calls from other threads, and without traced values, run the functions themselves.
 
     Args:
         root: the module or function that is traced.
+
+    Yields:
+        What stands in place of each function → the function. Where a function is wrapped by ``torch.fx.wrap``, torch.fx
+        wraps what it finds in its place and records calls of that.
 
     Raises:
         NotAFunction: one of ``functions`` is a class, which ``isinstance`` needs as it is, or no reference to it can be
@@ -48,6 +53,7 @@ def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callab
         if isinstance(function, type) or not callable(function):
             raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
     places = _places(functions, root) if functions else {}
+    originals = {}
     with contextlib.ExitStack() as stack:
         for function in functions:
             if id(function) not in places:
@@ -56,9 +62,10 @@ def kept_whole(functions: Sequence[Callable[..., Any]], root: nn.Module | Callab
                     name=str(function),
                 )
             recorder = _recorder(function)
+            originals[recorder] = function
             for place in places[id(function)]:
                 stack.enter_context(place(recorder))
-        yield
+        yield originals
 
 
 _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
@@ -84,10 +91,7 @@ def _places(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[
     for space in (spaces | own | {id(vars(m)): vars(m) for m in parts}).values():
         for key, value in list(space.items()):
             if id(value) in wanted:
-                # Where it is wrapped by torch.fx.wrap, torch.fx itself patches it, over whatever it finds there.
-                wrapped = (id(space), key) in _wrapped_fns_to_patch
-                place = functools.partial(_as_global, space, key) if not wrapped else contextlib.nullcontext
-                found.setdefault(id(value), []).append(place)
+                found.setdefault(id(value), []).append(functools.partial(_as_global, space, key))
     for cell in {id(cell): cell for f in forwards for cell in f.__closure__ or ()}.values():
         if id(value := _content(cell)) in wanted:
             found.setdefault(id(value), []).append(functools.partial(_as_content, cell))

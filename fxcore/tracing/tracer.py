@@ -61,6 +61,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         patterns: paths or shell patterns of modules to keep whole.
         untraceable: paths of modules to keep whole because they cannot be traced, each with the reason.
         factories: records the origins of constants; the caller enters it for the trace.
+        originals: functions to record in place of others, see :func:`fxcore.tracing.leaves.kept_whole`.
 
     Attributes:
         failure: the error that ended the trace, and the path of the innermost module that raised it.
@@ -72,6 +73,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         patterns: Sequence[str] = (),
         untraceable: Mapping[str, str] | None = None,
         factories: FactoryRecorder | None = None,
+        originals: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
@@ -83,6 +85,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.untraceable = untraceable or {}
         self.failure: tuple[BaseException, str] | None = None
         self.factories = factories or FactoryRecorder()
+        self._originals = originals or {}
         self._thread = threading.get_ident()
         self._latest: dict[str, int] = {}  # by a name without its number: the number of the latest that has one
 
@@ -114,6 +117,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         return argument
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        if kind == "call_function":
+            target = self._originals.get(target, target)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
         proxy.node.meta[MODULE] = self.current_module_qualname
@@ -273,8 +278,8 @@ def record(
     concrete = check_arguments(root, concrete_args)
     untraceable: dict[str, str] = {}
     while True:
-        with _TRACE_LOCK, kept_whole(leaf_functions, root):
-            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root))
+        with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
+            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals)
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(root, concrete or None))

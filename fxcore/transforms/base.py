@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxcore.errors import FxError
 from fxcore.tracing.graph_module import GraphModule
@@ -380,13 +379,12 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
 def _output_structure(module: fx.GraphModule) -> Any:
     """Keys and nesting of what the graph returns."""
     returned = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
-    return pytree.tree_structure(pytree.tree_map_only(fx.Node, lambda n: None, _plain(returned)))
+    return _structure(returned)
 
 
-def _plain(value: Any) -> Any:
-    """``value`` with plain containers in place of fx's immutable ones, which pytree may not have registered."""
+def _structure(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return tuple((key, _structure(inner)) for key, inner in value.items())
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value
+        return [_structure(inner) for inner in value]
+    return None

@@ -21,6 +21,7 @@ _RANDOM = {
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
     "gumbel_softmax", "multi_head_attention_forward", "rrelu", "scaled_dot_product_attention", "stochastic_depth",
 }  # fmt: skip
+_OVERLOAD, _OVERLOAD_PACKET = type(torch.ops.aten.relu.default), type(torch.ops.aten.relu)
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # Functions that return uninitialised memory, which is as random as dropout.
 UNINITIALIZED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -122,7 +123,7 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
     home = getattr(node.target, "__module__", None) or ""
     if home == "builtins":
         return name in _TRUSTED_BUILTINS
-    overload = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    overload = isinstance(node.target, (_OVERLOAD, _OVERLOAD_PACKET))
     return overload or home in _TRUSTED or home.startswith(_TRUSTED_PACKAGES)
 
 
@@ -143,6 +144,6 @@ def called(module: nn.Module, node: fx.Node) -> nn.Module:
 
 def _name(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _OVERLOAD):
         return str(target.overloadpacket.__name__)
     return target if isinstance(target, str) else str(getattr(target, "__name__", ""))

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxcore.nesting import tensors_in
 from fxcore.tracing.interpreter import mutable
 from fxcore.transforms.base import add, attribute, erase_dead, transform
 from fxcore.transforms.effects import UNINITIALIZED
@@ -97,7 +97,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _memory(value: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
+    return {t.untyped_storage()._cdata for t in tensors_in(value)}
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.layer_types import ALL_CONVOLUTIONS, CONVOLUTIONS
 from fxcore.tracing.leaves import one_node
 from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
-from fxcore.transforms.fuse_conv_bn import CONVOLUTIONS, reads_shape
+from fxcore.transforms.fuse_conv_bn import reads_shape
 
 #: key in ``GraphModule.meta`` of the mean and standard deviation that a module normalises with itself
 NORMALIZED = "normalization"
@@ -122,9 +123,9 @@ def _fold(
     module: fx.GraphModule, images: fx.Node, reader: fx.Node, chain: list[nn.Module], mean: Tensor, std: Tensor
 ) -> None:
     convolution = chain[-1]
-    assert isinstance(convolution, nn.modules.conv._ConvNd)
+    assert isinstance(convolution, ALL_CONVOLUTIONS)
     made = bare_copy(convolution)
-    assert isinstance(made, nn.modules.conv._ConvNd)
+    assert isinstance(made, ALL_CONVOLUTIONS)
     weight = convolution.weight.double()
     groups, per_group = convolution.groups, weight.shape[1]
     # Output channels read the input channels of their own group.
@@ -153,7 +154,7 @@ def _fold(
     reader.target = add(module, str(reader.target), inner)
 
 
-def _sides(convolution: nn.modules.conv._ConvNd) -> list[int]:
+def _sides(convolution: Any) -> list[int]:
     """Padding before and after each spatial dimension, as the convolution itself adds it."""
     reversed_sides = list(convolution._reversed_padding_repeated_twice)  # last dimension first, as F.pad wants it
     return [p for i in range(len(reversed_sides) - 2, -1, -2) for p in reversed_sides[i : i + 2]]

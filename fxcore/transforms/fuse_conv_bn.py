@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import add, bare_copy, constant, erase_dead, hooked, transform
 from fxcore.transforms.replace import source_of
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, ops.FrozenBatchNorm2d)
+_NORMS = (*BATCH_NORMS, ops.FrozenBatchNorm2d)
 _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {
     F.conv_transpose1d: True,
     F.conv_transpose2d: True,
@@ -97,7 +96,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
 
 def affine_of_module(module: nn.Module) -> Affine | None:
     """The scale and shift of ``module`` if it is a batch norm with fixed statistics, else None."""
-    if type(module) not in NORMS or hooked(module):
+    if type(module) not in _NORMS or hooked(module):
         return None
     # Without running statistics a batch norm uses the batch's own, in eval mode too.
     if module.training and not isinstance(module, ops.FrozenBatchNorm2d):
@@ -135,7 +134,7 @@ def scaled(
 
 def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
     """A copy of ``convolution`` with ``affine`` folded in."""
-    assert isinstance(convolution, nn.modules.conv._ConvNd)
+    assert isinstance(convolution, ALL_CONVOLUTIONS)
     made = bare_copy(convolution)
     made.weight, made.bias = scaled(
         convolution.weight, convolution.bias, affine, convolution.transposed, convolution.groups
@@ -145,7 +144,7 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
 
 def is_convolution(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's convolutions itself: not a subclass, not parametrised, without hooks."""
-    return type(module) in (*CONVOLUTIONS, *TRANSPOSED) and not hooked(module)
+    return type(module) in ALL_CONVOLUTIONS and not hooked(module)
 
 
 def _fuse_inside_leaves(module: fx.GraphModule) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 from torch import fx, nn
-from torch.fx.graph import _Namespace
 
 from fxcore.tracing.interpreter import require_graph
 from fxcore.tracing.tracer import PATH, public_name
@@ -68,7 +69,8 @@ class Transformer(fx.Transformer):
         super().transform()
         self._name()
         source: Any = self.module
-        made = fx.GraphModule(source, self.new_graph, class_name=type(source).__name__)
+        # A copy of the graph gives new nodes names beside these; the graph itself knows only those before.
+        made = fx.GraphModule(source, copy.deepcopy(self.new_graph), class_name=type(source).__name__)
         made.meta.update(source.meta)
         made.training = source.training
         for part in made.modules():
@@ -77,17 +79,27 @@ class Transformer(fx.Transformer):
         return made
 
     def _name(self) -> None:
-        names = self.new_graph._graph_namespace = _Namespace()
+        taken = {node.name for node in self._made.values()}
         for made, node in self._made.items():
             made.meta = dict(node.meta)
             made.type = node.type
-            made.name = names.create_name(node.name, made)
+            made.name = node.name
         for made in self.new_graph.nodes:
             if made not in self._made:
                 above = self._below.get(made)
-                made.name = names.create_name(made.name, made)
+                made.name = _free_name(made.name, taken)
+                taken.add(made.name)
                 if above is not None and made.op != "output":
                     made.meta = {PATH: f"{public_name(above)}.{made.name}"}
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """``name``, or else the first of ``name_1``, ``name_2``, … that is not taken."""
+    base, _, number = name.rpartition("_")
+    if not (base and number.isdigit()):
+        base = name
+    numbered = (f"{base}_{n}" for n in itertools.count(1))
+    return next(one for one in itertools.chain([name], numbered) if one not in taken)
 
 
 def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.layer_types import DROPOUTS
 from fxcore.tracing.leaves import one_node
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
@@ -33,7 +34,7 @@ _VIEWS = {
     "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
     "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-_SAME = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+_SAME = (nn.Identity, nn.Flatten, nn.Unflatten, *DROPOUTS)
 
 
 @one_node

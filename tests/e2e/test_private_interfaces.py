@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +48,21 @@ import torchvision.transforms._presets
 sys.modules["torchvision.transforms._presets"] = None
 del torchvision.transforms._presets
 """,
+    "torch.utils._pytree": """
+import sys
+import torch, torch.export, torch.utils.flop_counter, torchvision.transforms.v2  # which import it themselves
+sys.modules["torch.utils._pytree"] = None
+del torch.utils._pytree
+""",
+    "torch._inductor": """
+import torch._inductor
+del torch._inductor.aoti_compile_and_package
+""",
+    "torch._subclasses": """
+import sys
+import torch, torch._dynamo, torchvision  # which import it themselves
+sys.modules["torch._subclasses"] = None
+""",
     "uvicorn's protocol": """
 import sys
 sys.modules["uvicorn.protocols.http.httptools_impl"] = None
@@ -64,6 +81,56 @@ exec("from __future__ import annotations\\n" + source, module.__dict__)
 
 WORKERS = {"uvicorn's supervisor": 2}
 """Server processes where that is about more than one."""
+
+
+PRIVATE = {
+    "torch.ao": {"fxcore/int8/graph_mode.py"},
+    "torch._inductor": {"fxcore/backends/aoti.py"},
+    "torch._subclasses": {"fxcore/tracing/input_mismatch.py"},
+    "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
+    "torch.utils._pytree": {"fxcore/nesting.py"},
+    # Documented in "Extending PyTorch", under this name.
+    "torch.utils._python_dispatch": {"fxcore/tracing/frozen.py", "fxcore/transforms/fold_constants.py"},
+    "uvicorn._types": {"service/http/connection.py", "service/http/protocol_choice.py"},
+}
+"""Others' private modules → the files that use them, each able to do without. All else that is used is public."""
+
+ROOT = Path(__file__).parents[2]
+
+
+def names_used(source: str) -> Iterator[str]:
+    """Dotted names of what a file uses of others' packages: by import, by attribute, or by ``import_module("…")``."""
+    tree = ast.parse(source)
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.asname or alias.name: alias.name for alias in node.names}
+            imported |= {package: package for package in (alias.name.split(".")[0] for alias in node.names)}
+    yield from imported.values()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts, whole = [], node
+            while isinstance(whole, ast.Attribute):
+                parts.append(whole.attr)
+                whole = whole.value
+            if isinstance(whole, ast.Name) and whole.id in imported:
+                yield ".".join([imported[whole.id], *reversed(parts)])
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "find_spec"):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def test_each_private_interface_is_used_in_one_place() -> None:
+    used: dict[str, set[str]] = {}
+    for path in [*ROOT.glob("fxcore/**/*.py"), *ROOT.glob("service/**/*.py")]:
+        for name in names_used(path.read_text()):
+            package, *rest = name.split(".")
+            ours = package in ("fxcore", "service") or package in sys.stdlib_module_names
+            if not ours and any(part.startswith("_") and not part.endswith("__") for part in rest):
+                module = next((private for private in PRIVATE if f"{name}.".startswith(f"{private}.")), name)
+                used.setdefault(module, set()).add(path.relative_to(ROOT).as_posix())
+    assert used == PRIVATE
 
 
 @pytest.fixture

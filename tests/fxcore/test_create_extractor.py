@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 from torchvision.models import mobilenet_v3_small, resnet18, swin_v2_t
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
@@ -76,6 +77,16 @@ def test_in_place_operations_do_not_change_what_was_asked_for() -> None:
     model.layer1[0].relu.inplace = False  # the hook itself would see what the ReLU wrote
     assert torch.equal(found["layer1.0.bn1"], hooked(model, "layer1.0.bn1", x))
     assert torch.equal(found["layer1"], hooked(model, "layer1", x))
+
+
+def test_nodes_have_the_metadata_of_torchs_shape_propagation(captioner: Captioner) -> None:
+    inputs = {"ids": IDS, "image": IMAGE.to(memory_format=torch.channels_last)}
+    extractor = fxcore.create_extractor(captioner, ["image.0", "mix"], inputs)
+    found = {n.name: n.meta["tensor_meta"] for n in extractor.graph.nodes if n.op != "output"}
+    with torch.no_grad():
+        ShapeProp(extractor).propagate(*inputs.values())
+    assert found == {n.name: n.meta["tensor_meta"] for n in extractor.graph.nodes if n.op != "output"}
+    assert torch.channels_last in [meta.memory_format for meta in found.values()]
 
 
 def test_the_module_stays_as_it_is() -> None:

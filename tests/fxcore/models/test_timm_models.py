@@ -16,9 +16,11 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.models._features_fx import get_graph_node_names
+from timm.models._hub import HF_WEIGHTS_NAME, _get_safe_alternatives
 
 from fxcore import build_extractor, get_model, list_models, load_model, model_graph
 from fxcore.errors import BadTensor, UnknownModel, UnknownNode, UnknownWeights, WeightsUnavailable
+from fxcore.models.hub import HubWeights
 from fxcore.photos import photos
 
 FAMILIES = [
@@ -338,3 +340,11 @@ def test_without_timm_the_extra_is_named() -> None:
 def test_timm_is_imported_only_when_asked_for() -> None:
     code = "import sys, service.app, fxcore; fxcore.list_models(); print('timm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("file", [None, "open_clip_pytorch_model.bin", "vit_b_16.bin", "weights.pth"])
+def test_the_files_that_timm_looks_for(file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = file or HF_WEIGHTS_NAME
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    weights = HubWeights("a1_in1k", "", None, {}, (), repository="timm/resnet18.a1_in1k", filename=file)
+    assert weights.file.name == [*_get_safe_alternatives(name), name][0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fxcore import trace
 from fxcore.errors import NotTraceable
@@ -23,6 +23,11 @@ SHIFT = torch.arange(3.0)
 
 def halved(x: Tensor) -> Tensor:
     return x / 2
+
+
+@fx.wrap
+def doubled(x: Tensor) -> Tensor:
+    return x + x
 
 
 def repeated(x: Tensor, times: int = 1, negative: bool = False, *, shift: float = 0.0) -> Tensor:
@@ -59,6 +64,12 @@ def test_the_advice_for_a_function_can_be_followed() -> None:
     assert names(module.graph) == ["x", "shift", "truediv", "truediv_1", "truediv_2", "neg", "add"]
     with pytest.raises(UnknownArgument, match="repeated takes x, times, negative, shift, and no 'time'"):
         trace(repeated, concrete_args={"time": 3})
+
+
+def test_a_function_that_torch_fx_wraps_is_kept_whole_itself() -> None:
+    for leaf_functions in ((), (doubled,)):
+        graph = trace(lambda x: doubled(halved(x)), leaf_functions=leaf_functions).graph
+        assert [n.target for n in graph.nodes if n.op == "call_function"] == [operator.truediv, doubled]
 
 
 def test_functions_that_a_function_calls_are_kept_whole() -> None:
