@@ -35,7 +35,7 @@ from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, resiz
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 from fxcore.images.resizing import Pixels
 
-WAYS = {
+PREPROCESS_MODES = {
     "default": 'weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))',
     "pil": "weights.transforms()(PIL image)",
     "fast": "as default, and large JPEG files are decoded at a half or a quarter",
@@ -94,25 +94,25 @@ class Decoder:
             self._mean, self._std = torch.tensor(self._preset.mean), torch.tensor(self._preset.std)
             self._lines: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
-    def image(self, data: bytes, max_pixels: int | None = None, way: str = "default") -> Tensor:
+    def image(self, data: bytes, max_pixels: int | None = None, preprocess: str = "default") -> Tensor:
         """One encoded image → one row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
 
         Args:
             max_pixels: most pixels of the image.
-            way: a key of :data:`WAYS`.
+            preprocess: a key of :data:`PREPROCESS_MODES`.
 
         Raises:
             BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
         """
-        if way != "pil" and is_deep(data):
+        if preprocess != "pil" and is_deep(data):
             return self._preprocessing.pixels(_by_torchvision(data, max_pixels))
-        if not self.plain or way == "pil":
-            return self.pixels(decode(data, max_pixels, exactly=way != "pil"), way)
+        if not self.plain or preprocess == "pil":
+            return self.pixels(decode(data, max_pixels, exactly=preprocess != "pil"), preprocess)
         header = _jpeg_header(data, max_pixels)
         if header is not None:
             stored, turn = header
             height, width = self._turned_size(stored, turn)
-            denominator = _denominator(stored, (height, width)) if way == "fast" and self.scales else 1
+            denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
             pixels = _jpeg(data, stored, denominator, "RGB" if denominator > 1 else "RGBX")
             if pixels is not None and denominator > 1:
                 # Rotated last: there are fewer pixels then, and the scaled decoder's padding stays at the lower right.
@@ -122,7 +122,7 @@ class Decoder:
                 return self._row(_turned(pixels, turn))
         return self._row(_by_pil(data, max_pixels))
 
-    def pixels(self, pixels: Tensor, way: str = "default") -> Tensor:
+    def pixels(self, pixels: Tensor, preprocess: str = "default") -> Tensor:
         """One image, uint8 ``[H, W, 3]`` → one row, as :meth:`image` gives it.
 
         Raises:
@@ -130,7 +130,7 @@ class Decoder:
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.numel() == 0:
             raise BadTensor(f"an image is uint8 [H, W, 3]; this is {pixels.dtype} {list(pixels.shape)}")
-        if way == "pil":
+        if preprocess == "pil":
             image = PIL.Image.fromarray(pixels.numpy())
             if not self.plain:
                 return self._preprocessing.image(image)
@@ -138,10 +138,10 @@ class Decoder:
             return torch.from_numpy(np.array(image if self._crop is None else F.center_crop(image, self._crop)))
         return self._row(pixels.numpy()) if self.plain else self._preprocessing.pixels(pixels.permute(2, 0, 1))
 
-    def held(self, height: int, width: int, way: str = "default") -> int:
+    def held(self, height: int, width: int, preprocess: str = "default") -> int:
         """Peak bytes of preparing a decoded image of that size."""
         pixels = height * width
-        if self.plain and way != "pil":
+        if self.plain and preprocess != "pil":
             size = self.resized(height, width)
             kept = self._preprocessing.output_size(height, width)
             return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept, self._mode)

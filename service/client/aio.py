@@ -137,7 +137,7 @@ class AsyncClient(BaseClient):
                 receiver.feed(chunk)
         finally:
             await response.aclose()
-        return receiver.answer()
+        return receiver.response()
 
     async def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
         """Run flows concurrently; the first error cancels the others."""

@@ -19,7 +19,7 @@ Backend = Literal["auto", "eager", "inductor", "openvino"]
 # server finds too large is split further.
 MAX_ROWS = 16
 MAX_BODY_BYTES = 16 * 1024**2
-MAX_ANSWER_BYTES = 64 * 1024**2
+MAX_RESPONSE_BYTES = 64 * 1024**2
 
 HEADERS = {"Accept-Encoding": "identity", "User-Agent": "fxserve-client"}
 
@@ -98,7 +98,7 @@ class BaseExtractor:
         bytes_per_image = sum(int(output["bytes_per_image"] or 0) for output in self.outputs)
         if pool != "none" or not bytes_per_image:
             return MAX_ROWS
-        return max(1, min(MAX_ROWS, MAX_ANSWER_BYTES // bytes_per_image))
+        return max(1, min(MAX_ROWS, MAX_RESPONSE_BYTES // bytes_per_image))
 
 
 def feature_query(

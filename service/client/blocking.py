@@ -153,7 +153,7 @@ class Client(BaseClient):
                 receiver.feed(chunk)
         finally:
             response.close()
-        return receiver.answer()
+        return receiver.response()
 
     def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
         """Run flows concurrently; the first error cancels the others."""

@@ -52,7 +52,7 @@ extractors created through themselves, and the retry may reach another process t
 
 @dataclass(frozen=True)
 class Send:
-    """Send a request; results in an :class:`Answer`."""
+    """Send a request; results in a :class:`Response`."""
 
     method: str
     path: str
@@ -77,7 +77,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """The response to a :class:`Send`; ``content`` is its body."""
 
     status: int
@@ -107,9 +107,9 @@ class Receiver:
         self._content[self._filled : end] = np.frombuffer(chunk, np.uint8)
         self._filled = end
 
-    def answer(self) -> Answer:
+    def response(self) -> Response:
         """The complete response; call it after the last :meth:`feed`."""
-        return Answer(self._response.status_code, self._response.headers, self._content[: self._filled])
+        return Response(self._response.status_code, self._response.headers, self._content[: self._filled])
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class RetryPolicy:
     retries: int
 
 
-def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Answer]:
+def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
     """Send a request, and retry it after ``Retry-After`` when the server is busy.
 
     Raises:
@@ -137,15 +137,17 @@ def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Answer]:
         left = max(0.001, deadline - time.monotonic())
         headers = {**send.headers, "X-Request-Timeout": f"{left:.3f}"}
         try:
-            answer: Answer = yield Send(send.method, send.path, send.query, headers, send.body, left + _TIMEOUT_MARGIN)
+            response: Response = yield Send(
+                send.method, send.path, send.query, headers, send.body, left + _TIMEOUT_MARGIN
+            )
         except httpx.TimeoutException as error:
             raise TimedOut(f"{send.method} {send.path} was not answered within {retry_policy.timeout:g} s") from error
         except httpx.TransportError as error:
             raise ConnectionFailed(f"{send.method} {send.path}: {error or type(error).__name__}") from error
-        if answer.status < 400:
-            return answer
-        problem = _problem(answer)
-        delay = _retry_after(answer)
+        if response.status < 400:
+            return response
+        problem = _problem(response)
+        delay = _retry_after(response)
         if delay is None or attempt == retry_policy.retries or time.monotonic() + delay >= deadline:
             raise problem
         yield Sleep(delay)
@@ -205,8 +207,8 @@ def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPo
         left = max(0.0, deadline - time.monotonic())
         poll = min(left, _MAX_POLL_SECONDS)
         send = Send("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
-        answer = yield from exchange(send, RetryPolicy(max(retry_policy.timeout, poll), retry_policy.retries))
-        description: dict[str, Any] = _json(answer)
+        response = yield from exchange(send, RetryPolicy(max(retry_policy.timeout, poll), retry_policy.retries))
+        description: dict[str, Any] = _json(response)
         if description["state"] == "ready":
             return description
         if time.monotonic() >= deadline:
@@ -243,7 +245,7 @@ def extract(
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
     send = Send("POST", extractor_path(ref.id, "features"), query, headers, body)
     try:
-        answer = yield from _send_rebuilding(ref, send, retry_policy)
+        response = yield from _send_rebuilding(ref, send, retry_policy)
     except ImageProblem as problem:
         problem.shift_index(part.start)
         raise
@@ -252,14 +254,14 @@ def extract(
             raise
         rows = _rows_that_fit(part.rows, problem)
     else:
-        yield Call(lambda: assembly.put(part.first_row, answer.content, 0 if part.boxes is None else part.start))
+        yield Call(lambda: assembly.put(part.first_row, response.content, 0 if part.boxes is None else part.start))
         return
     del body, send
     for smaller in part.split(rows):
         yield from extract(ref, smaller, query, assembly, retry_policy)
 
 
-def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Answer]:
+def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
     """Send a request through an extractor, recreating the extractor whenever the server does not know it."""
     rebuilds = 0
     while True:
@@ -283,28 +285,28 @@ def _rows_that_fit(rows: int, problem: TooLarge) -> int:
     return max(1, min(fitting, rows // 2))
 
 
-def _json(answer: Answer) -> Any:
-    return json.loads(answer.content.tobytes())
+def _json(response: Response) -> Any:
+    return json.loads(response.content.tobytes())
 
 
-def _problem(answer: Answer) -> Problem:
-    request_id = answer.headers.get("x-request-id")
+def _problem(response: Response) -> Problem:
+    request_id = response.headers.get("x-request-id")
     try:
-        document = _json(answer)
+        document = _json(response)
     except ValueError:
         document = None
     if not isinstance(document, dict):  # from a proxy, not from fxserve
         document = {
             "title": "Not a problem document",
-            "detail": answer.content[:200].tobytes().decode("utf-8", "replace"),
+            "detail": response.content[:200].tobytes().decode("utf-8", "replace"),
         }
-    return problem_of(answer.status, document, request_id)
+    return problem_of(response.status, document, request_id)
 
 
-def _retry_after(answer: Answer) -> float | None:
+def _retry_after(response: Response) -> float | None:
     """Seconds to wait before retrying, with jitter so that clients do not all return at once; None to not retry."""
-    value = answer.headers.get("retry-after", "").strip()
-    if answer.status not in (429, 503) or not value:
+    value = response.headers.get("retry-after", "").strip()
+    if response.status not in (429, 503) or not value:
         return None
     try:
         seconds = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# The Open Inference Protocol's names, which JSON answers use too.
+# The Open Inference Protocol's names, which JSON responses use too.
 V2_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "UINT8",

@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's body → encoded images, and vectors → OpenAI's answer."""
+"""Embeddings: OpenAI's body → encoded images, and vectors → OpenAI's response."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _decoded(index: int, text: str) -> bytes:
 
 
 def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:
-    """The parts of an answer.
+    """The parts of a response.
 
     Args:
         vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities, which JSON does not have, become

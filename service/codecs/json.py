@@ -1,4 +1,4 @@
-"""The JSON answer: metadata, and each tensor flat and row-major as numbers or as base64 of its bytes."""
+"""The JSON response: metadata, and each tensor flat and row-major as numbers or as base64 of its bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory.
 
 The package safetensors copies every tensor, in both directions, while it holds the GIL; here tensors share the memory
-of the request's body and of the answer.
+of the request's body and of the response.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
 def write(
     document: Mapping[str, Any], outputs: Mapping[str, Tensor], binary: Mapping[str, bool]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """The parts of an answer, and the length of its JSON if raw tensors follow.
+    """The parts of a response, and the length of its JSON if raw tensors follow.
 
     Args:
         document: the fields before ``outputs``.

@@ -132,7 +132,7 @@ class Engine:
         self._preloading = asyncio.create_task(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
-        """The context that a request runs in until its answer is sent.
+        """The context that a request runs in until its response is sent.
 
         :meth:`drain` waits for it, and :meth:`features` still works inside it. Once draining has begun, new requests
         get a context that does nothing.
@@ -269,7 +269,7 @@ class Engine:
             options: what to do with the outputs.
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
             boxes: what ``pool=roi`` pools, of images.
-            reservation: the bytes that the request holds already; those of its answer are added until it is sent.
+            reservation: the bytes that the request holds already; those of its response are added until it is sent.
 
         Raises:
             BadImage, BadBox, ImageTooLarge, BadTensor: for the first such image, with its ``index`` in ``extra``.
@@ -299,7 +299,7 @@ class Engine:
                 raise
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
-        """Run ``function(*args)`` in the pool that writes answers."""
+        """Run ``function(*args)`` in the pool that writes responses."""
         with self._in_flight:
             return await in_pool(self._encoders, function, *args)
 

@@ -60,13 +60,13 @@ class RequestTooLarge(EngineError):
 
 
 class ResponseTooLarge(EngineError):
-    """The answer would be larger than allowed; ``bytes``, ``limit`` and ``ways`` to shrink it."""
+    """The response would be larger than allowed; ``bytes``, ``limit`` and ``ways`` to shrink it."""
 
     status = 413
 
     def __init__(self, bytes: int, limit: int, ways: Sequence[str]) -> None:
         super().__init__(
-            f"the answer would have {bytes:,} bytes and the limit is {limit:,}; to shrink it: {', '.join(ways)}",
+            f"the response would have {bytes:,} bytes and the limit is {limit:,}; to shrink it: {', '.join(ways)}",
             bytes=bytes,
             limit=limit,
             ways=list(ways),
@@ -74,11 +74,11 @@ class ResponseTooLarge(EngineError):
 
 
 class DeadlineExceeded(EngineError):
-    """The request's deadline passed before its answer was ready."""
+    """The request's deadline passed before its response was ready."""
 
     status = 504
 
-    def __init__(self, detail: str = "the deadline passed before the answer was ready; its queued work was dropped"):
+    def __init__(self, detail: str = "the deadline passed before the response was ready; its queued work was dropped"):
         super().__init__(detail)
 
 
@@ -130,7 +130,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> NotReady:
-    """The answer to a request that failed with ``error``, a shortage."""
+    """The response to a request that failed with ``error``, a shortage."""
     return NotReady(f"the system is short of threads or memory: {summarize(error)}")
 
 

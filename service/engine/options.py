@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """How the model's outputs become the answer.
+    """How the model's outputs become the response.
 
     Attributes:
         pool: ``none``, a method of :func:`fxcore.pooling.pool`, or ``roi``: the regions that come with the request.
@@ -129,7 +129,7 @@ class FeatureOptions:
         return tensor
 
     def ways_to_shrink(self, images: int, outputs: int) -> list[str]:
-        """Options and habits, not in use already, that would make the answer smaller."""
+        """Options and habits, not in use already, that would make the response smaller."""
         ways = []
         if self.pool == "none":
             ways.append("pool=avg")
@@ -146,7 +146,7 @@ class FeatureOptions:
 
 @dataclass
 class FeatureResult:
-    """The answer to one request.
+    """The response to one request.
 
     Attributes:
         outputs: key → tensor on the CPU, contiguous, in memory of its own, first dimension the images in the order

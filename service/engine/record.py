@@ -24,7 +24,7 @@ from fxcore.tensors import TensorSpec
 from service.byte_cache import ByteCache
 from service.engine.candidate import Candidate
 from service.engine.options import FeatureOptions
-from service.engine.rows import AnswerSize, RowShape, RowSize
+from service.engine.rows import ResponseSize, RowShape, RowSize
 from service.engine.transformation import Transformed
 from service.schemas.v1 import ExtractorSpec
 
@@ -35,7 +35,7 @@ ModelKey = tuple[str, str, str]
 
 
 SIZES_BYTES = 512 * 1024
-"""Most bytes of the cached sizes of an extractor's rows, and as many again of its answers."""
+"""Most bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
 
 OUTPUT_BYTES = 512
 """Bytes of the Python objects for the name, shape and dtype of one output."""
@@ -76,7 +76,7 @@ class ExtractorRecord:
         users: the requests and builds that keep it in memory now; see :meth:`in_use`.
         last_used: when the last of these ended, on the clock of ``time.monotonic()``.
         row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
-        answer_sizes: the sizes of a row of the answer by shape and options.
+        response_sizes: the sizes of a row of the response by shape and options.
         images: how many images it has answered.
         upgrade: the search for a faster backend, once started.
         transformed: what its transforms did, if it has any.
@@ -109,7 +109,7 @@ class ExtractorRecord:
     users: int = 0
     last_used: float = field(default_factory=time.monotonic)
     row_sizes: ByteCache[RowShape, RowSize] = field(default_factory=_kept_sizes)
-    answer_sizes: ByteCache[tuple[RowShape, FeatureOptions], AnswerSize] = field(default_factory=_kept_sizes)
+    response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = field(default_factory=_kept_sizes)
     images: int = 0
     upgrade: asyncio.Task[None] | None = None
     transformed: Transformed | None = None
@@ -165,7 +165,7 @@ class ExtractorRecord:
     def forget_sizes(self) -> None:
         """Clear the cached sizes of its rows."""
         self.row_sizes.clear()
-        self.answer_sizes.clear()
+        self.response_sizes.clear()
 
     @cached_property
     def _spec_bytes(self) -> int:

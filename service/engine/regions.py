@@ -20,7 +20,7 @@ Boxes = Sequence[Sequence[Sequence[float]]]
 
 @dataclass(frozen=True)
 class Regions:
-    """The boxes of one request. Its answer has a row for each, in the order of the images.
+    """The boxes of one request. Its response has a row for each, in the order of the images.
 
     Attributes:
         boxes: float32 ``[n, 4]`` for each image, in pixels of the model's input.

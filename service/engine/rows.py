@@ -31,8 +31,8 @@ class RowSize:
 
 
 @dataclass(frozen=True)
-class AnswerSize:
-    """The sizes of one row of the answer, which is an image or a region.
+class ResponseSize:
+    """The sizes of one row of the response, which is an image or a region.
 
     Attributes:
         outputs: key → shape and bytes of each output that is answered.

@@ -1,6 +1,6 @@
 """A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
 
-uvicorn itself waits forever for the rest of a request's head, and for a client to read its answer, and holds heads of
+uvicorn itself waits forever for the rest of a request's head, and for a client to read its response, and holds heads of
 any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
 """
 
@@ -26,10 +26,10 @@ from service.schemas.problems import Refusal
 
 HEAD_SECONDS = 10.0
 """From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
-of its body, where the answer came first."""
+of its body, where the response came first."""
 
 MAX_PIPELINED = 64
-"""Requests that one connection may send ahead of their answers; one that sends more is closed after so many."""
+"""Requests that one connection may send ahead of their responses; one that sends more is closed after so many."""
 
 LAST_SECONDS = 0.1
 """How long a connection without a request stays open when the server ends, for what its client has sent already."""
@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
         # does not count: how much of it belongs to the next head is not known.
         self._pending_bytes = 0
         self._draining = False
-        self._answering: RequestResponseCycle | None = None  # the request that the application works on
+        self._responding: RequestResponseCycle | None = None  # the request that the application works on
         self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
         self._hold: asyncio.TimerHandle | None = None
 
@@ -76,8 +76,8 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn does not if the connection was reset
         if self._hold is not None:
             self._hold.cancel()
-        if self._answering is not None:  # uvicorn tells the last request only, which may wait behind this one
-            _disconnect(self._answering)
+        if self._responding is not None:  # uvicorn tells the last request only, which may wait behind this one
+            _disconnect(self._responding)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._read_on(Phase.BODY)
-        # An answer only writes and closes.
+        # A response only writes and closes.
         self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
         if self._draining:
             self.cycle.keep_alive = False
@@ -160,12 +160,12 @@ class Connection(HttpToolsProtocol):
         self._cancel_deadline()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
+        self._responding = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # uvicorn reads on after each answer, and a client that sends faster than it is answered would fill the memory.
+        # uvicorn reads on after each response, and a client that sends faster than it gets them would fill the memory.
         if self.pipeline or self._hold is not None:
             self.flow.pause_reading()
         self._hold_if_refused()
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LAST_SECONDS, self._end_if_idle)
 
     def _busy(self) -> bool:
-        """Whether a request waits for its answer."""
+        """Whether a request waits for its response."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _end_if_idle(self) -> None:
@@ -240,32 +240,32 @@ class Connection(HttpToolsProtocol):
     def _end(self, why: Refusal | FxError) -> None:
         """Read nothing more, and answer the request that is being read with ``why``.
 
-        If earlier requests are still unanswered, the connection is closed after their answers, and ``why`` is not sent:
-        it could be taken for one of them. A request whose body is not read to its end gets no other answer.
+        If earlier requests are still unanswered, the connection is closed after their responses, and ``why`` is not
+        sent: it could be taken for one of them. A request whose body is not read to its end gets no other response.
         """
         unread = self.cycle if self._phase is Phase.BODY else None
-        earlier = [cycle for cycle in self._unanswered() if cycle is not unread]
-        answerable = self._phase is Phase.HEAD or (unread is not None and not unread.response_started)
+        earlier = [cycle for cycle in self._awaiting_responses() if cycle is not unread]
+        can_respond = self._phase is Phase.HEAD or (unread is not None and not unread.response_started)
         if unread is not None:
             _disconnect(unread)
         self._read_on(Phase.ENDED)
         if earlier:
             earlier[-1].keep_alive = False  # so uvicorn closes the connection after it
-        elif answerable:
+        elif can_respond:
             self._refuse(why)
         else:
             self.transport.close()
 
     def _refuse(self, why: Refusal | FxError) -> None:
         """Send ``why`` and close our side of the connection. The client has some time to close its own: closing it with
-        unread bytes would be a reset, which can destroy the answer."""
+        unread bytes would be a reset, which can destroy the response."""
         self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
         self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
-    def _unanswered(self) -> list[RequestResponseCycle]:
-        """Requests that were read and wait for their answers, in their order."""
-        running = [] if self._answering is None or self._answering.response_complete else [self._answering]
+    def _awaiting_responses(self) -> list[RequestResponseCycle]:
+        """Requests that were read and wait for their responses, in their order."""
+        running = [] if self._responding is None or self._responding.response_complete else [self._responding]
         return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
 
 
@@ -276,7 +276,7 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 
 def _written(why: Refusal | FxError, *, with_body: bool) -> bytes:
-    """The last answer of a connection, to a request whose path and id are not known."""
+    """The last response of a connection, to a request whose path and id are not known."""
     response = error_response("", why)
     status = HTTPStatus(response.status_code)
     fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]

@@ -33,18 +33,18 @@ class Accepted:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answered = False
+        responded = False
 
-        async def send_answer(message: Message) -> None:
-            nonlocal answered
-            answered = True
+        async def send_response(message: Message) -> None:
+            nonlocal responded
+            responded = True
             await send(message)
 
         try:
             with self.engine.accepted():
-                await self.app(scope, receive, send_answer)
+                await self.app(scope, receive, send_response)
         except asyncio.CancelledError:
-            if answered or not self.engine.draining:
+            if responded or not self.engine.draining:
                 raise
             await error_response(scope["path"], Draining())(scope, receive, send)
 

@@ -59,9 +59,9 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
     return format or _BY_ACCEPT[choose(joined_header(request.scope, b"accept"), list(_BY_ACCEPT))]
 
 
-def response(answer: bytes, chosen: GraphFormat, format: GraphFormat | None) -> Response:
+def response(content: bytes, chosen: GraphFormat, format: GraphFormat | None) -> Response:
     """Build the response in the format ``chosen``, which varies with Accept unless the query has a ``format``."""
-    return Response(answer, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[chosen])
+    return Response(content, headers=None if format else {"Vary": "Accept"}, media_type=MEDIA_TYPES[chosen])
 
 
 Depth = Annotated[

@@ -88,15 +88,15 @@ class RequestContext:
         entered = logs.request_id.set(scope["request_id"])
         try:
             if self.traces is None:
-                await self._answer(scope, receive, send)
+                await self._respond(scope, receive, send)
                 return
             with self.traces.request(scope) as span:
-                status = await self._answer(scope, receive, send)
-                self.traces.answered(span, scope, status)
+                status = await self._respond(scope, receive, send)
+                self.traces.responded(span, scope, status)
         finally:
             logs.request_id.reset(entered)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Answer a request; returns the status."""
         started = time.perf_counter()
         status = 0
@@ -124,17 +124,17 @@ class RequestContext:
             if status:
                 raise  # the response has started, so the connection is closed
             path = scope["path"]
-            answer = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
-            await answer(scope, receive, send_with_id)
+            response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
+            await response(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
             self.metrics.observe(scope, status, seconds)
             if access.isEnabledFor(logging.INFO):
-                _log_answer(scope, status, seconds)
+                _log_response(scope, status, seconds)
         return status
 
 
-def _log_answer(scope: Scope, status: int, seconds: float) -> None:
+def _log_response(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
     fields = {
         "method": scope["method"],
@@ -211,7 +211,7 @@ class BodyLimit:
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)
-        if body.refusal is not None and not body.answered:  # after the reservation is released: this may take long
+        if body.refusal is not None and not body.responded:  # after the reservation is released: this may take long
             await _refuse(body.refusal, scope, receive, send)
 
 
@@ -224,7 +224,7 @@ class _Body:
 
     def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
         self.refusal: Refusal | FxError | None = None
-        self.answered = False
+        self.responded = False
         self._limit = limit
         self._timeout = timeout
         self._reservation = reservation
@@ -253,8 +253,8 @@ class _Body:
         return message
 
     async def send(self, message: Message) -> None:
-        if self.refusal is None or self.answered:
-            self.answered = True
+        if self.refusal is None or self.responded:
+            self.responded = True
             await self._send(message)
 
     async def _receive_in_time(self) -> Message:

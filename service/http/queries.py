@@ -23,12 +23,12 @@ class Route(APIRoute):
         handle = super().get_route_handler()
         known = sorted(_names(self.dependant))
 
-        async def answer(request: Request) -> Response:
+        async def respond(request: Request) -> Response:
             if request.scope["query_string"]:
                 _check(request, known)
             return await handle(request)
 
-        return answer
+        return respond
 
 
 def _names(dependant: Dependant) -> Iterator[str]:

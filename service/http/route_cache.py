@@ -72,7 +72,7 @@ class CachedRoute(APIRoute):
         """Wrap an endpoint so that it also caches its arguments, keeping its signature."""
 
         @functools.wraps(endpoint)
-        async def answer(request: Request, **parameters: Any) -> Response:
+        async def respond(request: Request, **parameters: Any) -> Response:
             key = _cache_key(request.scope)
             if len(key[2]) + len(key[3] or "") <= _MAX_LENGTH:
                 calls = request.scope[_CALLS]
@@ -84,8 +84,8 @@ class CachedRoute(APIRoute):
         # FastAPI would resolve string annotations in this module, which lacks their names.
         signature, hints = inspect.signature(endpoint), get_type_hints(endpoint, include_extras=True)
         resolved = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
-        answer.__signature__ = signature.replace(parameters=resolved, return_annotation=Response)  # type: ignore[attr-defined]
-        return answer
+        respond.__signature__ = signature.replace(parameters=resolved, return_annotation=Response)  # type: ignore[attr-defined]
+        return respond
 
 
 class StrictCachedRoute(CachedRoute, Route):

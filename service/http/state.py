@@ -97,7 +97,7 @@ class State:
         require_served(name, self.settings.models)
         return entry
 
-    def answer_headers(
+    def response_headers(
         self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:
         """Build the headers of a response with features, and record the stages' times in metrics and traces.

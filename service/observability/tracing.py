@@ -36,7 +36,7 @@ class Traces:
 
     @contextmanager
     def request(self, scope: Scope) -> Iterator[trace.Span]:
-        """Open a request's span as a child of the one in its ``traceparent``. Call :meth:`answered` before it ends."""
+        """Open a request's span as a child of the one in its ``traceparent``. Call :meth:`responded` before it ends."""
         sent = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"] if key in _HEADERS}
         attributes = {
             "http.request.method": scope["method"],
@@ -47,7 +47,7 @@ class Traces:
         with self._tracer.start_as_current_span(scope["method"], context, SpanKind.SERVER, attributes) as span:
             yield span
 
-    def answered(self, span: trace.Span, scope: Scope, status: int) -> None:
+    def responded(self, span: trace.Span, scope: Scope, status: int) -> None:
         """Set the route and the status of a request's span."""
         route = route_template(scope)
         span.update_name(f"{scope['method']} {route}")

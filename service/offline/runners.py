@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadBox, BadImage, FxError, ImageTooLarge
-from fxcore.images.decoding import WAYS
+from fxcore.images.decoding import PREPROCESS_MODES
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.errors import ComputeFailed, OutOfMemory
@@ -321,8 +321,8 @@ def is_image_error(error: Exception) -> bool:
 
 
 def _images(options: FeatureOptions, default: str) -> str:
-    way = default if options.preprocess == "default" else options.preprocess
-    return WAYS.get(way, "pixels as they are, in [0, 1]")
+    preprocess = default if options.preprocess == "default" else options.preprocess
+    return PREPROCESS_MODES.get(preprocess, "pixels as they are, in [0, 1]")
 
 
 def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:

@@ -192,14 +192,14 @@ KINDS: dict[str, Kind] = {
     "response-too-large": Kind(
         413,
         "Response too large",
-        "the answer would have 411,041,792 bytes and the limit is 268,435,456; to shrink it: pool=avg, dtype=float16",
+        "the response would have 411,041,792 bytes and the limit is 268,435,456; to shrink it: pool=avg, dtype=float16",
         {"bytes": 411041792, "limit": 268435456, "ways": ["pool=avg", "dtype=float16"]},
     ),
     "admission-full": Kind(
         429, "Too many requests", "256 requests are being served already; try again in 2 seconds", {"retry_after": 2.0}
     ),
     "deadline-exceeded": Kind(
-        504, "Deadline exceeded", "the deadline passed before the answer was ready; its queued work was dropped"
+        504, "Deadline exceeded", "the deadline passed before the response was ready; its queued work was dropped"
     ),
     "draining": Kind(
         503, "Shutting down", "the service is not ready: it is shutting down and takes no new work", {"reason": "…"}

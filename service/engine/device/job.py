@@ -1,4 +1,4 @@
-"""One request's work on the device: its rows, and the answer assembled from them."""
+"""One request's work on the device: its rows, and the response assembled from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Once:
 
 
 class Job:
-    """One request in the device worker; made on the event loop that waits for its answer.
+    """One request in the device worker; made on the event loop that waits for its response.
 
     It is settled once, by the first of: the worker when all rows are done, a decoder that fails, or the event loop when
     the caller is gone.
@@ -43,9 +43,9 @@ class Job:
     Args:
         record: the extractor.
         options: what to do with its outputs.
-        rows: how many rows the answer has.
+        rows: how many rows the response has.
         deadline: of the request, on the clock of ``time.monotonic()``.
-        regions: the boxes to pool, if any: the answer has a row for each then.
+        regions: the boxes to pool, if any: the response has a row for each then.
 
     Attributes:
         queued: when its last rows were queued, on the clock of ``time.monotonic()``; set by the thread that does so.
@@ -72,16 +72,16 @@ class Job:
         self._settled = _Once()
         self._outcome: dict[str, Tensor] | Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
+        self._future: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
 
-    async def answer(self) -> dict[str, Tensor]:
+    async def result(self) -> dict[str, Tensor]:
         """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
             EngineError: the job failed.
         """
         try:
-            return await self._answer
+            return await self._future
         finally:
             self._settled.set()
 
@@ -91,13 +91,13 @@ class Job:
             self.fail(DeadlineExceeded())
         return not self._settled.is_set()
 
-    def answered(self, rows: range) -> range:
-        """The rows of the answer that the rows ``rows`` of the input become."""
+    def output_rows(self, rows: range) -> range:
+        """The rows of the response that the rows ``rows`` of the input become."""
         return rows if self.regions is None else self.regions.of(rows)
 
     def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
-        """Take the outputs (on the CPU) of some rows, ``[len(answered(rows)), ...]``. The last delivery completes the
-        answer; :func:`announce` then wakes the caller."""
+        """Take the outputs (on the CPU) of some rows, ``[len(output_rows(rows)), ...]``. The last delivery completes
+        the response; :func:`announce` then wakes the caller."""
         if self._settled.is_set():
             return
         for key, values in outputs.items():
@@ -111,7 +111,7 @@ class Job:
             if whole.shape[1:] != values.shape[1:]:
                 self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
                 return
-            copy_rows(whole, self.answered(rows).start, values)
+            copy_rows(whole, self.output_rows(rows).start, values)
         self._missing -= len(rows)
         if self._missing == 0 and self._settled.set():
             self._outcome, self._outputs = self._outputs, {}
@@ -137,12 +137,12 @@ class Job:
     def _wake(self) -> None:
         """Wake the caller. On the event loop."""
         outcome, self._outcome = self._outcome, None
-        if outcome is None or self._answer.done():  # the caller is gone, or was woken already
+        if outcome is None or self._future.done():  # the caller is gone, or was woken already
             return
         if isinstance(outcome, Exception):
-            self._answer.set_exception(outcome)
+            self._future.set_exception(outcome)
         else:
-            self._answer.set_result(outcome)
+            self._future.set_result(outcome)
 
 
 def announce(jobs: Sequence[Job]) -> None:
@@ -166,7 +166,7 @@ class Item:
     """Rows of one job that have one shape.
 
     Attributes:
-        rows: their indices in the answer.
+        rows: their indices in the response.
         inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
             :meth:`fxcore.images.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
         row_bytes: predicted bytes that one row takes on the device while it is computed; above zero.

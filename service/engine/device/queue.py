@@ -34,20 +34,20 @@ class BackgroundTask:
     """
 
     def __init__(self, function: Callable[[], Any], max_wait: float) -> None:
-        self.answer: Future[Any] = Future()
+        self.future: Future[Any] = Future()
         self.latest = time.monotonic() + max_wait
         self._function = function
 
     def run(self) -> None:
-        """Run it; its result or exception goes to ``answer``."""
-        if not self.answer.set_running_or_notify_cancel():
+        """Run it; its result or exception goes to ``future``."""
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
             result = self._function()
         except BaseException as error:
-            self.answer.set_exception(as_exception(error))
+            self.future.set_exception(as_exception(error))
         else:
-            self.answer.set_result(result)
+            self.future.set_result(result)
 
 
 class Queue:
@@ -85,8 +85,8 @@ class Queue:
                 self._tasks.append(task)
                 self._changed.notify()
             else:
-                task.answer.set_exception(self._closed)
-        return task.answer
+                task.future.set_exception(self._closed)
+        return task.future
 
     def take(self) -> list[Item] | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
@@ -113,7 +113,7 @@ class Queue:
             self._changed.notify_all()
         for task in tasks:
             with suppress(InvalidStateError):
-                task.answer.set_exception(reason)
+                task.future.set_exception(reason)
         for item in waiting:
             item.job.fail(reason)
 

@@ -97,7 +97,7 @@ class Staging:
         count = shape.numel()
         memory = self._memory.get((place, dtype))
         if memory is None or memory.numel() <= count:
-            # One element more than a batch fills: a job copies what is not all of its memory, so an answer that is the
+            # One element more than a batch fills: a job copies what is not all of its memory, so a response that is the
             # model's input is not overwritten by the next batch.
             memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = memory

@@ -231,7 +231,7 @@ def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
     computed again.
     """
     parts = deliveries(items)
-    counts = [len(job.answered(rows)) for job, rows in parts]
+    counts = [len(job.output_rows(rows)) for job, rows in parts]
     pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
     for place, (job, rows) in enumerate(parts):
         try:

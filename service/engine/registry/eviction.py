@@ -165,4 +165,4 @@ class Eviction:
 
 def _overhead(record: ExtractorRecord) -> int:
     nodes = len(record.extractor.module.graph.nodes) if record.extractor is not None else 0
-    return nodes * NODE_BYTES + record.row_sizes.bytes + record.answer_sizes.bytes
+    return nodes * NODE_BYTES + record.row_sizes.bytes + record.response_sizes.bytes

@@ -1,7 +1,7 @@
 """How much work may be in the server at a time, and which clients' work.
 
 A request is admitted before any of it is decoded: first by count, then, once its image headers are read, with the bytes
-it will decode to and answer with. Its body counts from the moment it arrives, and its answer until it is sent. What
+it will decode to and answer with. Its body counts from the moment it arrives, and its response until it is sent. What
 does not fit is refused at once, with the time after which to try again.
 
 Two rules keep one client from starving the rest, a client being an API key or, where there are none, an address:
@@ -86,7 +86,7 @@ class Admission:
         """Admit the current request.
 
         Args:
-            reservation: what it holds beside it, to which the bytes of its answer are added.
+            reservation: what it holds beside it, to which the bytes of its response are added.
 
         Raises:
             AdmissionFull: there is none.
@@ -100,7 +100,7 @@ class Admission:
         return Ticket(self, client, reservation)
 
     def reserve(self) -> Reservation:
-        """Count the bytes that the current request holds from the first byte of its body to the last of its answer."""
+        """Count the bytes that the current request holds from its body's first byte to its response's last."""
         return Reservation(self, CLIENT.get())
 
     def retry_after(self) -> float:
@@ -200,20 +200,20 @@ class Ticket:
         self._client = client
         self._reservation = reservation
         self._bytes = 0
-        self._answer = 0
+        self._response = 0
         self._has_turn = False
 
-    def claim(self, amount: int, answer: int = 0) -> None:
-        """Claim ``amount`` bytes until this request is done, and ``answer`` more until its answer is sent.
+    def claim(self, amount: int, response: int = 0) -> None:
+        """Claim ``amount`` bytes until this request is done, and ``response`` more until its response is sent.
 
         Raises:
             AdmissionFull: they do not fit beside what others hold, or are more than this client's share.
             RequestTooLarge: they would not fit if this request were alone.
         """
-        own = self._bytes + self._answer + (0 if self._reservation is None else self._reservation.bytes)
-        self._admission._claim(self._client, amount + answer, own)
+        own = self._bytes + self._response + (0 if self._reservation is None else self._reservation.bytes)
+        self._admission._claim(self._client, amount + response, own)
         self._bytes += amount
-        self._answer += answer
+        self._response += response
 
     async def turn(self) -> float:
         """Wait for this client's turn, which is held until this request is done; the seconds waited."""
@@ -230,16 +230,16 @@ class Ticket:
     ) -> None:
         if self._has_turn:
             self._admission._pass_on()
-        self._admission._leave(self._client, self._bytes + self._answer > 0)
+        self._admission._leave(self._client, self._bytes + self._response > 0)
         self._admission._release(self._client, self._bytes)
         if self._reservation is not None and error is None:
-            self._reservation.transfer(self._answer)
+            self._reservation.transfer(self._response)
         else:
-            self._admission._release(self._client, self._answer)
+            self._admission._release(self._client, self._response)
 
 
 class Reservation:
-    """The bytes that one request holds, from the first of its body to the last of its answer; a context manager that
+    """The bytes that one request holds, from the first of its body to the last of its response; a context manager that
     gives them back."""
 
     def __init__(self, admission: Admission, client: str) -> None:

@@ -75,30 +75,32 @@ def plan_images(
     record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
 ) -> Plan:
     """The plan of encoded images; see :func:`service.engine.requests.planning.plan`."""
-    way: _Way = _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(record, preprocess, max_pixels)
+    preparation: _Preparation = (
+        _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(record, preprocess, max_pixels)
+    )
     sizes, costs, pixels = [], [], []
     for index, (data, header) in enumerate(zip(images, headers, strict=True)):
         height, width, _ = header
         with indexed(index):
-            largest = way.largest_size(height, width)
+            largest = preparation.largest_size(height, width)
         pixels.append(max(height * width, math.prod(largest)))
         deep = _DEEP_BYTES * height * width if is_deep(data) else 0
-        costs.append(len(data) + deep + way.decoding_bytes(header))
-        sizes.append(way.row_size(height, width))
-    pad = way.pad if len(set(sizes)) > 1 else None
+        costs.append(len(data) + deep + preparation.decoding_bytes(header))
+        sizes.append(preparation.row_size(height, width))
+    pad = preparation.pad if len(set(sizes)) > 1 else None
     if pad is not None:
         sizes = [(max(height for height, _ in sizes), max(width for _, width in sizes))] * len(sizes)
-    value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else way.value_bytes
+    value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else preparation.value_bytes
     rows = sum(3 * height * width * value_bytes for height, width in sizes)
     if pad is not None:
         rows *= 2  # the rows, and the batch of them
 
     def placements() -> list[Placement]:
-        return [way.placement(height, width) for height, width, _ in headers]
+        return [preparation.placement(height, width) for height, width, _ in headers]
 
     def row(index: int) -> tuple[Tensor]:
         with indexed(index):
-            return (way.row(images[index])[None],)
+            return (preparation.row(images[index])[None],)
 
     parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
     costs_of_parts: list[int] = []
@@ -113,8 +115,8 @@ def plan_images(
     return Plan([((3, *size),) for size in sizes], rows, costs_of_parts, parts, pad, placements)
 
 
-class _Way(Protocol):
-    """How images become rows: sizes and bytes on the way, and the decoding itself.
+class _Preparation(Protocol):
+    """How images become rows: their sizes and bytes meanwhile, and the decoding itself.
 
     Attributes:
         value_bytes: bytes of a value of a row, for images with 8 bits a value.
@@ -173,7 +175,7 @@ class _AsSent:
 
 
 class _Preprocessed:
-    """An image goes through the model's preprocessing, in the way that ``preprocess`` names."""
+    """An image goes through the model's preprocessing, in the mode ``preprocess``."""
 
     def __init__(self, record: ExtractorRecord, preprocess: str, max_pixels: int) -> None:
         self._decoder = record.decoder

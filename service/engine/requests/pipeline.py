@@ -19,7 +19,7 @@ from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
 from service.engine.requests.plan import Inputs, Plan
-from service.engine.requests.sizes import answer_bytes, row_size
+from service.engine.requests.sizes import response_bytes, row_size
 from service.engine.rows import RowShape
 from service.settings import Settings
 
@@ -29,12 +29,12 @@ class Sizes(NamedTuple):
 
     Attributes:
         row_bytes: what a row of each shape takes on the device.
-        answer_bytes: of the answer.
+        response_bytes: of the response.
         regions: what the boxes are on the maps; None without boxes.
     """
 
     row_bytes: dict[RowShape, int]
-    answer_bytes: int
+    response_bytes: int
     regions: Regions | None
 
 
@@ -80,12 +80,12 @@ class Pipeline:
         plan = await self._plan(record, images, options)
         sizes = await self._sizes(record, plan, options, boxes)
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-        ticket.claim(plan.held(at_once), sizes.answer_bytes)
+        ticket.claim(plan.held(at_once), sizes.response_bytes)
         waited = await ticket.turn()
         job = Job(record, options, len(plan.shapes), deadline, sizes.regions)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         del plan  # now the decoders and the queue own the images
-        outputs = await job.answer()
+        outputs = await job.result()
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
@@ -120,10 +120,10 @@ class Pipeline:
 
 
 def _predicted(
-    record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_answer_bytes: int
+    record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_response_bytes: int
 ) -> Sizes:
     regions = None if boxes is None else planning.regions(record, plan, boxes, options.roi_size)
     counts = None if regions is None else [len(one) for one in regions.boxes]
-    answer = answer_bytes(record, plan.shapes, options, max_answer_bytes, counts)
+    response = response_bytes(record, plan.shapes, options, max_response_bytes, counts)
     row_bytes = {shape: row_size(record, shape).bytes for shape in set(plan.shapes)}
-    return Sizes(row_bytes, answer, regions)
+    return Sizes(row_bytes, response, regions)

@@ -14,7 +14,7 @@ from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.regions import grid_of
 from service.engine.registry.graphs import graph_of
-from service.engine.rows import AnswerSize, RowShape, RowSize, row_layout, several_rows
+from service.engine.rows import ResponseSize, RowShape, RowSize, row_layout, several_rows
 
 
 def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
@@ -45,14 +45,14 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
     return known
 
 
-def answer_bytes(
+def response_bytes(
     record: ExtractorRecord,
     shapes: Sequence[RowShape],
     options: FeatureOptions,
     limit: int,
     boxes: Sequence[int] | None = None,
 ) -> int:
-    """Bytes of the answer to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a row for
+    """Bytes of the response to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a row for
     each box.
 
     Raises:
@@ -60,14 +60,14 @@ def answer_bytes(
         ResponseTooLarge: more than ``limit``.
     """
     total = 0
-    first = _answered(record, shapes[0], options)
+    first = _row_outputs(record, shapes[0], options)
     counts = Counter(shapes)
     if boxes is not None:
         counts = Counter({shape: 0 for shape in shapes})
         for shape, many in zip(shapes, boxes, strict=True):
             counts[shape] += many
     for shape, rows in counts.items():
-        for key, (dims, size) in _answered(record, shape, options).items():
+        for key, (dims, size) in _row_outputs(record, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
             total += rows * size
@@ -76,9 +76,9 @@ def answer_bytes(
     return total
 
 
-def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
-    """key → shape and bytes of one row of the answer; cached for recent shapes and options."""
-    known = record.answer_sizes.get((shape, options))
+def _row_outputs(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
+    """key → shape and bytes of one row of the response; cached for recent shapes and options."""
+    known = record.response_sizes.get((shape, options))
     if known is None:
         row = row_size(record, shape)
         outputs = {}
@@ -89,8 +89,8 @@ def _answered(record: ExtractorRecord, shape: RowShape, options: FeatureOptions)
                 options.check(info.key, dims, dtype, layout, row.grids.get(info.key))
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
-        known = AnswerSize(outputs)
-        record.answer_sizes.put((shape, options), known)
+        known = ResponseSize(outputs)
+        record.response_sizes.put((shape, options), known)
     return known.outputs
 
 

@@ -15,7 +15,7 @@ from fxcore.extractor import OutputInfo
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service.codecs import bodies, embeddings, json
-from service.codecs.answers import PartsResponse
+from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
 from service.http.headers import header, joined_header
@@ -154,7 +154,7 @@ async def _embed(
         reservation_of(request.scope).claim(json.most_bytes(vectors))
         parts = await state.engine.run_in_encoder(embeddings.write, *writing)
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-    return PartsResponse(parts, json.MEDIA_TYPE, state.answer_headers(request.scope, record, timings))
+    return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))
 
 
 _POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}

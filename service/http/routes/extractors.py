@@ -202,7 +202,7 @@ async def create_extractor(
 async def list_extractors(state: Shared) -> Response:
     """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
     others = await state.engine.extractors.elsewhere()
-    answer = orjson.dumps(
+    content = orjson.dumps(
         {
             "extractors": [
                 *(describe(record) for record in state.engine.records.list()),
@@ -210,7 +210,7 @@ async def list_extractors(state: Shared) -> Response:
             ]
         }
     )
-    return Response(answer, media_type="application/json")
+    return Response(content, media_type="application/json")
 
 
 @router.get(
@@ -266,8 +266,8 @@ async def show_graph(
     if profile and chosen != "json":
         raise Refusal("invalid-request", f"profile=true needs JSON, not {chosen}; leave out one of the two")
     record = await state.engine.extractors.look_up(extractor)
-    answer = await (_profile(state, record) if profile else _render(state, record, chosen, depth))
-    return graph_formats.response(answer, chosen, format)
+    content = await (_profile(state, record) if profile else _render(state, record, chosen, depth))
+    return graph_formats.response(content, chosen, format)
 
 
 @router.get(
@@ -290,26 +290,26 @@ async def show_code(state: Shared, extractor: IdOrName) -> Response:
 async def _profile(state: State, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
     async with state.lookups.place() as place, state.profiling:
-        answer = state.graphs.get(key)
-        if answer is None:
+        content = state.graphs.get(key)
+        if content is None:
             with record.in_use():
                 built = await load_extractor(state, record, DEFAULT_WAIT)
                 found = await state.engine.profile(record, built)
                 graph = built.module.graph
-                answer = await place.run(
+                content = await place.run(
                     lambda: graph_formats.write_part(graph_of(record), graph, "json", measured=found)
                 )
-            state.graphs.put(key, answer)
-    return answer
+            state.graphs.put(key, content)
+    return content
 
 
 async def _render(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
     key = ("extractor", record.id, format, depth)
-    answer = state.graphs.get(key)
-    if answer is None:
+    content = state.graphs.get(key)
+    if content is None:
         async with state.lookups.place() as place:
             with record.in_use():
                 built = (await load_extractor(state, record, DEFAULT_WAIT)).module.graph
-                answer = await place.run(lambda: graph_formats.write_part(graph_of(record), built, format, depth))
-        state.graphs.put(key, answer)
-    return answer
+                content = await place.run(lambda: graph_formats.write_part(graph_of(record), built, format, depth))
+        state.graphs.put(key, content)
+    return content

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
 
 from fxcore.images.files import image_header
-from service.codecs import answers, bodies, heatmap, npy, safetensors
+from service.codecs import bodies, heatmap, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
 from service.http.access import may_build
@@ -86,7 +86,7 @@ def _documentation(*problems: str) -> dict[str, Any]:
             200: {
                 "model": FeatureDocument,
                 "description": "The features, in the media type that Accept prefers.",
-                "content": {kind: _BINARY for kind in answers.OFFERED[1:]},
+                "content": {kind: _BINARY for kind in responses.OFFERED[1:]},
                 "headers": {
                     "Server-Timing": {
                         "description": "Milliseconds of each stage.",
@@ -130,7 +130,7 @@ async def extract(
     async def find() -> ExtractorRecord:
         return await state.engine.extractors.look_up(extractor)
 
-    return await _answer(request, state, find, query, timeout)
+    return await _respond(request, state, find, query, timeout)
 
 
 @router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *MAKING_PROBLEMS))
@@ -149,7 +149,7 @@ async def extract_in_one_step(
         image_size=query.image_size,
     )
 
-    return await _answer(request, state, lambda: get_or_create(request, state, spec), query, timeout)
+    return await _respond(request, state, lambda: get_or_create(request, state, spec), query, timeout)
 
 
 async def get_or_create(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
@@ -181,7 +181,7 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
     return named
 
 
-async def _answer(
+async def _respond(
     request: Request,
     state: State,
     find: Callable[[], Awaitable[ExtractorRecord]],
@@ -224,7 +224,7 @@ def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None)
         raise Refusal("duplicate-key", detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
-    accepted = answers.negotiate(accept, tuple(dtypes), query.pool != "none")
+    accepted = responses.negotiate(accept, tuple(dtypes), query.pool != "none")
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -246,7 +246,7 @@ async def _extract(
         raise Refusal(
             "not-acceptable",
             "a heat-map is drawn over one encoded image: send one",
-            available=list(answers.OFFERED[:-1]),
+            available=list(responses.OFFERED[:-1]),
         )
     roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
     options = _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size)
@@ -254,7 +254,7 @@ async def _extract(
     started = time.perf_counter()
     source = _source(record)
     outputs = result.outputs
-    if result.box_image is not None:  # npy answers hold only the first output, so they lack it
+    if result.box_image is not None:  # npy responses hold only the first output, so they lack it
         outputs[_BOX_IMAGE] = result.box_image
     if drawn:
         assert not isinstance(images, Mapping)
@@ -265,27 +265,27 @@ async def _extract(
         parts = await state.engine.run_in_encoder(
             heatmap.write, images[0], preprocessing, outputs[output.key], output.layout
         )
-    elif accepted in answers.IMMEDIATE:
-        parts = answers.write(accepted, source, outputs, result.images, query.encoding)
+    elif accepted in responses.IMMEDIATE:
+        parts = responses.write(accepted, source, outputs, result.images, query.encoding)
     else:
-        reservation_of(request.scope).claim(answers.written_bytes(accepted, outputs, query.encoding))
+        reservation_of(request.scope).claim(responses.written_bytes(accepted, outputs, query.encoding))
         parts = await state.engine.run_in_encoder(
-            answers.write, accepted, source, outputs, result.images, query.encoding
+            responses.write, accepted, source, outputs, result.images, query.encoding
         )
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-    headers = {**state.answer_headers(request.scope, record, timings), "Vary": "Accept"}
-    return answers.PartsResponse(parts, accepted, headers)
+    headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
+    return responses.PartsResponse(parts, accepted, headers)
 
 
-def _source(record: ExtractorRecord) -> answers.Source:
+def _source(record: ExtractorRecord) -> responses.Source:
     source = _sources.get(record)
     if source is None:
-        source = answers.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
+        source = responses.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
         _sources[record] = source
     return source
 
 
-_sources: WeakKeyDictionary[ExtractorRecord, answers.Source] = WeakKeyDictionary()
+_sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictionary()
 
 
 @functools.cache  # there are few combinations

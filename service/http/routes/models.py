@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
-from fxcore.images.decoding import WAYS
+from fxcore.images.decoding import PREPROCESS_MODES
 from fxcore.models.catalog import Source, source_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
@@ -121,11 +121,11 @@ async def list_nodes(
     entry = await state.model(model)
     structure = entry.structure(weights)
     key = (model, structure, transforms)
-    answer = state.nodes.get(key)
-    if answer is None:
-        answer = await state.in_thread(lambda: _nodes(entry, structure, transforms))
-        state.nodes.put(key, answer)
-    return _json(answer)
+    content = state.nodes.get(key)
+    if content is None:
+        content = await state.in_thread(lambda: _nodes(entry, structure, transforms))
+        state.nodes.put(key, content)
+    return _json(content)
 
 
 @router.get(
@@ -174,13 +174,13 @@ async def show_graph(
     modules = graph_formats.parse_expanded(expanded, chosen, depth)
     structure = entry.structure(weights)
     key = (model, structure, size, chosen, depth, None if modules is None else tuple(modules))
-    answer = state.graphs.get(key)
-    if answer is None:
-        answer = await state.in_thread(
+    content = state.graphs.get(key)
+    if content is None:
+        content = await state.in_thread(
             lambda: graph_formats.write(_graph(entry, structure, size), chosen, depth, modules)
         )
-        state.graphs.put(key, answer)
-    return graph_formats.response(answer, chosen, format)
+        state.graphs.put(key, content)
+    return graph_formats.response(content, chosen, format)
 
 
 def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:
@@ -216,7 +216,7 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
-def _detail(entry: ModelEntry, way: str) -> bytes:
+def _detail(entry: ModelEntry, preprocess: str) -> bytes:
     graph = model_graph(entry, entry.structure())
     weights = {}
     for name in entry.weights:
@@ -238,7 +238,7 @@ def _detail(entry: ModelEntry, way: str) -> bytes:
             "weights": weights,
             "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
             "preprocessing": entry.preprocessing().describe(),
-            "default_preprocess": {"way": way, "meaning": WAYS[way]},
+            "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": _levels(graph),
             "closed": graph_formats.closed_parts(graph),
         }

@@ -140,8 +140,8 @@ def test_every_bit_is_torchvisions(
     assert torch.equal(made(preprocessing, data, "pil"), preprocessing.preset(open_image(data)))
 
 
-def made(preprocessing: Preprocessing, data: bytes, way: str = "default") -> Tensor:
-    return normalized(preprocessing, Decoder(preprocessing).image(data, way=way))
+def made(preprocessing: Preprocessing, data: bytes, preprocess: str = "default") -> Tensor:
+    return normalized(preprocessing, Decoder(preprocessing).image(data, preprocess=preprocess))
 
 
 def normalized(preprocessing: Preprocessing, row: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def test_resizing_leaves_pixels_side_by_side(
         return resized[-1]
 
     monkeypatch.setattr("fxcore.images.decoding.interpolate", spy)
-    Decoder(plain).image(encoded(coffee.resize((side, side))), way="fast")
+    Decoder(plain).image(encoded(coffee.resize((side, side))), preprocess="fast")
     assert resized[0].stride()[1:] == (1, 3 * resized[0].shape[3], 3)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.client import exceptions, flows
-from service.client.flows import Answer, Call, ExtractorRef, RetryPolicy, Send, Sleep
+from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
 from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
 from service.schemas.problem_kinds import KINDS
@@ -202,10 +202,10 @@ def test_bfloat16_is_widened_for_numpy():
 def refusal(status, slug="", retry_after=None, **extra):
     document = {"type": f"/problems/{slug}", "status": status, "detail": "because", **extra}
     headers = httpx.Headers({"retry-after": retry_after} if retry_after is not None else {})
-    return Answer(status, headers, np.frombuffer(json.dumps(document).encode(), np.uint8))
+    return Response(status, headers, np.frombuffer(json.dumps(document).encode(), np.uint8))
 
 
-OK = Answer(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
+OK = Response(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
 
 
 REF = ExtractorRef("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
@@ -290,7 +290,7 @@ def test_every_class_of_one_problem_is_a_problem_of_the_server():
 
 
 def test_answers_that_are_no_problem_documents():
-    page = Answer(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
+    page = Response(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
     _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [page])
     assert isinstance(error, exceptions.ServerError)
     assert "Bad Gateway" in str(error)
@@ -301,7 +301,7 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
     too_large = refusal(413, "response-too-large", bytes=800, limit=250)
     assembly = Assembly(8)
     answers = [too_large] + [
-        Answer(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
+        Response(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
         for first in range(0, 8, 2)
     ]
     taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), answers)
@@ -311,7 +311,7 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
 
 def described(id="x", fingerprint="f"):
     document = {"id": id, "fingerprint": fingerprint, "state": "ready"}
-    return Answer(201, httpx.Headers(), np.frombuffer(json.dumps(document).encode(), np.uint8))
+    return Response(201, httpx.Headers(), np.frombuffer(json.dumps(document).encode(), np.uint8))
 
 
 UNKNOWN = refusal(404, "unknown-extractor")
@@ -327,7 +327,7 @@ def asked(ref, answers):
 
 def test_what_the_server_does_not_know_is_made_again():
     features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(REF.spec).encode())
-    value = Answer(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
+    value = Response(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
     sent, result = asked(REF, [UNKNOWN, described(), UNKNOWN, described(), value])
     assert sent == [features, making, features, making, features]
     assert result["a"].tolist() == [1]

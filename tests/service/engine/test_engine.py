@@ -65,20 +65,22 @@ async def test_large_images_are_close_when_fast(engine: MakeEngine, large_jpegs:
         assert_close(torch.cat([one.outputs[key] for one in one_by_one]), fast.outputs[key], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["default", "pil", "fast"])
-async def test_what_default_means_is_a_setting(engine: MakeEngine, arrays: dict[str, np.ndarray], way: str) -> None:
+@pytest.mark.parametrize("preprocess", ["default", "pil", "fast"])
+async def test_what_default_means_is_a_setting(
+    engine: MakeEngine, arrays: dict[str, np.ndarray], preprocess: str
+) -> None:
     """The node is the model's input, so it is what torchvision's transform makes of a tensor, or of a PIL image."""
     preset = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     # Large enough to be decoded at a half.
     jpeg = encoded(np.kron(next(iter(arrays.values())), np.ones((4, 4, 1), np.uint8)))
     exact = preset(decoded(jpeg))
     by_pil = preset(open_image(jpeg))
-    async with engine(preprocess=way) as running:
+    async with engine(preprocess=preprocess) as running:
         record = await built(running, "resnet18", ["x"])
         made = (await running.features(record, [jpeg])).outputs["x"][0]
         pil = (await running.features(record, [jpeg], FeatureOptions(preprocess="pil"))).outputs["x"][0]
-    assert torch.equal(made, exact) == (way == "default")
-    assert torch.equal(made, by_pil) == (way == "pil")
+    assert torch.equal(made, exact) == (preprocess == "default")
+    assert torch.equal(made, by_pil) == (preprocess == "pil")
     assert torch.equal(pil, by_pil)
 
 

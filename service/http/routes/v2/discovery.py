@@ -90,15 +90,15 @@ async def version_ready(state: Shared, name: Name, target: FoundVersion) -> Mode
 
 async def _describe(state: State, name: str, target: _Target) -> Response:
     key = name, target.id if isinstance(target, ExtractorRecord) else None
-    answer = state.metadata.get(key)
-    if answer is None:
+    content = state.metadata.get(key)
+    if content is None:
         tensors = await state.in_thread(lambda: metadata.describe(target))
         described = ModelMetadata(
             name=name, versions=[metadata.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
         )
-        answer = described.model_dump_json().encode()
-        state.metadata.put(key, answer)
-    return Response(answer, media_type="application/json")
+        content = described.model_dump_json().encode()
+        state.metadata.put(key, content)
+    return Response(content, media_type="application/json")
 
 
 def _ready(state: State, name: str, target: _Target) -> ModelReady:

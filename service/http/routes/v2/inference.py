@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 
 from fxcore.models.entry import ModelEntry
 from service.codecs import compression, json, v2
-from service.codecs.answers import PartsResponse
 from service.codecs.negotiation import media_type
+from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import DeadlineExceeded
 from service.engine.options import CHOICES
@@ -63,16 +63,16 @@ _INFER: dict[str, Any] = {
 @router.post("/models/{name}/infer", **_INFER)
 async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    return await _answer(request, name, metadata.VERSION, timeout)
+    return await _respond(request, name, metadata.VERSION, timeout)
 
 
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
 async def infer_version(request: Request, name: Name, version: Version, timeout: Timeout = None) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    return await _answer(request, name, version, timeout)
+    return await _respond(request, name, version, timeout)
 
 
-async def _answer(request: Request, name: str, version: str, timeout: float | None) -> Response:
+async def _respond(request: Request, name: str, version: str, timeout: float | None) -> Response:
     started = time.monotonic()
     state = state_of(request)
     target = await metadata.find(state, name, version)
@@ -138,7 +138,7 @@ async def _infer(
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers |= state.answer_headers(request.scope, record, timings)
+    headers |= state.response_headers(request.scope, record, timings)
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 

@@ -39,9 +39,9 @@ async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
         monkeypatch.setattr(lost, "deliver", none_left)
         rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
         running._queue.put([Item(of, range(i, i + 1), (tensors(mark)["x"],), 1) for of, i, mark in rows])
-        answer = await whole.answer()
+        answer = await whole.result()
         with pytest.raises(OutOfMemory):
-            await lost.answer()
+            await lost.result()
     assert watched.sizes == [2, 1]
     for key, values in expected.items():
         torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
@@ -83,13 +83,13 @@ async def test_an_answer_does_not_wait_for_work_that_nobody_wants(engine: MakeEn
         kept, dropped = job(record, 1), job(record, 1)
         running._queue.put([Item(of, range(1), (tensors(1)["x"],), 1) for of in (kept, dropped)])
         await watched.begun()
-        leaving = asyncio.create_task(dropped.answer())
+        leaving = asyncio.create_task(dropped.result())
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.wait({leaving})
         assert not dropped.wanted()
         watched.open.set()
-        await asyncio.wait_for(kept.answer(), PATIENCE)
+        await asyncio.wait_for(kept.result(), PATIENCE)
         assert watched.sizes == [1]
 
 
@@ -127,9 +127,9 @@ async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None
         delivered.fail(NotReady("late"))  # which also announces what nobody did
         failed.fail(NotReady("early"))
         failed.deliver(range(1), {"y": value})
-        assert torch.equal((await asyncio.wait_for(delivered.answer(), PATIENCE))["y"], value)
+        assert torch.equal((await asyncio.wait_for(delivered.result(), PATIENCE))["y"], value)
         with pytest.raises(NotReady, match="early"):
-            await asyncio.wait_for(failed.answer(), PATIENCE)
+            await asyncio.wait_for(failed.result(), PATIENCE)
         assert not delivered.wanted()
 
 
@@ -140,7 +140,7 @@ async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine,
         lost = job(await built(running), 1)
         lost.fail(error)
         with pytest.raises(OutOfMemory):
-            await asyncio.wait_for(lost.answer(), PATIENCE)
+            await asyncio.wait_for(lost.result(), PATIENCE)
 
 
 async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
@@ -151,7 +151,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
         assert taken > 0
         both = job(record, 2)
         running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
-        assert (await asyncio.wait_for(both.answer(), PATIENCE))["x"].shape == (2, 3, 0, 0)
+        assert (await asyncio.wait_for(both.result(), PATIENCE))["x"].shape == (2, 3, 0, 0)
 
 
 @pytest.mark.parametrize(("broken", "error"), [("row_bytes", ZeroDivisionError), ("split", OutOfMemory)])
@@ -170,8 +170,8 @@ async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: st
         running._queue.put([one, three, Item(third, range(1), (tensors(1)["x"],), 1)])
         for lost in (first, second):  # the first was in the batch already
             with pytest.raises(error):
-                await asyncio.wait_for(lost.answer(), PATIENCE)
-        assert (await asyncio.wait_for(third.answer(), PATIENCE)).keys() == {"features.3"}
+                await asyncio.wait_for(lost.result(), PATIENCE)
+        assert (await asyncio.wait_for(third.result(), PATIENCE)).keys() == {"features.3"}
         assert running._worker._thread is thread
         assert len(running._queue) == 0
         assert (await running.features(record, tensors(1))).images == 1

@@ -28,7 +28,7 @@ def test_places_and_bytes_are_given_back() -> None:
             admission.check()
         with pytest.raises(AdmissionFull):
             second.claim(41)
-        second.claim(30, answer=10)
+        second.claim(30, response=10)
         assert (admission.requests, admission.bytes) == (2, 100)
         second.__exit__(None, None, None)
         assert (admission.requests, admission.bytes) == (1, 60)
@@ -139,7 +139,7 @@ def test_one_request_may_take_everything() -> None:
     with admission.reserve() as reservation:
         reservation.claim(100)
         with admission.enter(reservation) as ticket:
-            ticket.claim(700, answer=100)
+            ticket.claim(700, response=100)
             assert admission.bytes == 900
             with pytest.raises(RequestTooLarge):
                 ticket.claim(1)
@@ -150,11 +150,11 @@ def test_a_body_and_an_answer_count_until_the_request_ends() -> None:
     with admission.reserve() as reservation:
         reservation.claim(20)
         with admission.enter(reservation) as ticket:
-            ticket.claim(30, answer=5)
+            ticket.claim(30, response=5)
             assert admission.bytes == 55
         assert admission.bytes == 25
         ticket = admission.enter(reservation)
-        ticket.claim(20, answer=20)
+        ticket.claim(20, response=20)
         ticket.__exit__(AdmissionFull, AdmissionFull("of something else", 1), None)
         assert admission.bytes == 25
     assert admission.bytes == 0

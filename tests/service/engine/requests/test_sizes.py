@@ -7,7 +7,7 @@ import torch
 
 from service.engine import FeatureOptions
 from service.engine.record import SIZES_BYTES
-from service.engine.requests.sizes import answer_bytes, row_size
+from service.engine.requests.sizes import response_bytes, row_size
 from tests.service.engine.running import MakeEngine, built
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +25,8 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         shape = ((3, 64, 64),)
         for number in range(1, 300):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
-            answer_bytes(record, [shape], FeatureOptions(keys=keys), 10**9)
-        kept = record.row_sizes.bytes + record.answer_sizes.bytes
+            response_bytes(record, [shape], FeatureOptions(keys=keys), 10**9)
+        kept = record.row_sizes.bytes + record.response_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
         assert running.extractors.eviction.bytes() - before == kept
         # What was dropped is found again.
@@ -34,4 +34,4 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
         running.extractors.unload(record.id)
         unloaded = running.records.find(record.id)
-        assert unloaded.row_sizes.bytes == unloaded.answer_sizes.bytes == 0
+        assert unloaded.row_sizes.bytes == unloaded.response_sizes.bytes == 0

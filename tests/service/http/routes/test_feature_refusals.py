@@ -11,7 +11,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from service.codecs import answers
+from service.codecs import responses
 
 JPEG = {"content-type": "image/jpeg"}
 ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
@@ -232,14 +232,14 @@ def test_a_deadline_passes_while_the_extractor_is_looked_for(make_client, photos
 @pytest.mark.parametrize("encoding", ["json", "base64"])
 def test_the_loop_is_not_held_up_while_a_large_answer_is_written(client, encoding):
     """Eight million numbers are most of a second of writing."""
-    source = answers.Source("m", "e", "random", "f", {"a": "a"})
+    source = responses.Source("m", "e", "random", "f", {"a": "a"})
     value = torch.rand(8_000_000)
     waits = []
 
     async def watched():
         loop = asyncio.get_running_loop()
         engine = client.app.state.fxserve.engine
-        work = engine.run_in_encoder(answers.write, "application/json", source, {"a": value}, 1, encoding)
+        work = engine.run_in_encoder(responses.write, "application/json", source, {"a": value}, 1, encoding)
         task = asyncio.ensure_future(work)
         while not task.done():
             before = loop.time()

@@ -59,11 +59,11 @@ def test_one_model_agrees_with_torchvisions_own_words(client):
     assert set(detail["levels"]) == {"C1", "C2", "C3", "C4", "C5"}
 
 
-@pytest.mark.parametrize("way", ["default", "pil", "fast"])
-def test_what_default_preprocessing_means_on_this_server(make_client, photos, way):
-    client = make_client(preprocess=way)
+@pytest.mark.parametrize("preprocess", ["default", "pil", "fast"])
+def test_what_default_preprocessing_means_on_this_server(make_client, photos, preprocess):
+    client = make_client(preprocess=preprocess)
     told = client.get("/v1/models/resnet18").json()["default_preprocess"]
-    assert told["way"] == way
+    assert told["way"] == preprocess
     path = "/v1/models/resnet18/features?nodes=x&weights=random"
     headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
     answer = client.post(path, content=photos["chelsea"], headers=headers)
@@ -75,7 +75,7 @@ def test_what_default_preprocessing_means_on_this_server(make_client, photos, wa
         "data": torch.frombuffer(bytearray(photos["chelsea"]), dtype=torch.uint8),
         "image": PIL.Image.open(io.BytesIO(photos["chelsea"])),
     }
-    if way != "fast":  # which is as default for a file of this size
+    if preprocess != "fast":  # which is as default for a file of this size
         meant = eval(told["meaning"].replace("PIL image", "image"), names)
         assert np.array_equal(made[0], meant.numpy())
     else:

@@ -1,4 +1,4 @@
-"""Features → the bytes of an answer: choosing a media type, and writing it."""
+"""Features → the bytes of a response: choosing a media type, and writing it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of an answer's values."""
+    """The origin of a response's values."""
 
     model: str
     extractor: str
@@ -80,7 +80,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
 def write(
     kind: str, source: Source, outputs: Mapping[str, Tensor], images: int, encoding: str
 ) -> list[bytes | memoryview]:
-    """The parts of an answer of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
+    """The parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
     if kind == safetensors.MEDIA_TYPE:
         return safetensors.write(outputs, source.metadata)
     if kind == npy.NPZ_MEDIA_TYPE:
@@ -100,10 +100,10 @@ def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> in
 
 
 class PartsResponse(Response):
-    """An answer sent in pieces, without being copied together, with its exact Content-Length.
+    """A response sent in pieces, without being copied together, with its exact Content-Length.
 
-    A client that reads slowly delays only its own answer. Small parts are copied into one piece, which takes less time
-    than sending them one by one.
+    A client that reads slowly delays only its own response. Small parts are copied into one piece, which takes less
+    time than sending them one by one.
     """
 
     _STEP = 256 * 1024
