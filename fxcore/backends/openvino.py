@@ -6,13 +6,14 @@ OpenVINO reads inputs from and writes outputs to torch's memory, without a copy.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
@@ -107,83 +108,109 @@ class OpenVINOModule:
 
         self._tensor = openvino.Tensor
         self._places = places
-        self._usual = tuple(usual)
-        self._core = openvino.Core()
-        self._core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
-        model = self._core.read_model(path)
-        # Decoded images are channels last, in which the first convolution is also fastest.
-        self._channels_last = [x.partial_shape.rank.get_length() == 4 for x in model.inputs]
-        layouts = openvino.preprocess.PrePostProcessor(model)
-        for place, channels_last in enumerate(self._channels_last):
-            if channels_last:
-                layouts.input(place).tensor().set_layout(openvino.Layout("NHWC"))
-                layouts.input(place).model().set_layout(openvino.Layout("NCHW"))
-        model = layouts.build()
-        self._settings = {
-            "INFERENCE_PRECISION_HINT": "f32",
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": threads,
-            "ENABLE_CPU_PINNING": False,  # decoders share these cores
-        }
-        if threads == 1:
-            self._settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
+        core = openvino.Core()
+        core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
+        model = _with_images_channels_last(core.read_model(path))
+        self._channels_last = [_is_channels_last(x) for x in model.inputs]
+        settings = _settings(threads)
         check_threads(THREADS_EACH + threads)  # OpenVINO spins forever if it cannot start its threads
-        self._compiled = self._core.compile_model(model, "CPU", self._settings)
+        self._compiled = core.compile_model(model, "CPU", settings)
         self._any_size = Resident(self._compiled)
         RESIDENTS.add(self._any_size)
         self._bytes = path.with_suffix(".bin").stat().st_size
-        self._reshape(model, [torch.Size((2, *row)) for row in usual])
-        self._known_beforehand = all(x.partial_shape.is_static for x in model.outputs)
+        _reshape(model, [torch.Size((2, *row)) for row in usual])
+        self._outputs_follow_inputs = all(x.partial_shape.is_static for x in model.outputs)
         # Bytes per input value.
         self._scratch = LIVE_ACTIVATIONS * _largest(model) / sum(2 * row.numel() for row in usual)
-        self._model = model if self._bytes <= _FIXED_WEIGHTS and self._known_beforehand else None
-        self._fixed: dict[Shapes, _Compiled] = {}
+        fixable = self._bytes <= _FIXED_WEIGHTS and self._outputs_follow_inputs
+        self._fixed = _FixedModels(core, model if fixable else None, settings, tuple(usual), self._bytes)
         self._seen: dict[Shapes, _Compiled] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         shapes = tuple(x.shape for x in inputs)
-        known = self._fixed.get(shapes) or self._fix(shapes) or self._seen.get(shapes)
-        resident = self._any_size if known is None else known.resident
-        # The outputs' shapes are known only after a first pass; from then on, unless they depend on values, their
-        # memory is allocated beforehand.
-        request = self._compiled.create_infer_request() if known is None else known.resident.request
-        given = []  # OpenVINO does not keep the memory that it is given
-        for place, (x, channels_last) in enumerate(zip(inputs, self._channels_last, strict=True)):
-            # By NumPy: each call into torch releases the GIL and has to wait for it again.
-            array = (x.detach() if x.requires_grad else x).numpy()
-            given.append(np.ascontiguousarray(array.transpose(0, 2, 3, 1) if channels_last else array))
-            request.set_input_tensor(place, self._tensor(given[place], shared_memory=True))
-        if known is not None:
-            arrays = [np.empty(shape, dtype) for shape, dtype in known.outputs]
-            for place, array in enumerate(arrays):
-                request.set_output_tensor(place, self._tensor(array, shared_memory=True))
-            request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
-        else:
-            request.infer(share_outputs=True)
-            arrays = [tensor.data.copy() for tensor in request.output_tensors]
-            if self._known_beforehand:
-                if len(self._seen) >= _MAX_KNOWN_SHAPES:
-                    self._seen.clear()
-                outputs = [(array.shape, array.dtype) for array in arrays]
-                self._seen[shapes] = _Compiled(self._any_size, outputs, self._scratch_of(inputs))
-        RESIDENTS.ran(resident, self._scratch_of(inputs) if known is None else known.scratch)
+        known = self._fixed.get(shapes) or self._seen.get(shapes)
+        arrays = self._run(shapes, inputs) if known is None else self._run_known(known, inputs)
         return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
 
     def storages(self) -> dict[int, int]:
-        fixed = list(self._fixed.values())  # a copy: another thread may compile meanwhile
+        fixed = self._fixed.compiled()
         # Fixed models share the stored weights, and have their own packed ones.
         packed = int(self._bytes * _PACKED * (1 + len(fixed)))
         scratch = self._any_size.scratch + sum(one.resident.scratch for one in fixed)
         return {id(self): self._bytes + packed + scratch + _OBJECTS * (1 + len(fixed))}
 
-    def _fix(self, shapes: Shapes) -> _Compiled | None:
-        """Compile a fixed model for inputs of ``shapes``; None where a limit does not allow it."""
+    def _run_known(self, known: _Compiled, inputs: Inputs) -> list[NDArray[Any]]:
+        """Run a model whose outputs' sizes are known, so that it writes them where it is told to."""
+        request = known.resident.request
+        given = self._arrays(inputs)  # OpenVINO does not keep the memory that it is given
+        arrays = [np.empty(shape, dtype) for shape, dtype in known.outputs]
+        self._share(request.set_input_tensor, given)
+        self._share(request.set_output_tensor, arrays)
+        request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
+        RESIDENTS.ran(known.resident, known.scratch)
+        return arrays
+
+    def _run(self, shapes: Shapes, inputs: Inputs) -> list[NDArray[Any]]:
+        """Run the model of dynamic size, copy its outputs, and remember their sizes unless they depend on values."""
+        request = self._compiled.create_infer_request()
+        given = self._arrays(inputs)  # OpenVINO does not keep the memory that it is given
+        self._share(request.set_input_tensor, given)
+        request.infer(share_outputs=True)
+        arrays = [tensor.data.copy() for tensor in request.output_tensors]
+        scratch = int(self._scratch * sum(x.numel() for x in inputs))
+        if self._outputs_follow_inputs:
+            if len(self._seen) >= _MAX_KNOWN_SHAPES:
+                self._seen.clear()
+            self._seen[shapes] = _Compiled(self._any_size, [(array.shape, array.dtype) for array in arrays], scratch)
+        RESIDENTS.ran(self._any_size, scratch)
+        return arrays
+
+    def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+        """The inputs as the model takes them, in torch's memory where it has that layout."""
+        # By NumPy: each call into torch releases the GIL and has to wait for it again.
+        arrays = [(x.detach() if x.requires_grad else x).numpy() for x in inputs]
+        placed = zip(arrays, self._channels_last, strict=True)
+        return [np.ascontiguousarray(array.transpose(0, 2, 3, 1) if last else array) for array, last in placed]
+
+    def _share(self, set_tensor: Callable[[int, Any], None], arrays: Sequence[NDArray[Any]]) -> None:
+        """Make ``arrays`` the inputs or outputs of a request, without a copy."""
+        for place, array in enumerate(arrays):
+            set_tensor(place, self._tensor(array, shared_memory=True))
+
+
+class _FixedModels:
+    """Compiled models of fixed size, each made when the first batch of its size runs, within the limits above.
+
+    Args:
+        core: OpenVINO's.
+        model: what to compile, which is reshaped; None for no fixed models.
+        settings: of the compiler.
+        usual: shape of one row of each input.
+        stored: bytes of the model's weights.
+    """
+
+    def __init__(self, core: Any, model: Any, settings: dict[str, Any], usual: Shapes, stored: int) -> None:
+        self._core = core
+        self._model = model
+        self._settings = settings
+        self._usual = usual
+        self._packed = int(stored * _PACKED)
+        self._compiled: dict[Shapes, _Compiled] = {}
+
+    def get(self, shapes: Shapes) -> _Compiled | None:
+        """The model for inputs of ``shapes``, compiled now if it is not yet; None where a limit does not allow it."""
+        return self._compiled.get(shapes) or self._compile(shapes)
+
+    def compiled(self) -> list[_Compiled]:
+        """A list of its own: another thread may compile meanwhile."""
+        return list(self._compiled.values())
+
+    def _compile(self, shapes: Shapes) -> _Compiled | None:
         if self._model is None or shapes[0][0] > _FIXED_ROWS or tuple(shape[1:] for shape in shapes) != self._usual:
             return None
-        self._reshape(self._model, shapes)
+        _reshape(self._model, shapes)
         scratch = LIVE_ACTIVATIONS * _largest(self._model)
-        size = int(self._bytes * _PACKED) + scratch
-        if sum(int(self._bytes * _PACKED) + one.scratch for one in self._fixed.values()) + size > _FIXED_BYTES:
+        if sum(self._packed + one.scratch for one in self._compiled.values()) + self._packed + scratch > _FIXED_BYTES:
             self._model = None
             return None
         if not RESIDENTS.reserve_fixed():
@@ -192,23 +219,49 @@ class OpenVINOModule:
             check_threads(THREADS_EACH)
         except RuntimeError:
             return None
-        compiled = self._core.compile_model(self._model, "CPU", self._settings)
-        outputs = [(tuple(x.shape), x.element_type.to_dtype()) for x in compiled.outputs]
-        fixed = self._fixed
-        resident = Resident(compiled, lambda: fixed.pop(shapes, None))
+        made = self._core.compile_model(self._model, "CPU", self._settings)
+        outputs = [(tuple(x.shape), x.element_type.to_dtype()) for x in made.outputs]
+        models = self._compiled
+        resident = Resident(made, lambda: models.pop(shapes, None))
         RESIDENTS.add(resident)
-        fixed[shapes] = _Compiled(resident, outputs, scratch)
-        return fixed[shapes]
+        models[shapes] = _Compiled(resident, outputs, scratch)
+        return models[shapes]
 
-    def _scratch_of(self, inputs: Inputs) -> int:
-        return int(self._scratch * sum(x.numel() for x in inputs))
 
-    def _reshape(self, model: Any, shapes: Sequence[torch.Size]) -> None:
-        """Set the input shapes of ``model``; ``shapes`` are channels first."""
-        sizes = {}
-        for place, ((rows, channels, *rest), last) in enumerate(zip(shapes, self._channels_last, strict=True)):
-            sizes[place] = [rows, *rest, channels] if last else [rows, channels, *rest]
-        model.reshape(sizes)
+def _settings(threads: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": threads,
+        "ENABLE_CPU_PINNING": False,  # decoders share these cores
+    }
+    if threads == 1:
+        settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
+    return settings
+
+
+def _with_images_channels_last(model: Any) -> Any:
+    """``model`` for images that are channels last, as they are decoded, in which its first convolution is fastest."""
+    import openvino
+
+    layouts = openvino.preprocess.PrePostProcessor(model)
+    for place, one in enumerate(model.inputs):
+        if _is_channels_last(one):
+            layouts.input(place).tensor().set_layout(openvino.Layout("NHWC"))
+            layouts.input(place).model().set_layout(openvino.Layout("NCHW"))
+    return layouts.build()
+
+
+def _is_channels_last(model_input: Any) -> bool:
+    return bool(model_input.partial_shape.rank.get_length() == 4)
+
+
+def _reshape(model: Any, shapes: Sequence[torch.Size]) -> None:
+    """Set the input shapes of ``model``; ``shapes`` are channels first."""
+    sizes = {}
+    for place, ((rows, channels, *rest), one) in enumerate(zip(shapes, model.inputs, strict=True)):
+        sizes[place] = [rows, *rest, channels] if _is_channels_last(one) else [rows, channels, *rest]
+    model.reshape(sizes)
 
 
 def _largest(model: Any) -> int:
