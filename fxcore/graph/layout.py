@@ -28,6 +28,7 @@ _CHANNELS_FIRST = (
 )
 # Of these, those that also take [N, C].
 _ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
+_CHANNELS_FIRST_AXES = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
 _FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
 # Most nodes between a windows partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40
@@ -54,37 +55,50 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(module, _CHANNELS_FIRST) or name in _FUNCTIONS_CHANNELS_FIRST:
-        known = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
-        return {2: "NC", **known}.get(value.ndim) if isinstance(module, _ALSO_NC) else known.get(value.ndim)
+        return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _CHANNELS_FIRST_AXES.get(value.ndim)
     if value.ndim == 2:
         return "NC" if inputs else None
-    source = inputs[0] if inputs else None
-    if source is not None:
-        axes: str = source.meta["axes"]
-        before = source.meta.get("value")
-        if isinstance(module, ops.Permute):
-            return _reordered(axes, [*module.dims])
-        if name in _PERMUTE:
-            return _permuted(axes, before, value, name, node)
-        for other in inputs:
-            same = other.meta.get("value")
-            if isinstance(same, Tensor) and same.shape == value.shape:
-                return str(other.meta["axes"])
-        if len(axes) == value.ndim and name not in ("reshape", "view"):
-            return axes
-        if len(axes) == value.ndim and isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]:
-            return axes
-        if (
-            axes in ("NCHW", "NCTHW")
-            and value.ndim == 3
-            and isinstance(before, Tensor)
-            and before.shape[1] == value.shape[1]
-        ):
-            return "NCL"
-        merged = isinstance(before, Tensor) and (before.shape[1:-1].numel(), before.shape[-1]) == value.shape[1:]
-        if axes in ("NHWC", "NTHWC") and value.ndim == 3 and merged:
-            return "NLC"
-    return _restored(node, value)
+    if not inputs:
+        return _restored(node, value)
+    axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")
+    if isinstance(module, ops.Permute):
+        return _reordered(axes, [*module.dims])
+    if name in _PERMUTE:
+        return _permuted(axes, before, value, name, node)
+    return (
+        _of_equal_input(inputs, value)
+        or _with_kept_rank(axes, before, value, reshapes=name in ("reshape", "view"))
+        or _with_merged_space(axes, before, value)
+        or _restored(node, value)
+    )
+
+
+def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:
+    """The axes of the first input of the same shape."""
+    for node in inputs:
+        before = node.meta.get("value")
+        if isinstance(before, Tensor) and before.shape == value.shape:
+            return str(node.meta["axes"])
+    return None
+
+
+def _with_kept_rank(axes: str, before: Any, value: Tensor, reshapes: bool) -> str | None:
+    """The axes of an input of the same rank. If the operation reshapes, only where the first two sizes stay."""
+    if len(axes) != value.ndim:
+        return None
+    kept = isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]
+    return axes if kept or not reshapes else None
+
+
+def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
+    """The axes of a sequence of positions, made of a map of the axes ``axes``."""
+    if value.ndim != 3 or not isinstance(before, Tensor):
+        return None
+    if axes in ("NCHW", "NCTHW"):
+        return "NCL" if before.shape[1] == value.shape[1] else None
+    if axes in ("NHWC", "NTHWC"):
+        return "NLC" if (before.shape[1:-1].numel(), before.shape[-1]) == value.shape[1:] else None
+    return None
 
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
