@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from fxcore.layer_types import ALL_CONVOLUTIONS, CONVOLUTIONS
 from fxcore.tracing.leaves import one_node
 from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
-from fxcore.transforms.fuse_conv_bn import reads_shape
+from fxcore.transforms.channel_views import reads_shape
 
 #: key in ``GraphModule.meta`` of the mean and standard deviation that a module normalises with itself
 NORMALIZED = "normalization"

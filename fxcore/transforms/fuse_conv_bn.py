@@ -22,6 +22,7 @@ from torchvision import ops
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.tracing.tracer import PATH, public_name
 from fxcore.transforms.base import add, bare_copy, constant, erase_dead, hooked, transform
+from fxcore.transforms.channel_views import is_view, reads_shape, views_keep_channels
 from fxcore.transforms.replace import source_of
 
 _NORMS = (*BATCH_NORMS, ops.FrozenBatchNorm2d)
@@ -216,18 +217,11 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
             return None  # a branch, or an output
         out_channels = _out_channels(module, node)
         if out_channels is not None:
-            return path if out_channels == channels and _views_keep_channels(module, path, channels) else None
-        if not _is_view(module, node):
+            return path if out_channels == channels and views_keep_channels(module, path, channels) else None
+        if not is_view(module, node):
             return None
         node = node.args[0] if node.args else None
     return None
-
-
-def reads_shape(node: fx.Node) -> bool:
-    """Whether ``node`` reads the shape of its input only, which a batch norm does not change."""
-    return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
-        node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
-    )
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
@@ -254,54 +248,6 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     if node.target in _FUNCTIONS:
         names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
-def _is_view(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
-        return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
-
-
-def _views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: int) -> bool:
-    """Whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
-    convolution = path[-1]
-    return all(_keeps_channels(module, node, convolution, channels) for node in path[:-1])
-
-
-def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
-        if isinstance(called, nn.Flatten):
-            return called.start_dim >= 2
-        return not isinstance(called, nn.Unflatten) or (isinstance(called.dim, int) and called.dim >= 2)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    rest = list(node.args[1:])
-    if name == "contiguous":
-        return True
-    if name in ("squeeze", "unsqueeze", "flatten"):
-        first = rest[0] if rest else node.kwargs.get("dim", node.kwargs.get("start_dim"))
-        return isinstance(first, int) and (first >= 2 or (name == "unsqueeze" and first == -1))
-    sizes = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
-    if len(sizes) < 2:
-        return False
-    return _is_size(sizes[0], 0, convolution) and bool(sizes[1] == channels or _is_size(sizes[1], 1, convolution))
-
-
-def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
-    """Whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its input's)."""
-    if not isinstance(size, fx.Node):
-        return False
-    sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
-    if size.op == "call_method" and size.target == "size":
-        return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
-    if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
-        whole, index = size.args
-        if not isinstance(whole, fx.Node) or index != dim or not reads_shape(whole):
-            return False
-        return whole.args[0] in sources and (whole.target == "size" or str(whole.args[1]) == "shape")
-    return False
 
 
 def operation_of(node: fx.Node) -> tuple[Any, ...]:

@@ -1,0 +1,69 @@
+"""Views between a convolution and a batch norm, and whether they keep its channels where they are, in dimension 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+from fxcore.transforms.base import hooked
+from fxcore.transforms.replace import source_of
+
+
+def reads_shape(node: fx.Node) -> bool:
+    """Whether ``node`` reads the shape of its input only, which a batch norm does not change."""
+    return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
+        node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
+    )
+
+
+def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether ``node`` reshapes its input in a way that may keep channels apart, or passes it on."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
+
+
+def views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: int) -> bool:
+    """Whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
+    convolution = path[-1]
+    return all(_keeps_channels(module, node, convolution, channels) for node in path[:-1])
+
+
+def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
+    if node.op == "call_module":
+        return _module_keeps_channels(module.get_submodule(str(node.target)))
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    rest = list(node.args[1:])
+    if name == "contiguous":
+        return True
+    if name in ("squeeze", "unsqueeze", "flatten"):
+        first = rest[0] if rest else node.kwargs.get("dim", node.kwargs.get("start_dim"))
+        return isinstance(first, int) and (first >= 2 or (name == "unsqueeze" and first == -1))
+    sizes = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest  # of view or reshape
+    if len(sizes) < 2:
+        return False
+    return _is_size(sizes[0], 0, convolution) and bool(sizes[1] == channels or _is_size(sizes[1], 1, convolution))
+
+
+def _module_keeps_channels(called: nn.Module) -> bool:
+    if isinstance(called, nn.Flatten):
+        return called.start_dim >= 2
+    return not isinstance(called, nn.Unflatten) or (isinstance(called.dim, int) and called.dim >= 2)
+
+
+def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
+    """Whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its input's)."""
+    if not isinstance(size, fx.Node):
+        return False
+    sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
+    if size.op == "call_method" and size.target == "size":
+        return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
+    if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
+        whole, index = size.args
+        if not isinstance(whole, fx.Node) or index != dim or not reads_shape(whole):
+            return False
+        return whole.args[0] in sources and (whole.target == "size" or str(whole.args[1]) == "shape")
+    return False
