@@ -145,23 +145,19 @@ class Extractors:
         return await in_pool(self._pool, resolve, spec, self._device, self._allowed)
 
     async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:
-        """Register ``fresh``, unless it is known by now or ``build`` is false. Returns the known record, and whether it
-        is new to all processes."""
-        created = True
+        """Register ``fresh``, unless it is known by now. Returns the known record, and whether it is new to all
+        processes.
+
+        Raises:
+            Forbidden: neither this process nor the store has it, and ``build`` is false.
+            FxError: see :meth:`_share`.
+        """
+        stored, created = None, True
         if self.sharing is not None:
-            try:
-                if not build:
-                    stored = await self.sharing.get(fresh.id)
-                else:
-                    if fresh.name is not None:
-                        self._refuse_name(fresh.name, fresh.id, await self.sharing.owner(fresh.name))
-                    stored, created = await self.sharing.put(fresh, asked_for=keep)
-                if stored is not None:
-                    build, fresh.token = True, stored.token
-            except (NotReady, StoreFull):
-                if keep:
-                    raise
-        if not build:
+            stored, created = await self._share(self.sharing, fresh, build, keep)
+        if stored is not None:
+            fresh.token = stored.token
+        elif not build:
             raise Forbidden(
                 f"there is no extractor of these nodes of {fresh.spec.model} with these weights yet, and making one "
                 "needs a key of scope admin; with one, POST /v1/extractors makes it"
@@ -173,6 +169,27 @@ class Extractors:
             await self._check_name(fresh.name, fresh)
         self._records.add(fresh)
         return fresh, created
+
+    async def _share(
+        self, sharing: Sharing, fresh: ExtractorRecord, build: bool, keep: bool
+    ) -> tuple[Stored | None, bool]:
+        """Find ``fresh`` in the store or, if ``build``, save it there. Returns what the store has then, and whether
+        that is new; without ``keep``, nothing if the store cannot be used or is full.
+
+        Raises:
+            NameTaken: its name is another's.
+            NotReady, StoreFull: see :meth:`get`.
+        """
+        try:
+            if not build:
+                return await sharing.get(fresh.id), True
+            if fresh.name is not None:
+                self._refuse_name(fresh.name, fresh.id, await sharing.owner(fresh.name))
+            return await sharing.put(fresh, asked_for=keep)
+        except (NotReady, StoreFull):
+            if keep:
+                raise
+            return None, True
 
     async def look_up(self, id_or_name: str) -> ExtractorRecord:
         """The extractor of that id or name. If another process made it, its build is started here.
@@ -248,14 +265,15 @@ class Extractors:
             UnknownExtractor: there is none of that id or name.
             NotReady: the store cannot be read or written; nothing was deleted.
         """
-        record: ExtractorRecord | Stored | None = self._records.known(id_or_name)
-        if self.sharing is not None:
-            record = record or await self.sharing.find(id_or_name)
-            if record is not None:
-                await self.sharing.delete(record.id)
-        known = self._records.find(id_or_name) if record is None else self._records.get(record.id)
-        if known is not None:  # else another request deleted it meanwhile, or only the store had it
-            self._forget(known)
+        if self.sharing is None:
+            self._forget(self._records.find(id_or_name))
+            return
+        found = self._records.known(id_or_name) or await self.sharing.find(id_or_name)
+        id = (found or self._records.find(id_or_name)).id
+        await self.sharing.delete(id)
+        record = self._records.get(id)
+        if record is not None:  # else another request deleted it meanwhile, or only the store had it
+            self._forget(record)
 
     def _forget(self, record: ExtractorRecord) -> None:
         self._records.remove(record)
