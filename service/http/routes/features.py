@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect
 
 from fxcore.images.files import image_header
 from service.codecs import bodies, heatmap, npy, responses, safetensors
-from service.engine import ExtractorRecord, FeatureOptions
+from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.errors import DeadlineExceeded
+from service.engine.requests.admission import Reservation
 from service.http.access import may_build
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
@@ -33,6 +34,7 @@ from service.schemas.v1 import ExtractorSpec
 router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
 
 Result = TypeVar("Result")
+Parts = list[bytes | memoryview]
 
 _WATCH_AFTER_SECONDS = 0.1
 """How long a request runs before it is watched for a disconnect of its client."""
@@ -240,41 +242,60 @@ async def _extract(
     accepted: str,
     deadline: float,
 ) -> Response:
-    images = sent.inputs
+    """Compute the features of ``sent`` and write them as ``accepted``."""
     drawn = accepted == heatmap.MEDIA_TYPE
-    if drawn and (isinstance(images, Mapping) or len(images) != 1):
-        raise Refusal(
-            "not-acceptable",
-            "a heat-map is drawn over one encoded image: send one",
-            available=list(responses.OFFERED[:-1]),
-        )
-    roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
-    options = _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size)
-    result = await state.engine.features(record, images, options, deadline, sent.boxes, reservation_of(request.scope))
+    if drawn and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
+        available = list(responses.OFFERED[:-1])
+        raise Refusal("not-acceptable", "a heat-map is drawn over one encoded image: send one", available=available)
+    reservation = reservation_of(request.scope)
+    features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.boxes, reservation)
     started = time.perf_counter()
-    source = _source(record)
-    outputs = result.outputs
-    if result.box_image is not None:  # npy responses hold only the first output, so they lack it
-        outputs[_BOX_IMAGE] = result.box_image
     if drawn:
-        assert not isinstance(images, Mapping)
-        output = record.outputs[0]
-        preprocessing = record.preprocessing if query.preprocess != "none" else None
-        header = await state.engine.run_in_encoder(image_header, images[0])
-        reservation_of(request.scope).claim(header.held)
-        parts = await state.engine.run_in_encoder(
-            heatmap.write, images[0], preprocessing, outputs[output.key], output.layout
-        )
-    elif accepted in responses.IMMEDIATE:
-        parts = responses.write(accepted, source, outputs, result.images, query.encoding)
+        assert not isinstance(sent.inputs, Mapping)
+        preprocessed = query.preprocess != "none"
+        parts = await _draw(state, record, features, sent.inputs[0], preprocessed, reservation)
     else:
-        reservation_of(request.scope).claim(responses.written_bytes(accepted, outputs, query.encoding))
-        parts = await state.engine.run_in_encoder(
-            responses.write, accepted, source, outputs, result.images, query.encoding
-        )
-    timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
+        parts = await _write(state, record, features, accepted, query.encoding, reservation)
+    timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
     return responses.PartsResponse(parts, accepted, headers)
+
+
+async def _draw(
+    state: State,
+    record: ExtractorRecord,
+    features: FeatureResult,
+    image: bytes,
+    preprocessed: bool,
+    reservation: Reservation,
+) -> Parts:
+    """Draw the first output over the image, as the model's preprocessing makes it if it was ``preprocessed``."""
+    output = record.outputs[0]
+    preprocessing = record.preprocessing if preprocessed else None
+    header = await state.engine.run_in_encoder(image_header, image)
+    reservation.claim(header.held)
+    return await state.engine.run_in_encoder(
+        heatmap.write, image, preprocessing, features.outputs[output.key], output.layout
+    )
+
+
+async def _write(
+    state: State,
+    record: ExtractorRecord,
+    features: FeatureResult,
+    accepted: str,
+    encoding: str,
+    reservation: Reservation,
+) -> Parts:
+    """Write all outputs as ``accepted``, in another thread unless that takes next to no time."""
+    outputs = features.outputs
+    if features.box_image is not None:  # npy responses hold only the first output, so they lack it
+        outputs[_BOX_IMAGE] = features.box_image
+    source = _source(record)
+    if accepted in responses.IMMEDIATE:
+        return responses.write(accepted, source, outputs, features.images, encoding)
+    reservation.claim(responses.written_bytes(accepted, outputs, encoding))
+    return await state.engine.run_in_encoder(responses.write, accepted, source, outputs, features.images, encoding)
 
 
 def _source(record: ExtractorRecord) -> responses.Source:
@@ -286,6 +307,11 @@ def _source(record: ExtractorRecord) -> responses.Source:
 
 
 _sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictionary()
+
+
+def _options_of(query: FeatureQuery) -> FeatureOptions:
+    roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
+    return _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size)
 
 
 @functools.cache  # there are few combinations
