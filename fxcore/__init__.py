@@ -25,7 +25,8 @@ from fxcore.analysis.verify import verify
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo, build_extractor, create_extractor
 from fxcore.graph.levels import Level
-from fxcore.graph.model_graph import ModelGraph, NodeInfo, model_graph
+from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.graph.node_info import NodeInfo
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.int8.quantize import quantize

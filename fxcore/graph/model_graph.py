@@ -11,21 +11,19 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
-from fxcore.graph.layout import layout_name
-from fxcore.graph.levels import Level, channels_of, find_levels, stride_of
-from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.graph.levels import Level, find_levels
+from fxcore.graph.node_info import NodeInfo, describe, target_name
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
-from fxcore.tensors import TensorSpec, dtype_name
+from fxcore.tensors import TensorSpec
 from fxcore.tracing.tracer import PATH, names
 from fxcore.transforms.base import Applied, applied, fork
 from fxcore.transforms.registry import apply_transforms
@@ -35,57 +33,6 @@ VIDEO_FRAMES = 16
 
 # Estimated memory of a node as Python objects: with its share of the modules, and of a graph that shares them.
 _NODE_BYTES, _DERIVED_NODE_BYTES = 8 * 1024, 5 * 512
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """One node of a graph, described.
-
-    Attributes:
-        name: torchvision's name of the node; the fx name of a parameter that the graph reads itself.
-        fx_name, op: as torch.fx has them.
-        target: see :func:`target_name`.
-        module_type: class of the module that it calls, with its package; None for other nodes.
-        args, users: names of the nodes that it reads, and of those that read it.
-        shape: of its value, None for the batch; None if the value is not a tensor.
-        dtype: such as ``float32``; None if the value is not a tensor.
-        layout: which axis is what, such as ``NCHW``; None if unknown.
-        channels: size of the channel axis; None if unknown.
-        stride: input pixels per position of its feature map; None if the value is not a feature map.
-        level: the level that it is, such as ``C4``.
-        params: number of its parameters, each counted at the first node that uses it.
-        flops: for one image; a multiply-add is two.
-        bytes: size of its value for one image; None if the value is not a tensor.
-        extractable: whether its value is a tensor with a row per image.
-        rows_per_image: rows of the first dimension that belong to one image: 1, but for attention windows.
-        tokens: the grid of image positions that its tokens stand for.
-
-    >>> node = next(n for n in model_graph("resnet18").nodes if n.name == "conv1")
-    >>> node.op, node.args, node.users, node.shape, node.layout, node.stride
-    ('call_module', ['x'], ['bn1'], [None, 64, 112, 112], 'NCHW', 2)
-    >>> node.params == 64 * 3 * 7 * 7, node.flops == 2 * node.params * 112 * 112, node.bytes == 4 * 64 * 112 * 112
-    (True, True, True)
-    """
-
-    name: str
-    fx_name: str
-    op: str
-    target: str
-    module_type: str | None
-    args: list[str]
-    users: list[str]
-    shape: list[int | None] | None
-    dtype: str | None
-    layout: str | None
-    channels: int | None
-    stride: int | None
-    level: str | None
-    params: int
-    flops: int
-    bytes: int | None
-    extractable: bool
-    rows_per_image: int = 1
-    tokens: TokenGrid | None = None
 
 
 class ModelGraph:
@@ -176,7 +123,15 @@ class ModelGraph:
         level_of = {level.node: name for name, level in self.levels.items()}
         seen: set[int] = set()
         return [
-            self._info(n, level_of.get(n.meta.get(PATH, "")), flops.get(n, 0), own_parameters(self._module, n, seen))
+            describe(
+                n,
+                self._root,
+                self.input_size,
+                self.shape_of(n),
+                level=level_of.get(n.meta.get(PATH, "")),
+                params=own_parameters(self._module, n, seen),
+                flops=flops.get(n, 0),
+            )
             for n in self.graph.nodes
             if n.op != "output"
         ]
@@ -308,44 +263,6 @@ class ModelGraph:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         why = "" if "Proxy(" in reason else f": {reason}"
         return f"{self.entry.name} cannot take an input of {shown}{why}; its usual size is {usual}"
-
-    def _info(self, node: fx.Node, level: str | None, flops: int, params: int) -> NodeInfo:
-        value = node.meta.get("value")
-        module = self._root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        return NodeInfo(
-            name=node.meta.get(PATH, node.name),
-            fx_name=node.name,
-            op=node.op,
-            target=target_name(node),
-            module_type=type_name(module) if module is not None else None,
-            args=[n.meta.get(PATH, n.name) for n in node.all_input_nodes],
-            users=[n.meta.get(PATH, "output") for n in node.users],
-            shape=self.shape_of(node),
-            dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else None,
-            layout=layout_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
-            channels=channels_of(node),
-            stride=stride_of(node, self.input_size),
-            level=level,
-            params=params,
-            flops=flops,
-            bytes=value.nbytes if isinstance(value, Tensor) else None,
-            extractable=self.extractable(node),
-            rows_per_image=node.meta.get("rows") or 1,
-            tokens=token_grid(node) if node.meta.get("rows") == 1 else None,
-        )
-
-
-def target_name(node: fx.Node) -> str:
-    """A node's target as text: a path, a method's name, or a function's qualified name."""
-    if isinstance(node.target, str):
-        return node.target
-    function = node.target
-    return f"{getattr(function, '__module__', '') or ''}.{getattr(function, '__name__', function)}".lstrip(".")
-
-
-def type_name(module: nn.Module) -> str:
-    """A module's class with its package, as ``torch.nn.modules.conv.Conv2d``."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 _cache: OrderedDict[tuple[str, str], ModelGraph] = OrderedDict()

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.bad_argument import BadArgument
-from fxcore.graph.model_graph import ModelGraph, NodeInfo, target_name
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.node_info import NodeInfo, target_name
 from fxcore.rendering import modules
 from fxcore.rendering.boxes import Box
 from fxcore.rendering.svg import draw, printable

@@ -10,7 +10,8 @@ import orjson
 from fastapi import Query, Request, Response
 from torch import fx
 
-from fxcore.graph.model_graph import ModelGraph, NodeInfo
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.node_info import NodeInfo
 from fxcore.rendering.render import render
 from fxcore.tracing.tracer import PATH
 from service.codecs.negotiation import choose
