@@ -202,28 +202,11 @@ def _exact(
 
 @functools.lru_cache(_CACHED_SIDES)
 def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
-    scale = size / resized
-    reach = MODES[mode] * max(scale, 1.0)
-    span = min(math.ceil(2 * reach) + 3, size)
-    # One pixel more on each side than the filter's support, however torch rounds it.
-    first = (np.arange(start, stop) + 0.5) * scale - reach
-    begin = np.clip(np.floor(first).astype(np.int64) - 1, 0, size - span)
-    # The impulses are so far apart that each resized pixel reads one of them in a row.
-    places = torch.arange(size)
-    comb = torch.zeros(span, size)
-    comb[places % span, places] = 1.0
-    seen = interpolate(comb[None, None], (span, resized), mode=mode, antialias=True)[0, 0].numpy()
-    columns = begin[:, None] + np.arange(span)
-    weights = seen[columns % span, np.arange(start, stop)[:, None]]
-    # Those that are 0 for every pixel are left out.
-    counts = weights != 0
-    before = counts.argmax(axis=1)
-    taps = int((span - counts[:, ::-1].argmax(axis=1) - before).max())
-    before = np.minimum(before, span - taps)
-    columns = columns[np.arange(len(begin))[:, None], before[:, None] + np.arange(taps)]
-    weights = np.take_along_axis(weights, before[:, None] + np.arange(taps), axis=1)
-    first = columns[:, 0]
-    period = next((n for n in range(1, len(first)) if (first[n:] - first[:-n]).min() >= taps), len(first))
+    """The sums of the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to ``resized``."""
+    begin, span = _windows(size, resized, start, stop, mode)
+    first, weights = _without_zeros(begin, _weights(size, resized, start, stop, mode, begin, span))
+    taps = weights.shape[1]
+    columns = first[:, None] + np.arange(taps)
     read = slice(int(first.min()), int(columns.max()) + 1)
     return _Side(
         size,
@@ -234,9 +217,50 @@ def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
         torch.from_numpy(weights),
         torch.from_numpy((columns - read.start).reshape(-1)),
         torch.arange(0, weights.size + 1, taps),
-        period,
+        _period(first, taps),
         float(np.abs(weights).sum(axis=1).max()),
     )
+
+
+def _windows(size: int, resized: int, start: int, stop: int, mode: str) -> tuple[NDArray[np.int64], int]:
+    """Pixels that the filter of each resized pixel may read: the first of each, and how many, the same for all."""
+    scale = size / resized
+    reach = MODES[mode] * max(scale, 1.0)
+    span = min(math.ceil(2 * reach) + 3, size)
+    # One pixel more on each side than the filter's support, however torch rounds it.
+    first = (np.arange(start, stop) + 0.5) * scale - reach
+    return np.clip(np.floor(first).astype(np.int64) - 1, 0, size - span), span
+
+
+def _weights(
+    size: int, resized: int, start: int, stop: int, mode: str, begin: NDArray[np.int64], span: int
+) -> NDArray[np.float32]:
+    """torch's weight of each pixel of the windows, ``[stop - start, span]``."""
+    # The impulses are so far apart that each resized pixel reads one of them in a row.
+    places = torch.arange(size)
+    comb = torch.zeros(span, size)
+    comb[places % span, places] = 1.0
+    seen = interpolate(comb[None, None], (span, resized), mode=mode, antialias=True)[0, 0].numpy()
+    columns = begin[:, None] + np.arange(span)
+    weights: NDArray[np.float32] = seen[columns % span, np.arange(start, stop)[:, None]]
+    return weights
+
+
+def _without_zeros(
+    begin: NDArray[np.int64], weights: NDArray[np.float32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Narrow the windows to as many pixels as the widest filter has weights other than 0: first pixels and weights."""
+    span = weights.shape[1]
+    counts = weights != 0
+    before = counts.argmax(axis=1)
+    taps = int((span - counts[:, ::-1].argmax(axis=1) - before).max())
+    before = np.minimum(before, span - taps)
+    return begin + before, np.take_along_axis(weights, before[:, None] + np.arange(taps), axis=1)
+
+
+def _period(first: NDArray[np.int64], taps: int) -> int:
+    """The distance of two resized pixels whose sums of ``taps`` pixels from ``first`` on have none in common."""
+    return next((n for n in range(1, len(first)) if (first[n:] - first[:-n]).min() >= taps), len(first))
 
 
 @functools.cache
