@@ -232,7 +232,7 @@ def test_every_process_of_a_server_is_asked(start, three, expected):
         agree({key: value[:3] for key, value in features.items()}, expected)
 
 
-def test_nobody_there():
+def test_connection_refused():
     with Client("http://127.0.0.1:9") as client, pytest.raises(exceptions.ConnectionFailed):
         client.models()
 

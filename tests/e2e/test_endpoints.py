@@ -94,7 +94,7 @@ def _bodies(photo):
 
 @pytest.mark.parametrize("body", ["image", "multipart", "json", "npy", "safetensors", "chunked"])
 @pytest.mark.parametrize("accept", ["json", "x-safetensors", "x-npz", "x-npy"])
-def test_every_body_and_every_answer(server, photos, reference, body, accept):
+def test_every_body_and_every_response_type(server, photos, reference, body, accept):
     options = _bodies(photos["chelsea"])[body]
     headers = {**options.pop("headers", {}), "accept": f"application/{accept}"}
     url = "/v1/models/resnet18/features?weights=random&nodes=C5"
@@ -126,7 +126,7 @@ def test_trained_weights_from_the_cache(server, photos):
     assert answer.json()["weights"] == "IMAGENET1K_V1"
 
 
-def test_others_are_answered_while_a_large_answer_is_written(server, photos):
+def test_other_requests_are_served_while_a_large_response_is_encoded(server, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=conv1"
     server.http.post(url, content=photos["chelsea"], headers=JPEG)
     files = [("file", ("a.jpg", photos["chelsea"], "image/jpeg"))] * 8

@@ -161,7 +161,7 @@ def test_servers_that_prepare_images_differently_are_refused(
     assert made.done == 1
 
 
-def test_what_a_server_refuses_is_told(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
+def test_what_a_server_refuses_is_reported(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(FxError, match=f"{server.url}: squeezenet1_1 has no node 'layer9'"):
         extract(job(tmp_path / "out", folder(1), servers=(server.url,), spec={"return_nodes": ["layer9"]}), SETTINGS)
     assert not (tmp_path / "out").exists()

@@ -106,7 +106,7 @@ def test_chunked_body_over_the_limit_is_read_no_further(small, path):
     assert received.startswith(b"HTTP/1.1 413 ") or not received
 
 
-def test_chunked_body_a_little_over_the_limit_gets_its_answer(small):
+def test_chunked_body_a_little_over_the_limit_gets_its_response(small):
     answer = small.http.post(FEATURES, content=iter([b"x" * 100_000] * 4), headers=JPEG)
     problem(answer, 413, "body-too-large")
 
@@ -137,7 +137,7 @@ def test_accept_not_possible(small):
     assert "application/x-safetensors" in problem(answer, 406, "not-acceptable")["available"]
 
 
-def test_answer_over_the_limit(small, photos):
+def test_response_over_the_limit(small, photos):
     files = [("a", ("a.jpg", photos["chelsea"]))] * 4
     document = problem(small.http.post(FEATURES, files=files), 413, "response-too-large")
     assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
@@ -194,7 +194,7 @@ def test_not_ready_until_the_preloads_are_done(start):
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_client_that_leaves_takes_its_work_along(small, slow, at_once):
+def test_a_disconnect_cancels_the_requests_work(small, slow, at_once):
     """Its request ends when it leaves, not when the work is done, and the one place is free for the next. Those that it
     sent behind that one are not begun."""
     gone = 'fxserve_requests_total{method="POST",route="/v1/models/{model}/features",status="499"}'
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_takes_its_work_along(small, slow, at_once):
     assert "Traceback" not in small.log.read_text()
 
 
-def test_a_client_that_leaves_while_it_sends(small):
+def test_a_client_disconnects_while_sending(small):
     connection = small.connect()
     connection.sendall(_head("Content-Length: 100000") + b"x" * 1000)
     time.sleep(0.1)
@@ -245,7 +245,7 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
 
 
 @pytest.mark.exhaustive
-def test_who_has_begun_a_head_is_told_of_the_end(start):
+def test_a_client_amid_a_head_gets_a_503_at_shutdown(start):
     server = start()
     with server.connect() as kept:
         kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nPOST /v1/extr")

@@ -15,7 +15,7 @@ from tests.e2e.conftest import Server
 
 
 @pytest.mark.exhaustive
-def test_many_graphs_at_a_time_starve_nobody(server: Server) -> None:
+def test_many_concurrent_graphs_starve_no_request(server: Server) -> None:
     stop = threading.Event()
     statuses: Counter[int] = Counter()
     waits: list[str] = []

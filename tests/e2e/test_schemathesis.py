@@ -29,7 +29,7 @@ def schema(start):
     [GenerationMode.NEGATIVE, pytest.param(GenerationMode.POSITIVE, marks=pytest.mark.exhaustive)],
     ids=lambda mode: mode.value,
 )
-def test_every_answer_is_documented(schema, mode):
+def test_every_response_is_documented(schema, mode):
     failures = {}
     for operation in schema.get_all_operations():
         case = operation.ok().as_strategy(mode)

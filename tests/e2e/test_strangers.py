@@ -51,7 +51,7 @@ def request(path, *headers, length=None):
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def answer_of(connection):
+def response_of(connection):
     received = b""
     with contextlib.suppress(ConnectionError):
         while chunk := connection.recv(65536):
@@ -72,19 +72,19 @@ def test_keys_are_read_again_on_sighup(guarded, keys):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", [FEATURES, "/v1/extractors", "/v2/repository/index", "/v2/models/resnet18/infer"])
-def test_a_body_that_stops_is_answered(guarded, path):
+def test_a_stalled_body_gets_a_408(guarded, path):
     with guarded.connect() as connection:
         head = request(path, length=100_000).replace(
             b"image/jpeg", b"image/jpeg" if path == FEATURES else b"application/json"
         )
         connection.sendall(head + b" " * 1000)
-        received = answer_of(connection)  # and the server closes
+        received = response_of(connection)  # and the server closes
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'{"error"' in received if path.startswith("/v2") else b"/problems/request-timeout" in received
 
 
 @pytest.mark.exhaustive
-def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos):
+def test_endless_bodies_stay_within_the_memory_limit(guarded, photos):
     """Two megabytes each, forty together: those that do not fit are told so, and others are served meanwhile."""
     guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("one"))
     connections = [guarded.connect() for _ in range(30)]
@@ -93,14 +93,14 @@ def test_bodies_that_never_end_take_no_more_memory_than_there_is(guarded, photos
             connection.sendall(request(FEATURES, length=2_000_000) + b"x" * 1_900_000)
     answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
     assert answer.status_code == 200, answer.text
-    statuses = [answer_of(connection)[9:12] for connection in connections]
+    statuses = [response_of(connection)[9:12] for connection in connections]
     for connection in connections:
         connection.close()
     assert set(statuses) == {b"408", b"429"}
 
 
 @pytest.mark.exhaustive
-def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
+def test_stalled_clients_time_out(guarded, photos):
     """Heads that do not end, and an answer that nobody reads; all at once, because it takes the server's patience."""
 
     def answered():
@@ -123,12 +123,12 @@ def test_clients_that_do_not_go_on_are_given_up(guarded, photos):
     head = request(large, "Accept: application/x-safetensors", length=len(body))
     head = head.replace(b"image/jpeg", b"multipart/form-data; boundary=b")
     unread.sendall(head + body)
-    received = [answer_of(connection) for connection in waiting]
+    received = [response_of(connection) for connection in waiting]
     assert received[0] == b""
     for answer in received[1:]:
         connection_problem(answer, 408, "request-timeout")
     until(lambda: answered() >= before + 2)  # the server's patience with this one began a little later
-    answer = answer_of(unread)
+    answer = response_of(unread)
     assert answer.startswith(b"HTTP/1.1 200 ")
     length = int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0])
     assert len(answer) < length  # cut off
@@ -146,16 +146,16 @@ def test_heads_without_end_are_not_kept(guarded, unit):
                 connection.sendall(unit * (65536 // len(unit)))
                 sent += 65536
         assert sent < 100_000_000  # what sockets buffer, which is tens of megabytes on some systems
-        received = answer_of(connection)
+        received = response_of(connection)
     # It went on sending whatever it was told, and the answer may have been lost to the reset that ended that.
     assert received.startswith(b"HTTP/1.1 431 ") or not received
 
 
-def test_a_head_that_is_too_long_is_answered(guarded):
+def test_an_oversized_head_gets_a_431(guarded):
     """However much of it was sent before the client listens: what was not read would reset the connection."""
     with guarded.connect() as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 4_000_000)
-        received = answer_of(connection)
+        received = response_of(connection)
     connection_problem(received, 431, "head-too-large")
 
 

@@ -219,7 +219,7 @@ def test_the_repository(triton_client, two):
     assert triton_client.is_model_ready("passing")
 
 
-def test_a_model_by_its_name_answers_any_node(triton_client, reference, two):
+def test_a_model_by_its_name_serves_any_node(triton_client, reference, two):
     result = triton_client.infer(
         "resnet18",
         [image_input(two)],
@@ -231,7 +231,7 @@ def test_a_model_by_its_name_answers_any_node(triton_client, reference, two):
         assert np.abs(result.as_numpy(key) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_a_model_without_levels_answers_its_last_value(triton_client, two):
+def test_a_model_without_levels_serves_its_last_value(triton_client, two):
     [declared] = triton_client.get_model_metadata("vit_b_16")["outputs"]
     assert declared == {"name": "heads.head", "datatype": "FP32", "shape": [-1, 1000]}
 

@@ -80,7 +80,7 @@ def measured() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_no_more_is_held_than_is_foretold(call: str, measured: dict[str, tuple[int, int]]) -> None:
+def test_peak_memory_is_at_most_the_estimate(call: str, measured: dict[str, tuple[int, int]]) -> None:
     peak, foretold = measured[call]
     assert peak <= foretold + SLACK
     assert foretold <= 2 * peak + SLACK

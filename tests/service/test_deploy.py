@@ -48,7 +48,7 @@ def test_kubernetes_takes_it(name: str) -> None:
     kubernetes_validate.validate(ALL[name], KUBERNETES, strict=True)
 
 
-def test_a_mistake_would_be_seen() -> None:
+def test_the_validator_rejects_an_unknown_field() -> None:
     broken = yaml.safe_load(yaml.safe_dump(ALL["fxserve.yaml:Deployment"]))
     broken["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="livenessProb"):

@@ -31,7 +31,7 @@ def draining(server: FaultyServer) -> bool:
 
 
 @pytest.mark.exhaustive
-def test_killed_and_started_again_then_told_to_end(
+def test_killed_and_restarted_then_terminated(
     begin: Callable[..., FaultyServer], weights: Weights, together: Path
 ) -> None:
     first = begin()

@@ -233,7 +233,7 @@ def test_the_levels_of_a_detector(open_server, visit):
     assert page.locator("summary").inner_text() == "3 modules were not traced"
 
 
-def test_a_slow_answer_is_cancelled_and_asked_for_again(open_server, visit):
+def test_a_slow_response_is_cancelled_and_requested_again(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
     shown_channels(page)
     held = []

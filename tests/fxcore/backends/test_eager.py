@@ -83,7 +83,7 @@ def test_what_was_folded_with_a_batch_norm_that_is_gone_is_not_the_convolution_a
     assert torch.allclose(EagerModule(fx.symbolic_trace(nn.Sequential(conv)))(x), conv(x), atol=1e-5)
 
 
-def test_activations_work_in_place_where_nobody_sees_it(extractor: Build) -> None:
+def test_activations_are_in_place_where_nothing_else_reads_the_value(extractor: Build) -> None:
     def in_place(*nodes: str) -> int:
         module = EagerModule(extractor("resnet18", *nodes).module).module
         return sum(getattr(m, "inplace", False) for m in module.modules())

@@ -93,7 +93,7 @@ def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
         assert torch.equal(lowered(x)["places"], torch.nonzero(x > 0))
 
 
-def test_answers_outlive_the_next_call(batch: torch.Tensor, small: Lowered) -> None:
+def test_outputs_outlive_the_next_call(batch: torch.Tensor, small: Lowered) -> None:
     for _ in range(2):
         first = small(batch[:1])
         kept = {key: value.clone() for key, value in first.items()}

@@ -137,7 +137,7 @@ def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-def test_the_folder_tells_how_to_use_it(tmp_path: Path) -> None:
+def test_the_folder_says_how_to_use_it(tmp_path: Path) -> None:
     extractor = make("mobilenet_v3_small", {"C4": "C4"})
     export_folder(extractor, tmp_path / "small")
     files = {file.name for file in (tmp_path / "small").iterdir()}

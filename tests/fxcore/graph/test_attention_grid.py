@@ -35,7 +35,7 @@ def test_the_grid_is_the_modules_own(name, node, expected):
 
 
 @pytest.mark.exhaustive
-def test_what_cannot_be_told_has_none():
+def test_unknown_attention_has_no_grid():
     graph = model_graph("maxvit_t").with_nodes_of("attention_maps")
     weights = [n for name, n in graph.by_name.items() if name.endswith(".attention")]
     assert weights

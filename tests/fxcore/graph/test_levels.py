@@ -106,7 +106,7 @@ def test_values_are_those_of_torchvisions_layer_getter() -> None:
         ("retinanet_resnet50_fpn_v2", {"0": "P3", "1": "P4", "2": "P5", "p6": "P6", "p7": "P7"}),
     ],
 )
-def test_pyramid_levels_are_what_the_backbone_hands_on(name: str, keys: dict[str, str]) -> None:
+def test_pyramid_levels_are_the_backbones_outputs(name: str, keys: dict[str, str]) -> None:
     entry, graph = get_model(name), model_graph(name)
     model = load_model(entry, "random")
     x = torch.randn(1, 3, 128, 160, generator=torch.Generator().manual_seed(0))

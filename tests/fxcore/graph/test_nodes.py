@@ -79,7 +79,7 @@ def test_no_name_burns_time(name: str) -> None:
         ("vit_b_32", "encoder.layers.encoder_layer_0.mlp_0", "encoder.layers.encoder_layer_0.mlp"),
     ],
 )
-def test_a_slip_is_answered_with_what_was_meant(model: str, name: str, meant: str) -> None:
+def test_a_typo_gets_suggestions(model: str, name: str, meant: str) -> None:
     with pytest.raises(UnknownNode) as caught:
         model_graph(model).resolve([name])
     assert meant in caught.value.extra["suggestions"]
@@ -187,7 +187,7 @@ def test_no_names_at_all() -> None:
         ("raft_small", "update_block.flow_head.conv1", "update_block"),
     ],
 )
-def test_closed_parts_say_why(model: str, name: str, part: str) -> None:
+def test_untraceable_parts_say_why(model: str, name: str, part: str) -> None:
     """HAZARDS 12: detectors and RAFT cannot be traced whole."""
     graph = model_graph(model)
     reason = next(c.reason for c in graph.untraceable if c.path == part)

@@ -99,7 +99,7 @@ def test_detectors_transform_images_as_they_do_themselves(name: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(height=st.integers(1, 700), width=st.integers(1, 700))
-def test_detectors_sizes_are_foretold(height: int, width: int) -> None:
+def test_sizes_of_detectors_are_predicted(height: int, width: int) -> None:
     ours = get_model("fasterrcnn_mobilenet_v3_large_320_fpn").preprocessing()
     if min(ours.output_size(height, width)) == 0:
         return  # less than a pixel is left of the shorter side
@@ -153,7 +153,7 @@ def test_another_size_may_be_asked_for(name: str) -> None:
     assert get_model(name).preprocessing().nominal_size() != (96, 96)
 
 
-def test_every_model_says_how_it_wants_its_images() -> None:
+def test_every_model_describes_its_preprocessing() -> None:
     keys = {"resize_size", "crop_size", "mean", "std", "interpolation", "antialias"}
     for entry in list_models():
         described = entry.preprocessing().describe()

@@ -145,7 +145,7 @@ def test_canonical_weights(asked: str, canonical: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["IMAGENET1K_V3", "default", "file:", "", "RANDOM", "COCO_V1"])
-def test_unknown_weights_are_answered_with_what_there_is(asked: str) -> None:
+def test_unknown_weights_list_the_known_ones(asked: str) -> None:
     with pytest.raises(UnknownWeights) as caught:
         get_model("resnet50").canonical_weights(asked)
     assert caught.value.extra["available"] == ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"]
@@ -164,7 +164,7 @@ def test_unknown_weights_are_answered_with_what_there_is(asked: str) -> None:
         ("fasterrcnn", "fasterrcnn_resnet50_fpn"),
     ],
 )
-def test_unknown_models_are_answered_with_the_nearest(asked: str, meant: str) -> None:
+def test_unknown_models_get_suggestions(asked: str, meant: str) -> None:
     with pytest.raises(UnknownModel) as caught:
         get_model(asked)
     assert meant in caught.value.extra["suggestions"]

@@ -87,7 +87,7 @@ def test_a_download_that_is_not_there(served: tuple[str, Path], torch_home: Path
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9", "weights.invalid"])
-def test_without_a_network_the_answer_comes_at_once(host: str, torch_home: Path) -> None:
+def test_without_a_network_the_error_comes_at_once(host: str, torch_home: Path) -> None:
     entry = at(f"http://{host}/models/small-deadbeef.pth")
     started = time.monotonic()
     with pytest.raises(WeightsUnavailable) as caught:

@@ -76,7 +76,7 @@ def test_nodes_are_what_hooks_see(
     assert torch.allclose(value, seen[0], atol=1e-5)
 
 
-def test_what_stays_closed_says_why(entries: dict[str, UserEntry]) -> None:
+def test_untraceable_modules_say_why(entries: dict[str, UserEntry]) -> None:
     graph = model_graph(entries["dinov2"], "builder")
     with pytest.raises(UnknownNode, match=r"which cannot be traced: .* iterates over a traced value"):
         graph.resolve(["encoder.layer.0.attention.attention"])

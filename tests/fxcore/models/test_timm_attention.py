@@ -87,7 +87,7 @@ def test_weights_by_hand(fused: bool) -> None:
         assert torch.allclose(module(x), by_hand, atol=1e-6)
 
 
-def test_talking_heads_are_told_before_they_are_mixed() -> None:
+def test_talking_heads_are_returned_before_they_are_mixed() -> None:
     torch.manual_seed(0)
     attention = TalkingHeadAttn(dim=24, num_heads=4).eval()
     module = attention_maps(trace(attention))

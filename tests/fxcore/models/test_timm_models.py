@@ -94,7 +94,7 @@ def test_a_model_whose_mask_timm_cannot_trace() -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_cannot_be_traced_stays_closed_and_says_why() -> None:
+def test_untraceable_modules_stay_leaves_and_say_why() -> None:
     graph = model_graph("timm.gemma4_vit_167m")
     assert [part.path for part in graph.untraceable] == ["encoder"]
     assert "branches on a value" in graph.untraceable[0].reason
@@ -285,7 +285,7 @@ def test_what_the_hub_refuses_says_what_to_do(
     assert caught.value.extra["folder"] == str(hub / "models--timm--test_vit.r160_in1k")
 
 
-def test_a_hub_that_cannot_answer_is_asked_once(refusing_hub: dict[str, str]) -> None:
+def test_an_unreachable_hub_is_asked_once(refusing_hub: dict[str, str]) -> None:
     """huggingface_hub itself would try for half a minute, and a request wait as long for its answer."""
     refusing_hub.update(status="503", code="")
     with pytest.raises(WeightsUnavailable, match="503"):

@@ -258,7 +258,9 @@ WRONG = {
 }
 
 
-def test_each_wrong_description_is_told_and_costs_no_other(module: str, read: Callable[[str], dict[str, Any]]) -> None:
+def test_each_invalid_description_is_reported_and_affects_no_other(
+    module: str, read: Callable[[str], dict[str, Any]]
+) -> None:
     text = "\n".join(f"[models.{name}]\n{lines}" for name, (lines, _) in WRONG.items())
     found = read(f"{text}\n[models.good]\nbuilder = 'MODULE:Tiny'".replace("MODULE", module))
     assert len(found) == len(WRONG) + 1
@@ -294,7 +296,7 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("file", [False, True], ids=["builders", "file"])
-def test_a_module_in_hand_is_neither_moved_nor_changed(file: bool, tmp_path: Path) -> None:
+def test_a_module_in_memory_is_neither_moved_nor_changed(file: bool, tmp_path: Path) -> None:
     """In train mode, with its gradients: the server takes a copy that shares the weights."""
     model = Own().train()
     kind, attributes = type(model), dict(vars(model))
@@ -324,7 +326,7 @@ def test_a_module_in_hand_is_neither_moved_nor_changed(file: bool, tmp_path: Pat
         assert again.scale.data_ptr() == model.scale.data_ptr()
 
 
-def test_a_module_in_hand_that_cannot_be_copied() -> None:
+def test_a_module_in_memory_that_cannot_be_copied() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1))
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(BadUserModel, match="use a builder that makes a new one"):

@@ -141,7 +141,7 @@ def test_failures_say_where_and_what_to_do(kind: type[nn.Module], expected: str,
 
 
 @pytest.mark.parametrize("kind", [f[0] for f in FAILURES if f[0] is not Options])
-def test_auto_closes_the_innermost_module(kind: type[nn.Module]) -> None:
+def test_auto_keeps_the_innermost_module_as_a_leaf(kind: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(kind(), nn.ReLU()))
     graph = trace(model, leaf_modules="auto").graph
     assert list(untraceable_modules(graph)) == ["1.0"]
@@ -165,7 +165,7 @@ def test_auto_goes_outwards_as_far_as_needed() -> None:
     assert list(untraceable_modules(graph)) == ["0"]
 
 
-def test_auto_cannot_close_the_whole_model() -> None:
+def test_auto_cannot_keep_the_whole_model_as_a_leaf() -> None:
     with pytest.raises(NotTraceable):
         trace(Gate(), leaf_modules="auto")
 

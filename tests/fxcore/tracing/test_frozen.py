@@ -49,7 +49,7 @@ CONSTANTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_that_becomes_a_constant_is_told(name: str) -> None:
+def test_a_random_value_frozen_into_a_constant_warns(name: str) -> None:
     with pytest.warns(FrozenDraw, match=rf"^Noisy draws random numbers .*{name} at {HERE}:\d+: ") as told:
         module = trace(Noisy(DRAWS[name]))
     assert len(told) == 1
@@ -79,7 +79,7 @@ def test_memory_that_was_never_set_is_random() -> None:
     assert made == made._replace(function="empty", random=True)
 
 
-def test_a_draw_that_decides_something_is_told_though_no_constant_is_left() -> None:
+def test_a_random_value_in_control_flow_warns() -> None:
     class LayerDrop(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x if torch.rand(1).item() < 2 else -x
@@ -90,7 +90,7 @@ def test_a_draw_that_decides_something_is_told_though_no_constant_is_left() -> N
 
 
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda x: x.new_empty(4).normal_(), lambda x: torch.bernoulli(x)])
-def test_draws_that_are_recorded_are_not_warned_of(draw: Callable[[Tensor], Tensor]) -> None:
+def test_random_operations_in_the_graph_do_not_warn(draw: Callable[[Tensor], Tensor]) -> None:
     class Recorded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return draw(x)
@@ -103,7 +103,7 @@ def test_draws_that_are_recorded_are_not_warned_of(draw: Callable[[Tensor], Tens
     assert any(not torch.equal(module(x), module(x)) for _ in range(9))
 
 
-def test_what_other_threads_draw_meanwhile_is_their_own_affair() -> None:
+def test_random_numbers_of_other_threads_do_not_warn() -> None:
     stop = threading.Event()
 
     def draw() -> None:
@@ -121,7 +121,7 @@ def test_what_other_threads_draw_meanwhile_is_their_own_affair() -> None:
         thread.join()
 
 
-def test_a_catalogued_model_that_draws_is_told_of_too(own_entry: Any) -> None:
+def test_a_catalogued_model_with_random_values_warns_too(own_entry: Any) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()

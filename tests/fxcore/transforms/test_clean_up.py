@@ -151,7 +151,7 @@ DRAWS: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_draws_are_neither_merged_nor_dropped(draw: Callable[[Tensor], Tensor]) -> None:
+def test_random_operations_are_neither_merged_nor_dropped(draw: Callable[[Tensor], Tensor]) -> None:
     """A draw that is dropped changes all that are drawn after it."""
     module = traced(Of(lambda x: (draw(x), draw(x), draw(x))[1:]))
     x = torch.full((50,), 0.5)
@@ -165,7 +165,7 @@ def test_draws_are_neither_merged_nor_dropped(draw: Callable[[Tensor], Tensor]) 
         assert torch.equal(found[1], two), edit
 
 
-def test_modules_that_draw_in_eval_mode_stay_apart() -> None:
+def test_modules_random_in_eval_mode_are_not_merged() -> None:
     pool = nn.FractionalMaxPool2d(2, output_size=3)
 
     class Net(nn.Module):

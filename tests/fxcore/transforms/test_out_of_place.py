@@ -207,7 +207,7 @@ def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]
     assert len(again.graph.nodes) == len(pure.graph.nodes)
 
 
-def test_what_cannot_be_followed_is_told(own_entry: OwnEntry) -> None:
+def test_untrackable_writes_are_reported(own_entry: OwnEntry) -> None:
     def write(y: Tensor) -> Tensor:
         part = hidden_write_and_view(y)
         y.mul_(2)

@@ -141,7 +141,7 @@ def test_nodes_shows_which_cannot_be_asked_for() -> None:
     assert ["encoder.dim", "-", "-", "dim"] in listed
 
 
-def test_nodes_says_what_stays_closed() -> None:
+def test_nodes_lists_untraceable_modules() -> None:
     result = fxserve("nodes", "fasterrcnn_resnet50_fpn")
     assert [row[0] for row in rows(result.stdout, "level")][-2:] == ["P5", "P6"]
     assert "closed: roi_heads: " in result.stdout
@@ -245,9 +245,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
     ],
     ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
 )
-def test_errors_are_told_in_one_line(
-    arguments: list[str], code: int, said: str, files: list[Path], tmp_path: Path
-) -> None:
+def test_errors_are_one_line(arguments: list[str], code: int, said: str, files: list[Path], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg"}
     filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
@@ -260,7 +258,7 @@ def test_errors_are_told_in_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_serve_answers_until_it_is_told_to_end() -> None:
+def test_serve_runs_until_sigterm() -> None:
     environment = {**os.environ, "FXSERVE_MODELS": "resnet18", "FXSERVE_PORT": "1"}
     command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "0", "--device", "cpu"]
     with subprocess.Popen(
@@ -285,7 +283,7 @@ def test_serve_answers_until_it_is_told_to_end() -> None:
     assert (server.returncode, rest, errors) == (0, "", "")
 
 
-def test_serve_tells_of_a_port_that_is_taken() -> None:
+def test_serve_reports_a_port_in_use() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -326,7 +324,7 @@ print("torch" in sys.modules)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [1, 2])
-def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int, tmp_path: Path) -> None:
+def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("nonsense\n")
     environment = {**os.environ, "FXSERVE_API_KEYS_FILE": str(keys), "FXSERVE_WORKERS": str(workers)}
@@ -338,7 +336,7 @@ def test_serve_tells_of_keys_that_cannot_be_read_and_does_not_start(workers: int
 
 
 @pytest.mark.exhaustive
-def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
+def test_serve_warns_of_unknown_variables(tmp_path: Path) -> None:
     """And not of those that Kubernetes sets, nor of the key that clients send."""
     others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
     misspelt = {"FXSERVE_PROT": "9", "FXSERVE_API_KEY_FILE": "keys.txt"}
@@ -357,7 +355,7 @@ def test_serve_tells_of_variables_that_are_misspelt(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_serve_tells_of_tracing_that_is_not_installed() -> None:
+def test_serve_reports_missing_tracing_packages() -> None:
     script = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; main()"
     environment = {**os.environ, "FXSERVE_TRACING": "true", "FXSERVE_WORKERS": "2"}
     command = [sys.executable, "-c", script, "serve", "--port", "18437", "--device", "cpu"]

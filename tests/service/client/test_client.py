@@ -155,7 +155,7 @@ def content(**arrays):
     return np.frombuffer(bytearray(safetensors.numpy.save(arrays)), np.uint8)
 
 
-def test_one_answer_is_not_copied():
+def test_a_single_response_is_not_copied():
     received = content(a=np.arange(6, dtype=np.float32).reshape(2, 3))
     assembly = Assembly(2)
     assembly.put(0, received)
@@ -166,7 +166,7 @@ def test_one_answer_is_not_copied():
     assert tensor[0, 0] == 7
 
 
-def test_several_answers_come_in_any_order():
+def test_several_responses_arrive_in_any_order():
     assembly = Assembly(3)
     assembly.put(2, content(a=np.array([[2.0]], np.float16)))
     assembly.put(0, content(a=np.array([[0.0], [1.0]], np.float16)))
@@ -227,7 +227,7 @@ def steps(flow, answers):
         return taken, error
 
 
-def test_it_comes_back_when_it_is_told_to():
+def test_it_retries_after_retry_after():
     answers = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
     taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 5)), answers)
     assert result is OK
@@ -246,13 +246,13 @@ def test_it_comes_back_when_it_is_told_to():
         (refusal(500, "compute-failed", "1"), RetryPolicy(60, 5), 1),
     ],
 )
-def test_it_gives_up(answer, retry_policy, sent):
+def test_it_stops_retrying(answer, retry_policy, sent):
     taken, error = steps(flows.exchange(Send("GET", "/"), retry_policy), [answer] * 9)
     assert isinstance(error, exceptions.Problem)
     assert sum(isinstance(step, Send) for step in taken) == sent
 
 
-def test_the_server_hears_of_the_timeout():
+def test_the_timeout_is_sent_to_the_server():
     taken, _ = steps(flows.exchange(Send("GET", "/"), RetryPolicy(7, 0)), [OK])
     assert 6.9 < float(taken[0].headers["X-Request-Timeout"]) <= 7
     assert taken[0].timeout > 7
@@ -289,7 +289,7 @@ def test_every_class_of_one_problem_is_a_problem_of_the_server():
         assert kind.__name__ in groups or type(exceptions.problem_of(KINDS[slug].status, {"type": slug})) is kind
 
 
-def test_answers_that_are_no_problem_documents():
+def test_error_responses_that_are_no_problem_documents():
     page = Response(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
     _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [page])
     assert isinstance(error, exceptions.ServerError)

@@ -173,7 +173,7 @@ def test_killed_actors_and_a_killed_driver_lose_and_repeat_nothing(tmp_path: Pat
     assert not errors
 
 
-def test_bad_input_is_told_in_a_line(tmp_path: Path, folder: Callable[..., Path]) -> None:
+def test_bad_input_is_a_one_line_error(tmp_path: Path, folder: Callable[..., Path]) -> None:
     run = begin(folder(1), tmp_path / "out", "--server", "http://127.0.0.1:1")
     assert "--ray and --server exclude each other" in run.communicate()[1]
     run = begin(folder(1), tmp_path / "out", "--format", "zarr")

@@ -224,7 +224,7 @@ async def test_two_keys_of_one_node_are_two_tensors(engine: MakeEngine, jpegs: l
     assert outputs["a"].data_ptr() != outputs["b"].data_ptr()
 
 
-async def test_an_answer_that_is_too_large_is_refused_before_any_work(engine: MakeEngine, jpegs: list[bytes]) -> None:
+async def test_a_response_over_the_limit_is_refused_before_any_work(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(max_response_bytes=200_000) as running:
         record = await built(running)
         watched = Watched(record)
@@ -305,7 +305,7 @@ async def test_video_models_take_clips(engine: MakeEngine) -> None:
 
 
 @pytest.mark.exhaustive
-async def test_building_twenty_disturbs_nobody(engine: MakeEngine, jpegs: list[bytes]) -> None:
+async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """Every answer while twenty extractors are traced and built is bit-equal to the quiet one."""
     models = ["resnet18", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5"]
     async with engine() as running:

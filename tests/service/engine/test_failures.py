@@ -37,7 +37,7 @@ from tests.service.engine.running import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_work_of_clients_that_left_is_not_done(engine: MakeEngine) -> None:
+async def test_work_of_disconnected_clients_is_dropped(engine: MakeEngine) -> None:
     async with engine(max_batch=8) as running:
         record = await built(running)
         watched = Watched(record)
@@ -58,7 +58,7 @@ async def test_work_of_clients_that_left_is_not_done(engine: MakeEngine) -> None
     assert [marks(batch) for batch in watched.batches] == [[0], [5, 10]]
 
 
-async def test_work_whose_deadline_passed_is_not_done(engine: MakeEngine) -> None:
+async def test_work_past_its_deadline_is_dropped(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running)
         watched = Watched(record)
@@ -186,7 +186,7 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
         assert running.admission.bytes == 0
 
 
-async def test_a_flood_is_answered_once_each(engine: MakeEngine, jpegs: list[bytes]) -> None:
+async def test_a_flood_gets_one_response_per_request(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """Mixed models, options, clients that leave and bad images, more than may be in: every one has one answer."""
     async with engine(max_inflight=24, max_batch=4) as running:
         records = [await built(running), await built(running, "squeezenet1_1", ["features.3", "features.12"])]

@@ -57,7 +57,7 @@ def ask(client, method, path, headers):
     return client.run(client.http.request(method, concrete, headers=headers))
 
 
-def test_without_a_key_only_probes_and_the_reference_answer(locked, operations):
+def test_without_a_key_only_probes_and_the_reference_are_open(locked, operations):
     for method, path in operations:
         answer = ask(locked, method, path, {})
         if path in OPEN:
@@ -245,11 +245,11 @@ def test_names_that_anybody_could_register_are_refused(client, locked, operation
         *("gpu1.local", "fx.corp.internal", "fx.default.svc", "fx.default.svc.cluster.local:8000"),
     ],
 )
-def test_names_that_nobody_can_register_are_answered(client, host):
+def test_unregistrable_host_names_are_accepted(client, host):
     assert client.get("/healthz", headers={"host": host}).status_code == 200
 
 
-def test_the_names_of_a_server_are_answered(make_client, monkeypatch):
+def test_the_servers_own_host_names_are_accepted(make_client, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Machine.example.org")
     client = make_client(hosts="fx.example.com, *.fx.example.com", host="127.0.0.1")
     for host in ("machine.example.org", "fx.example.com:8000", "FX.example.com", "a.b.fx.example.com"):
@@ -258,14 +258,14 @@ def test_the_names_of_a_server_are_answered(make_client, monkeypatch):
         assert client.get("/healthz", headers={"host": host}).status_code == 421, host
 
 
-def test_nobody_is_redirected(client):
+def test_nothing_is_redirected(client):
     for path in ("/v1/models/", "/healthz/", "/v2/", "/docs/"):
         answer = client.get(path)
         assert answer.status_code == 404
         assert "no path here ends in /" in answer.text
 
 
-def test_every_answer_tells_browsers_to_run_nothing(client):
+def test_every_response_has_a_content_security_policy(client):
     for path in ("/v1/models", "/nothing", "/v1/models/squeezenet1_1/graph?format=svg", "/metrics"):
         answer = client.get(path)
         assert answer.headers["x-content-type-options"] == "nosniff"

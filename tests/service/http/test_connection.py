@@ -74,7 +74,7 @@ def serving(app: ASGIApp, keep_alive: int = 5) -> Iterator[socket.socket]:
         yield stack.enter_context(socket.create_connection(listener.getsockname()))
 
 
-def test_a_head_that_is_too_long_waits_for_the_answer_before(
+def test_an_oversized_head_waits_for_earlier_responses(
     slow: tuple[Slow, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, connection = slow
@@ -100,7 +100,7 @@ def test_a_head_that_is_too_long_waits_for_the_answer_before(
 @pytest.mark.parametrize(
     "broken", [b"garbage\r\n\r\n", b"POST /second HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\n"]
 )
-def test_what_is_not_http_waits_for_the_answer_before(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
+def test_invalid_http_waits_for_earlier_responses(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
     app, connection = slow
     connection.settimeout(30)
     connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n" + broken)
@@ -127,7 +127,7 @@ def test_requests_without_end_are_not_kept(slow: tuple[Slow, socket.socket]) -> 
     assert 1 < received.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED + 1
 
 
-def test_the_request_that_is_answered_is_told_that_its_client_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_running_request_is_told_of_the_disconnect(caplog: pytest.LogCaptureFixture) -> None:
     """And those behind it are not begun."""
     begun: list[str] = []
     left = threading.Event()
@@ -168,7 +168,7 @@ def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socke
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the packets that came, as Linux does")
-def test_an_answer_is_one_packet(slow: tuple[Slow, socket.socket]) -> None:
+def test_a_response_is_one_packet(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
     app.open.set()
     connection.settimeout(30)
@@ -190,7 +190,7 @@ def test_a_head_does_not_wait_for_its_body(slow: tuple[Slow, socket.socket]) -> 
     assert read_until(connection, b"ok") == b"ok"
 
 
-def test_a_head_alone_is_an_answer(slow: tuple[Slow, socket.socket]) -> None:
+def test_a_head_response_is_complete_without_a_body(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
     app.open.set()
     connection.settimeout(30)
@@ -257,7 +257,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     return received
 
 
-def test_who_is_refused_and_comes_back_at_once_waits() -> None:
+def test_clients_that_retry_at_once_are_delayed() -> None:
     """Who ignores refusals must not take the server's time with them."""
     asked: list[str] = []
 
@@ -283,7 +283,7 @@ def test_who_is_refused_and_comes_back_at_once_waits() -> None:
     assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
 
 
-def test_who_was_refused_is_not_cut_off_for_being_idle() -> None:
+def test_a_refused_client_is_not_closed_as_idle() -> None:
     """The next request waits unread while the server would count its connection as idle, and reset it."""
 
     async def full(scope: Scope, receive: Receive, send: Send) -> None:

@@ -66,7 +66,7 @@ def test_request_id_is_made(sent):
     assert request_id(sent) != request_id(sent)
 
 
-def test_a_defect_gives_a_problem_without_a_trace(caplog):
+def test_an_unhandled_error_gives_a_problem_without_a_traceback(caplog):
     async def broken(scope, receive, send):
         raise ValueError("a secret")
 
@@ -78,7 +78,7 @@ def test_a_defect_gives_a_problem_without_a_trace(caplog):
     assert "x-request-id" in headers(messages)
 
 
-def test_a_defect_after_the_answer_began_breaks_it_off():
+def test_an_error_after_the_response_started_closes_the_connection():
     async def broken(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("late")
@@ -87,7 +87,7 @@ def test_a_defect_after_the_answer_began_breaks_it_off():
         call(RequestContext(broken, Metrics()), scope())
 
 
-def test_a_client_that_left_is_no_defect(caplog):
+def test_a_client_disconnect_is_no_server_error(caplog):
     async def left(scope, receive, send):
         raise ClientDisconnect
 
@@ -153,7 +153,7 @@ def test_lingering_ends():
     assert taken < LINGER_BYTES / 65536 + 30
 
 
-def test_a_client_that_lingers_holds_nothing():
+def test_a_lingering_client_holds_no_reservation():
     admission, held = Admission(10, 1000), []
 
     async def answered(message):
@@ -181,7 +181,7 @@ def test_only_images_may_be_large(path):
     assert messages[0]["status"] == 200
 
 
-def test_a_body_that_does_not_come_is_given_up():
+def test_a_stalled_body_times_out():
     """Also where the app makes an answer of its own out of it."""
 
     async def never():
@@ -222,7 +222,7 @@ def test_waiting_for_the_client_to_leave_is_not_waiting_for_its_body():
     assert sent[0]["status"] == 200
 
 
-def test_bodies_count_towards_admission_until_the_answer_is_sent():
+def test_bodies_count_towards_admission_until_the_response_is_sent():
     admission = Admission(10, 15)
     held = []
 

@@ -129,7 +129,7 @@ def test_a_tunnel_is_refused_and_nothing_behind_it_is_read(echo: Echoing) -> Non
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl_offers_h2c_and_is_answered(echo: Echoing) -> None:
+def test_curl_offers_h2c_and_gets_http_1(echo: Echoing) -> None:
     url = "http://{}:{}/first".format(*echo.address)
     command = ["curl", "-sS", "--http2", "-H", "Expect:", "--data-binary", SMUGGLED.decode(), url]
     answer = subprocess.run(command, capture_output=True, timeout=60, check=True)
@@ -266,7 +266,7 @@ def test_a_target_with_a_host_replaces_the_host(echo: Echoing) -> None:
         assert [value for name, value in answer["headers"] if name == "host"] == ["other:1"]
 
 
-def test_who_speaks_the_older_version_is_not_told_to_go_on(echo: Echoing) -> None:
+def test_http_1_0_gets_no_100_continue(echo: Echoing) -> None:
     request = b"POST / HTTP/1.%d\r\nHost: x\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 5\r\n\r\n"
     assert echo.ask(request % 1, b"hello").startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
     assert echo.ask(request % 0, b"hello").startswith(b"HTTP/1.1 200 ")

@@ -181,7 +181,7 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
         ("boxes.csv", b"path,boxes\n\xff.png,\n", "utf-8"),
     ],
 )
-def test_a_file_that_is_wrong_is_told_before_anything_is_done(
+def test_an_invalid_file_is_reported_before_any_work(
     name: str, text: str | bytes | None, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.png").write_bytes(png(0))
@@ -194,14 +194,14 @@ def test_a_file_that_is_wrong_is_told_before_anything_is_done(
     assert not (tmp_path / "out").exists()
 
 
-def test_boxes_that_are_not_finite_are_told(tmp_path: Path) -> None:
+def test_boxes_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     table = pyarrow.table({"path": ["a.png", "b.png"], "boxes": [None, [[1.0, 2.0, float("nan"), 4.0]]]})
     pyarrow.parquet.write_table(table, tmp_path / "boxes.parquet")
     with pytest.raises(FxError, match="row 2: boxes must be a list of"):
         list(boxes.read(str(tmp_path / "boxes.parquet")))
 
 
-def test_a_file_that_names_none_of_the_images_is_told(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_file_naming_none_of_the_images_is_reported(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(2), tmp_path / "out"
     elsewhere = csv(tmp_path / "boxes.csv", {"001.png": BOXES})  # beside the folder, not in it
     with pytest.raises(FxError, match=rf"names no image .*{tmp_path}/001\.png: it has boxes but is not among"):

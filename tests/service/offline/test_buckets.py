@@ -96,7 +96,7 @@ def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -
         assert opened.get_tensor("box").tolist() == [[20, 10, 60, 50], [20, 10, 60, 50], [0, 0, 40, 64]]
 
 
-def test_what_cannot_be_reached_is_told_in_a_line(bucket: str, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_a_one_line_error(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(FxError, match=r"s3://nobodys/photos: .*bucket does not exist|s3://nobodys/photos: no images"):
         extract(job(tmp_path / "out", "s3://nobodys/photos"), SETTINGS)
     with pytest.raises(FxError, match=r"gs://photos/: .*gcsfs.*pip install"):

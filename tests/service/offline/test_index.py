@@ -68,7 +68,7 @@ def test_two_runs_cannot_have_one_folder(tmp_path: Path) -> None:
     Index(tmp_path).close()
 
 
-def test_a_damaged_index_is_told(tmp_path: Path) -> None:
+def test_a_damaged_index_is_reported(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(FxError, match="is damaged"):
         Index(tmp_path)

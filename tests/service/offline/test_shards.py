@@ -77,7 +77,7 @@ def test_a_format_whose_library_is_missing_names_the_extra(monkeypatch: pytest.M
         shard_format("zarr", ["C5"], [torch.float32])
 
 
-def test_what_a_format_cannot_hold_is_told_before_anything_is_computed() -> None:
+def test_unsupported_dtypes_of_a_format_are_refused_before_any_compute() -> None:
     for name in ("npz", "parquet", "zarr"):
         with pytest.raises(FxError, match="has no bfloat16"):
             shard_format(name, ["C5"], [torch.float32, torch.bfloat16])

@@ -79,7 +79,7 @@ def test_patterns_and_files_of_any_name(folder: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [("gone", "gone: No such file or folder"), ("*.gif", "nothing matches")])
-def test_inputs_that_are_not_there_are_told(text: str, said: str, folder: Callable[..., Path]) -> None:
+def test_missing_inputs_are_reported(text: str, said: str, folder: Callable[..., Path]) -> None:
     with pytest.raises(FxError, match=said):
         names(folder(1), folder(1) / text)
 

@@ -47,7 +47,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             await held.began("features.3", "features.6", "features.4")
 
 
-async def test_a_build_that_nobody_wants_lowers_nothing(engine: MakeEngine, held: Held) -> None:
+async def test_a_cancelled_build_lowers_nothing(engine: MakeEngine, held: Held) -> None:
     async with engine() as running:
         await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")  # builds begin at once, in an order of their own

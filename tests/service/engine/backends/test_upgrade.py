@@ -107,7 +107,7 @@ async def test_a_backend_that_is_named_serves_from_the_start(
         assert 0 < far(answers[0].outputs, answers[1].outputs) < 1e-4
 
 
-async def test_what_is_no_copy_has_nobody_wait(
+async def test_a_search_that_found_nothing_blocks_no_other(
     engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that found nothing leaves none, and what was deleted takes its own along."""

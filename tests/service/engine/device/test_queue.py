@@ -23,7 +23,7 @@ def job(record: ExtractorRecord, rows: int) -> Job:
     return Job(record, FeatureOptions(), rows, time.monotonic() + PATIENCE)
 
 
-async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
+async def test_a_result_that_cannot_be_assembled_fails_alone(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What others have of the batch is not computed, and so not counted, again: it would pass for rows to come."""
@@ -47,7 +47,7 @@ async def test_an_answer_that_cannot_be_put_together_is_lost_alone(
         torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
 
 
-async def test_an_answer_comes_while_the_next_batch_is_computed(engine: MakeEngine) -> None:
+async def test_results_arrive_while_the_next_batch_is_computed(engine: MakeEngine) -> None:
     """It is announced once the next batch has begun; one that takes long, or hangs, holds no other's answer up."""
     async with engine(max_batch=1) as running:
         record = await built(running)
@@ -74,7 +74,7 @@ async def test_an_answer_comes_while_the_next_batch_is_computed(engine: MakeEngi
         await second
 
 
-async def test_an_answer_does_not_wait_for_work_that_nobody_wants(engine: MakeEngine) -> None:
+async def test_results_do_not_wait_for_cancelled_work(engine: MakeEngine) -> None:
     """What waits behind a batch may be dropped when the next is made of it, and then no batch begins."""
     async with engine(max_batch=1) as running:
         record = await built(running)
@@ -134,7 +134,7 @@ async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()])
-async def test_too_little_memory_may_be_told_in_several_ways(engine: MakeEngine, error: Exception) -> None:
+async def test_out_of_memory_errors_have_several_forms(engine: MakeEngine, error: Exception) -> None:
     """Whoever fails a job of it, as a decoder does."""
     async with engine() as running:
         lost = job(await built(running), 1)
@@ -177,7 +177,7 @@ async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: st
         assert (await running.features(record, tensors(1))).images == 1
 
 
-async def test_an_answer_that_is_the_input_stays_as_it_is(engine: MakeEngine, jpegs: list[bytes]) -> None:
+async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """A batch is put together in memory that the next one is put together in."""
     async with engine() as running:
         record = await built(running, nodes=["x"])

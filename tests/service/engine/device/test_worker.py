@@ -129,7 +129,7 @@ async def test_a_device_thread_that_cannot_begin_is_not_replaced_without_end(
         assert running.admission.requests == 0
 
 
-async def test_a_lost_device_is_told_to_everyone(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_device_fails_every_request(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an illegal access a CUDA context answers every call with the same error: nothing can go on in it."""
 
     class Lost(RuntimeError):

@@ -163,7 +163,7 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
         assert (await task).images == 3
 
 
-async def test_a_failed_build_is_told_and_tried_again(engine: MakeEngine, tmp_path: Path, jpegs: list[bytes]) -> None:
+async def test_a_failed_build_is_reported_and_retried(engine: MakeEngine, tmp_path: Path, jpegs: list[bytes]) -> None:
     async with engine(weights_dir=tmp_path) as running:
         wanted = spec(weights="file:mine.pth")
         record, created = await running.extractor(wanted, PATIENCE)
@@ -200,9 +200,7 @@ async def test_preload(engine: MakeEngine) -> None:
         assert not created
 
 
-async def test_a_model_that_is_to_be_served_and_is_not_there_is_told_of(
-    engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_missing_configured_model_is_reported(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async with engine(models="resnet18,resnet5"):
         pass
     (told,) = [record.getMessage() for record in caplog.records if record.name == "fxserve.models"]
@@ -218,7 +216,7 @@ async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: 
         assert preload in reason
 
 
-async def test_a_preload_that_meets_a_defect_is_told_of(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def defect(*asked: object) -> None:
         raise LookupError("nobody thought of this")
 

@@ -159,7 +159,7 @@ class SlowPut:
         monkeypatch.setattr(Store, "put", slow)
 
 
-async def test_a_deletion_during_the_later_saving_stays(
+async def test_a_deletion_during_a_deferred_save_stays(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
@@ -196,7 +196,7 @@ async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeE
         assert one.records.known(record.id) is record
 
 
-async def test_a_deletion_is_refused_while_a_saving_may_still_come(
+async def test_a_deletion_is_refused_while_a_save_is_pending(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that has taken too long cannot be stopped: what it saves would come after the deletion."""
@@ -217,7 +217,7 @@ async def test_a_deletion_is_refused_while_a_saving_may_still_come(
             await one.extractors.look_up(record.id)
 
 
-async def test_a_long_sweep_keeps_nobody_waiting(
+async def test_a_long_eviction_sweep_blocks_no_request(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket with thousands of names is swept for minutes."""

@@ -95,7 +95,7 @@ def test_deleting_frees_names_for_good(url: str) -> None:
     assert other.claim("r18", again, never) == IDS[1]
 
 
-def test_of_many_who_ask_for_a_name_one_gets_it(url: str) -> None:
+def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     stored = [put(store, id) for store, id in zip(stores, IDS, strict=False)]
     dead = put(stores[0], IDS[50])
@@ -110,7 +110,7 @@ def test_of_many_who_ask_for_a_name_one_gets_it(url: str) -> None:
             assert owners == {owner.id}
 
 
-def test_of_many_who_make_an_extractor_one_does(url: str) -> None:
+def test_concurrent_creations_of_an_extractor_save_one(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda s: s.put(IDS[0], SPEC, "IMAGENET1K_V1", NODES, "fingerprint"), stores))
@@ -236,7 +236,7 @@ def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "a newer fxserve wrote it (format 99" in _refused(lambda path: str(path / "newer"), tmp_path)
 
 
-def test_a_server_that_does_not_answer_is_given_up_soon(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(StoreError, match="cannot be opened"):

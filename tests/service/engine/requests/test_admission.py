@@ -16,7 +16,7 @@ def _nobody() -> Iterator[None]:
     CLIENT.reset(token)
 
 
-def test_places_and_bytes_are_given_back() -> None:
+def test_slots_and_bytes_are_released() -> None:
     admission = Admission(2, 100)
     with admission.enter() as first:
         CLIENT.set("somebody else")
@@ -35,7 +35,7 @@ def test_places_and_bytes_are_given_back() -> None:
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
-def test_what_never_fits_is_not_told_to_come_back() -> None:
+def test_requests_that_never_fit_get_no_retry_after() -> None:
     admission = Admission(2, 100)
     with admission.enter() as ticket, pytest.raises(RequestTooLarge) as caught:
         ticket.claim(101)
@@ -43,7 +43,7 @@ def test_what_never_fits_is_not_told_to_come_back() -> None:
     assert admission.bytes == 0
 
 
-def test_places_are_given_back_after_errors() -> None:
+def test_slots_are_released_after_errors() -> None:
     admission = Admission(1, 100)
     for _ in range(3):
         ticket = admission.enter()
@@ -112,7 +112,7 @@ def entered(admission: Admission, client: str) -> int:
         taken += 1
 
 
-def test_places_are_left_for_others() -> None:
+def test_slots_are_left_for_other_clients() -> None:
     admission = Admission(256, 1000)
     assert entered(admission, "a") == 228  # of 256 eight ninths, the last one taken while 29 were free
     assert entered(admission, "b") > 20
@@ -145,7 +145,7 @@ def test_one_request_may_take_everything() -> None:
                 ticket.claim(1)
 
 
-def test_a_body_and_an_answer_count_until_the_request_ends() -> None:
+def test_body_and_response_are_reserved_until_the_request_ends() -> None:
     admission = Admission(10, 100)
     with admission.reserve() as reservation:
         reservation.claim(20)
@@ -160,7 +160,7 @@ def test_a_body_and_an_answer_count_until_the_request_ends() -> None:
     assert admission.bytes == 0
 
 
-def test_turns_go_round_the_clients() -> None:
+def test_turns_are_round_robin_by_client() -> None:
     """One with a single request waits for one round, not for all that another sent before."""
     order: list[str] = []
 
@@ -184,7 +184,7 @@ def test_turns_go_round_the_clients() -> None:
     assert (admission.requests, admission._turns, len(admission._waiting)) == (0, 0, 0)
 
 
-def test_turns_of_those_who_left_go_to_the_next() -> None:
+def test_turns_of_disconnected_clients_go_to_the_next() -> None:
     async def main() -> None:
         admission = Admission(100, 1000, max_turns=1)
         context = contextvars.copy_context()

@@ -120,7 +120,7 @@ def broken(file: bytes) -> bytes:
     return file[:table] + b"\xff" * 16 + file[table + 16 :]
 
 
-def test_a_broken_file_among_others_is_told_by_its_index(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+def test_a_broken_file_is_reported_by_index(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     images = jpegs * 4
     images[7] = broken(images[7])
     made = plan(record, images, "fast", LIMIT)
@@ -139,12 +139,12 @@ def test_a_file_cut_short_is_refused(record: ExtractorRecord, jpegs: list[bytes]
         made.parts[1][1]()
 
 
-def test_too_large_an_image_is_told_before_any_is_decoded(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+def test_an_oversized_image_is_reported_before_any_is_decoded(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     with pytest.raises(ImageTooLarge, match="image 2: "):
         plan(record, jpegs * 2, "fast", 427 * 640 - 1)
 
 
-def test_a_device_that_decodes_nothing_is_made_good_for(record: ExtractorRecord, mixed: list[bytes]) -> None:
+def test_a_failing_device_decoder_falls_back_to_the_cpu(record: ExtractorRecord, mixed: list[bytes]) -> None:
     """It has no decoder, no memory, or is not there at all."""
     record.jpeg_batches = JpegBatches(record.decoder, torch.device("cuda:99"))
     parts, rows = rows_of(record, mixed)

@@ -113,7 +113,7 @@ def test_clips_without_frames_or_pixels_are_refused(array: torch.Tensor) -> None
         plan(record_alone("r3d_18", ("stem",)), {"x": array}, "default", LIMIT)
 
 
-def test_the_index_of_a_damaged_image_is_told(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+def test_the_index_of_a_damaged_image_is_reported(record: ExtractorRecord, jpegs: list[bytes]) -> None:
     images = [jpegs[i % 3] for i in range(40)]
     images[21] = images[21][:-500]
     made = plan(record, images, "default", LIMIT)

@@ -43,7 +43,7 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
     assert 0 < checks["max_rel_error"] < 1e-5
 
 
-def test_what_is_not_measured_yet_is_null_and_nobody_waits_for_it(client: Client) -> None:
+def test_unmeasured_figures_are_null_and_delay_no_request(client: Client) -> None:
     """While the device is busy an extractor is made, and answers once it is free."""
     engine, free = client.app.state.fxserve.engine, threading.Event()
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1.0.conv2"], "backend": "eager"}

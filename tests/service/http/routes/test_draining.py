@@ -59,9 +59,7 @@ def test_what_waits_for_its_extractor_is_finished(
     assert answer.status_code == status, answer.text
 
 
-def test_what_is_ended_all_the_same_is_told_to_go_elsewhere(
-    make_client: Callable[..., Client], photos: dict[str, bytes]
-) -> None:
+def test_cancelled_requests_get_a_503(make_client: Callable[..., Client], photos: dict[str, bytes]) -> None:
     """A server cancels what is left when it ends."""
     client = make_client()
     engine = client.app.state.fxserve.engine

@@ -112,7 +112,7 @@ def test_what_cannot_be_downloaded(client, small, monkeypatch):
     assert (document["format"], document["missing"]) == ("openvino", ["openvino"])
 
 
-def test_the_documentation_tells_of_both(client):
+def test_the_documentation_mentions_both(client):
     paths = client.get("/openapi.json").json()["paths"]
     export = paths["/v1/extractors/{extractor}/export"]["get"]["responses"]
     assert "Content-Disposition" in export["200"]["headers"]

@@ -107,7 +107,7 @@ def test_a_name_can_be_taken(client, name):
     assert taken.json()["type"] == "/problems/name-taken"
 
 
-def test_what_failed_can_be_asked_for_anew_under_its_name(client, name, tmp_path, monkeypatch):
+def test_a_failed_extractor_can_be_requested_again_under_its_name(client, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     folder = tmp_path / "hub/checkpoints"
     folder.mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_specs_that_cannot_be(client, changed, status, kind, fields):
     assert fields <= document.keys()
 
 
-def test_suggestions_lead_to_what_was_meant(client):
+def test_suggestions_include_the_intended_name(client):
     document = client.post("/v1/extractors", json=spec(return_nodes=["layer5"])).json()
     assert document["suggestions"]
     for name in document["suggestions"]:
@@ -228,7 +228,7 @@ def test_accept_chooses_the_format_of_a_graph(client, of):
     assert "vary" not in asked.headers
 
 
-def test_a_profile_tells_each_nodes_time_and_memory_and_serving_goes_on(client, photos):
+def test_a_profile_has_each_nodes_time_and_memory_and_serving_continues(client, photos):
     """Memory is that of the shapes, known beforehand; requests are answered meanwhile, between the runs."""
     made = client.post("/v1/extractors", json=spec(model="resnet18", return_nodes=["layer1"], backend="eager")).json()
     url, jpeg = f"/v1/extractors/{made['id']}", {"content-type": "image/jpeg"}

@@ -153,7 +153,7 @@ def _post(path, status, kind, **options):
         _post(f"{ONE_STEP}&pool=cls", 422, "bad-tensor", json={"images": "photo"}),
     ],
 )
-def test_what_cannot_be_answered(client, photos, path, status, kind, options):
+def test_bad_requests_get_problem_documents(client, photos, path, status, kind, options):
     if options.get("json") == {"images": "photo"}:
         options = _json([photos["chelsea"]])
     answer = client.post(path, **options)
@@ -199,7 +199,7 @@ def test_too_many_pixels(make_client, photos):
     assert (document["index"], document["pixels"], document["limit"]) == (0, 451 * 300, 450 * 300)
 
 
-def test_too_large_an_answer(make_client, photos):
+def test_a_response_that_is_too_large(make_client, photos):
     client = make_client(max_response_bytes=1_000_000)
     answer = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
     assert answer.status_code == 413
@@ -220,7 +220,7 @@ def test_a_deadline(make_client, photos, where):
     assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
 
 
-def test_a_deadline_passes_while_the_extractor_is_looked_for(make_client, photos):
+def test_deadline_exceeded_during_the_lookup(make_client, photos):
     client = make_client()
     began = time.monotonic()
     with client.builders_busy():
@@ -230,7 +230,7 @@ def test_a_deadline_passes_while_the_extractor_is_looked_for(make_client, photos
 
 
 @pytest.mark.parametrize("encoding", ["json", "base64"])
-def test_the_loop_is_not_held_up_while_a_large_answer_is_written(client, encoding):
+def test_encoding_a_large_response_does_not_block_the_event_loop(client, encoding):
     """Eight million numbers are most of a second of writing."""
     source = responses.Source("m", "e", "random", "f", {"a": "a"})
     value = torch.rand(8_000_000)

@@ -297,7 +297,7 @@ def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, acce
     assert float(timing["compute"]) > 0
 
 
-def test_text_that_answers_are_written_as_counts_as_memory(make_client, photos):
+def test_response_text_counts_as_memory(make_client, photos):
     """As JSON an answer takes several times its raw bytes, as raw bytes nothing more."""
     client = make_client(max_inflight_bytes=12_000_000)
     path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.0"  # 3.2 MB raw

@@ -122,7 +122,7 @@ def test_json_and_raw_bytes_give_the_same(tiny):
     assert np.array_equal(np.array(output["data"], np.float32), np.frombuffer(first, "<f4"))
 
 
-def test_an_output_that_is_not_asked_for_counts_not_against_the_answers_limit(make_client):
+def test_unrequested_outputs_do_not_count_against_the_response_limit(make_client):
     small = make_client(max_response_bytes=100_000)
     config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "flatten": "b"}}
     assert small.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}}).is_success
@@ -278,7 +278,7 @@ def test_other_statuses(tiny):
     assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
 
 
-def test_an_extractor_that_failed_stands_in_no_models_way(make_client, tmp_path, monkeypatch):
+def test_a_failed_extractor_does_not_shadow_a_model(make_client, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     folder = tmp_path / "hub/checkpoints"
     folder.mkdir(parents=True)
@@ -304,7 +304,7 @@ def test_an_extractor_that_failed_stands_in_no_models_way(make_client, tmp_path,
 
 
 @pytest.mark.exhaustive
-def test_what_unpacks_to_too_much_is_given_up_early(make_client):
+def test_decompression_bombs_are_refused_early(make_client):
     small = make_client(max_body_bytes=1_000_000)
     bomb = gzip.compress(b"x" * 500_000_000, 9)
     assert len(bomb) < 1_000_000

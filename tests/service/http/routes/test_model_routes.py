@@ -148,7 +148,7 @@ def test_nodes_are_written_once(client):
     client.app.state.fxserve.nodes.put(key, answer)
 
 
-def test_parts_that_stay_closed_are_named(client):
+def test_untraceable_parts_are_named(client):
     nodes = client.get("/v1/models/fasterrcnn_mobilenet_v3_large_fpn/nodes").json()
     graph = client.get("/v1/models/fasterrcnn_mobilenet_v3_large_fpn/graph").json()
     assert nodes["closed"] == graph["closed"]
@@ -219,7 +219,7 @@ def test_graph_as_code(client):
         ("/v1/models/resnet18/edges", {}, 404, "not-found"),
     ],
 )
-def test_what_cannot_be_answered(client, path, headers, status, kind):
+def test_bad_requests_get_problem_documents(client, path, headers, status, kind):
     answer = client.get(path, headers=headers)
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/problem+json"

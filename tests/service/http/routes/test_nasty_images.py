@@ -31,7 +31,7 @@ def usual(small):
 
 @pytest.mark.parametrize("preprocess", ["default", "fast"])
 @pytest.mark.parametrize("name", NASTY)
-def test_right_answer_or_clear_error(small, usual, name, preprocess):
+def test_right_features_or_clear_error(small, usual, name, preprocess):
     make, expected = NASTY[name]
     data = make()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

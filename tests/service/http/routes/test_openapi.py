@@ -116,7 +116,7 @@ def test_what_a_build_ends_in_is_documented_wherever_there_is_one(document, meth
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_the_answers_of_an_extractor_that_failed_are_documented(client, document, photos, tmp_path, monkeypatch, kind):
+def test_the_responses_of_a_failed_extractor_are_documented(client, document, photos, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").write_bytes(b"cut short")

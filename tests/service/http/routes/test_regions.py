@@ -235,7 +235,7 @@ def test_v2_has_no_boxes(client, photos):
     assert "pool=roi and boxes go together" in answer.json()["error"]
 
 
-def test_the_limit_of_an_answer_counts_boxes(make_client, photos):
+def test_the_response_limit_counts_boxes(make_client, photos):
     limit = 4 * 512 * 49 * 10
     client = make_client(max_response_bytes=limit)
     enough = body(photos, {"rocket": BOXES["rocket"] * 10})
