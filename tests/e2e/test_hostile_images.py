@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tests.e2e.conftest import Server
-from tests.nasty import png
+from tests.hostile_images import png
 
 
 def test_metadata_bombs_delay_no_request(server: Server) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 NOBODY = "65534"
 
 
-def as_nobody() -> list[str]:
+def as_unprivileged_user() -> list[str]:
     """What a command of root's begins with, to be run by another user who may read root's files."""
     if os.getuid() != 0:
         return []
@@ -40,7 +40,7 @@ class LimitedServer(InterpretedServer):
     """A server that is not root's, for whom alone ``ulimit -u`` is without effect; it may read root's files."""
 
     def command(self) -> list[str]:
-        return [*as_nobody(), *super().command()]
+        return [*as_unprivileged_user(), *super().command()]
 
     def threads(self) -> int:
         """Of all processes of its user, which is what the limit is for."""
@@ -51,7 +51,7 @@ class LimitedServer(InterpretedServer):
     def limit(self, threads: int | str) -> None:
         """Set the soft limit of the running process, as its own user may."""
         command = ["prlimit", "--pid", str(self.process.pid), f"--nproc={threads}:"]
-        subprocess.run([*as_nobody(), *command], check=True)
+        subprocess.run([*as_unprivileged_user(), *command], check=True)
 
     def extractor(self, node: str, backend: str) -> httpx.Response:
         spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": [node], "backend": backend}

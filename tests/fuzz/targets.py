@@ -28,7 +28,7 @@ from service.http.routes.features import named_nodes
 from service.schemas.problems import Refusal
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
-from tests.nasty import NASTY, photo, saved
+from tests.hostile_images import HOSTILE, photo, saved
 
 LIMIT = 200_000
 
@@ -187,7 +187,7 @@ def _images() -> list[bytes]:
     small = photo(size=(24, 16))
     formats = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
     names = ("exif that loops", "exif of gigabytes", "tiff of gigabytes", "no data", "gif says it is large")
-    return [saved(small, format) for format in formats] + [NASTY[name][0]() for name in names]
+    return [saved(small, format) for format in formats] + [HOSTILE[name][0]() for name in names]
 
 
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {

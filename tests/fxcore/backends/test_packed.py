@@ -146,7 +146,7 @@ def test_hooks_are_run() -> None:
             torch.testing.assert_close(lowered(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_sums_are_written_where_nobody_reads(extractor: Build, batch: Tensor) -> None:
+def test_sums_overwrite_only_unread_values(extractor: Build, batch: Tensor) -> None:
     def overwriting(*nodes: str) -> int:
         lowered = EagerModule(extractor("resnet18", *nodes).module)
         return sum("overwrite" in node.kwargs for node in lowered.module.graph.nodes)

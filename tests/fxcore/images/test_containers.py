@@ -20,8 +20,8 @@ from fxcore import open_image
 from fxcore.errors import BadImage
 from fxcore.images.containers import MAX_PIECES, MAX_SEGMENTS, stripped
 from fxcore.images.files import image_size
-from tests import nasty
-from tests.nasty import photo, png, saved
+from tests import hostile_images
+from tests.hostile_images import photo, png, saved
 
 PIXEL = (b"IDAT", zlib.compress(b"\0\0"))
 
@@ -162,7 +162,7 @@ def text() -> PIL.PngImagePlugin.PngInfo:
     ],
 )  # fmt: skip
 def test_pixels_are_what_pil_reads_of_the_whole_file(format: str, mode: str, options: dict[str, object]) -> None:
-    image = nasty.grey16() if mode == "I;16" else photo(mode)
+    image = hostile_images.grey16() if mode == "I;16" else photo(mode)
     data = saved(image, format, **options)
     assert stripped(data)[0] != data or format == "WEBP"
     whole, rest = PIL.Image.open(io.BytesIO(data)), PIL.Image.open(io.BytesIO(stripped(data)[0]))
@@ -172,7 +172,7 @@ def test_pixels_are_what_pil_reads_of_the_whole_file(format: str, mode: str, opt
 
 def test_an_animation_shows_its_first_frame() -> None:
     for format in ("GIF", "PNG", "WEBP"):
-        data = nasty.animated(format)
+        data = hostile_images.animated(format)
         assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
 
 

@@ -18,7 +18,7 @@ from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.decoding import decode
 from fxcore.images.files import FORMATS, MAX_SCANS, image_size, plain_jpeg_header
-from tests.nasty import scans
+from tests.hostile_images import scans
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import skimage.data
 from fxcore import open_image
 from fxcore.errors import BadImage
 from fxcore.images.files import image_size
-from tests.nasty import png, saved
+from tests.hostile_images import png, saved
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def extractor_graph() -> fx.Graph:
     return build_extractor(graph, model, keys).module.graph
 
 
-def nasty_graph() -> fx.Graph:
+def hostile_graph() -> fx.Graph:
     """A graph whose names try to leave the quotes, tags and lines that they are put in."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -193,7 +193,7 @@ def test_an_extractors_graph_shows_its_keys(extractor_graph: fx.Graph) -> None:
 
 @pytest.mark.parametrize("model", [*MODELS, None])
 def test_dot_and_mermaid_hold_nothing_but_nodes_and_edges(model: str | None) -> None:
-    graph = model_graph(model) if model else nasty_graph()
+    graph = model_graph(model) if model else hostile_graph()
     plain = graph if isinstance(graph, fx.Graph) else graph.graph
     nodes = sum(node.op != "output" for node in plain.nodes)
     edges = sum(len(node.all_input_nodes) for node in plain.nodes if node.op != "output")
@@ -214,7 +214,7 @@ def test_dot_and_mermaid_hold_nothing_but_nodes_and_edges(model: str | None) -> 
 
 
 def test_hostile_labels_stay_text() -> None:
-    graph = nasty_graph()
+    graph = hostile_graph()
     root, groups = drawn(render(graph, "svg"))
     assert len(groups) == 2
     assert (

@@ -13,8 +13,8 @@ import skimage.data
 from fxcore.backends import BACKENDS
 from service.engine import Engine
 from service.settings import Settings
+from tests.service.engine.fake_backends import Held
 from tests.service.engine.running import MakeEngine, encoded
-from tests.service.engine.stand_ins import Held
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_documented_groups_by_status():
     assert examples["bad-image"]["value"]["index"] == 1
 
 
-def answer(method, path, **options):
+def send(method, path, **options):
     app = FastAPI()
     problem_responses.install(app)
 
@@ -123,7 +123,7 @@ def answer(method, path, **options):
     ],
 )
 def test_invalid_requests_say_what_would_be_right(options, path, detail, fields):
-    document = answer("POST", path, headers={"content-type": "application/json"}, **options)
+    document = send("POST", path, headers={"content-type": "application/json"}, **options)
     assert document["status"] == 422
     assert document["type"] == "/problems/invalid-request"
     assert detail in document["detail"]
@@ -132,8 +132,8 @@ def test_invalid_requests_say_what_would_be_right(options, path, detail, fields)
 
 
 def test_routes_and_methods_that_are_not():
-    assert answer("GET", "/v1/nothing")["type"] == "/problems/not-found"
-    assert answer("DELETE", "/v1/things/1")["type"] == "/problems/method-not-allowed"
+    assert send("GET", "/v1/nothing")["type"] == "/problems/not-found"
+    assert send("DELETE", "/v1/things/1")["type"] == "/problems/method-not-allowed"
 
 
 def test_fxcore_is_covered():

@@ -49,7 +49,7 @@ def client() -> httpx.AsyncClient:
     router = APIRouter(prefix="/v1", route_class=StrictCachedRoute)
 
     @router.post("/{place}")
-    async def answer(
+    async def respond(
         request: Request,
         place: Annotated[str, Path(max_length=5)],
         asked: Annotated[Asked, Query()],

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from service.engine.errors import BackendRefused
+from tests.service.engine.fake_backends import Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors
-from tests.service.engine.stand_ins import Held, settled
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")

@@ -16,8 +16,8 @@ from service.engine.backends.checks import Reference
 from service.engine.candidate import Candidate
 from service.engine.errors import BackendRefused
 from service.schemas.v1 import ExtractorSpec
+from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
-from tests.service.engine.stand_ins import Broken, Held, settled
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")

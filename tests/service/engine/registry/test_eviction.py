@@ -18,8 +18,8 @@ from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import kept_graphs, model_graph
 from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.garbage import tidy
+from tests.service.engine.fake_backends import Broken, Held
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
-from tests.service.engine.stand_ins import Broken, Held
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from service.engine.requests.admission import CLIENT, Admission, Ticket
 
 
 @pytest.fixture(autouse=True)
-def _nobody() -> Iterator[None]:
+def _anonymous_client() -> Iterator[None]:
     token = CLIENT.set("")
     yield
     CLIENT.reset(token)

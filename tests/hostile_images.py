@@ -116,7 +116,7 @@ def scans(count: int = 2000) -> bytes:
     return data[:second] + data[first:second] * count + data[second:]
 
 
-NASTY: dict[str, tuple[Callable[[], bytes], int]] = {
+HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "one pixel": (lambda: saved(photo(size=(1, 1)), "PNG"), 200),
     "one pixel jpeg": (lambda: saved(photo(size=(1, 1)), "JPEG"), 200),
     "65,535 wide": (lambda: saved(PIL.Image.new("L", (65535, 1)), "PNG"), 413),  # 224 high, it is too large

@@ -18,7 +18,7 @@ FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool
 SLOW = "/v1/models/resnet50/features?weights=random&nodes=C5&pool=avg"
 
 COMPUTED = "fxserve_batch_size_sum"  # rows
-ANSWERED = 'fxserve_requests_total{method="POST",route="/v1/models/{model}/features",status="200"}'
+SERVED = 'fxserve_requests_total{method="POST",route="/v1/models/{model}/features",status="200"}'
 INFLIGHT = "fxserve_inflight_requests "
 
 
@@ -104,7 +104,7 @@ def test_stalled_clients_time_out(guarded, photos):
     """Heads that do not end, and an answer that nobody reads; all at once, because it takes the server's patience."""
 
     def answered():
-        return guarded.metric(ANSWERED, headers=bearer("one"))
+        return guarded.metric(SERVED, headers=bearer("one"))
 
     heads = [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX-A: "]
     waiting = []

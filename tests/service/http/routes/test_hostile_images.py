@@ -8,7 +8,7 @@ import torch
 import torchvision
 
 from tests.decoding import decoded
-from tests.nasty import MAX_PIXELS, NASTY, photo, saved
+from tests.hostile_images import HOSTILE, MAX_PIXELS, photo, saved
 from tests.service.conftest import Client
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2&pool=avg"
@@ -30,9 +30,9 @@ def usual(small):
 
 
 @pytest.mark.parametrize("preprocess", ["default", "fast"])
-@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("name", HOSTILE)
 def test_right_features_or_clear_error(small, usual, name, preprocess):
-    make, expected = NASTY[name]
+    make, expected = HOSTILE[name]
     data = make()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer = small.post(f"{FEATURES}&preprocess={preprocess}", content=data, headers=JPEG)
@@ -51,7 +51,7 @@ def test_right_features_or_clear_error(small, usual, name, preprocess):
 
 @pytest.mark.parametrize("name", ["palette", "cmyk", "one pixel", "animated gif", "grey with alpha", "lab profile"])
 def test_odd_images_have_the_values_of_what_they_show(small, name):
-    data = NASTY[name][0]()
+    data = HOSTILE[name][0]()
     answer = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1(weights=None).eval()
