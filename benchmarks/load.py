@@ -1,7 +1,8 @@
 """A load generator that keeps N connections busy from a separate process, with little CPU time.
 
 It uses ``wrk`` if installed, else plain sockets with epoll, which take a fraction of an asyncio client's time. A
-connection that is answered 429 waits for ``Retry-After``; wrk does not. As a program, it reads a job as JSON from stdin
+connection that is answered 429 waits for ``Retry-After``; wrk does not. A connection that the server closes is replaced
+by another, and counted as ``closed`` if a request was on its way. As a program, it reads a job as JSON from stdin
 and writes the result to stdout.
 """
 
@@ -25,6 +26,7 @@ from pathlib import Path
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d+)", re.IGNORECASE)
+_CLOSE = re.compile(rb"\r\nconnection: *close\r", re.IGNORECASE)
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Load:
 
     Attributes:
         requests: responses with status 200 within ``seconds``.
-        statuses: number of responses by status.
+        statuses: number of responses by status, and of requests whose connection was ``closed`` before them.
         p50, p99: latency in milliseconds of the responses with status 200.
     """
 
@@ -154,6 +156,7 @@ class _Connection:
         self.missing = -1
         self.status = ""
         self.wait = 0.0
+        self.closes = False
 
     def send(self) -> None:
         while self.unsent:
@@ -163,7 +166,7 @@ class _Connection:
         """Read available data; returns whether the response is complete."""
         count = self.socket.recv_into(buffer)
         if not count:
-            raise ConnectionError("the server closed the connection")
+            raise ConnectionResetError("the server closed the connection")
         if self.missing < 0:
             self.head += bytes(memoryview(buffer)[:count])
             end = self.head.find(b"\r\n\r\n")
@@ -174,6 +177,7 @@ class _Connection:
                 raise ValueError("a response without Content-Length")
             self.status = self.head[9:12].decode()
             self.missing = int(length[1]) - (len(self.head) - end - 4)
+            self.closes = _CLOSE.search(self.head, 0, end + 2) is not None
             wait = _RETRY_AFTER.search(self.head, 0, end)
             self.wait = 0.0 if wait is None else float(wait[1])
             self.head = b""
@@ -206,27 +210,45 @@ def _load(port: int, requests: list[bytes], connections: int, seconds: float, wa
             return
         selector.modify(connection.socket, selectors.EVENT_READ, connection)
 
-    for _ in range(connections):
+    def opened() -> _Connection:
         connection = _Connection(port)
         selector.register(connection.socket, selectors.EVENT_READ, connection)
-        begin(connection)
+        return connection
+
+    def replaced(connection: _Connection) -> _Connection:
+        selector.unregister(connection.socket)
+        connection.socket.close()
+        return opened()
+
+    for _ in range(connections):
+        begin(opened())
     start = time.perf_counter() + warm
     now = 0.0
     while now < start + seconds:
         for key, events in selector.select(0.05 if refused else 1.0):
             connection = key.data
-            if events & selectors.EVENT_WRITE:
-                write(connection)
-            if events & selectors.EVENT_READ and connection.receive(buffer):
-                now = time.perf_counter()
-                if now >= start:
-                    statuses[connection.status] += 1
-                    if connection.status == "200":
-                        latencies.append(now - connection.started)
-                if connection.wait:
-                    heapq.heappush(refused, (now + connection.wait, id(connection), connection))
-                else:
-                    begin(connection)
+            try:
+                if events & selectors.EVENT_WRITE:
+                    write(connection)
+                if not (events & selectors.EVENT_READ and connection.receive(buffer)):
+                    continue
+            except (ConnectionResetError, BrokenPipeError):
+                if time.perf_counter() >= start:
+                    statuses["closed"] += 1
+                begin(replaced(connection))
+                continue
+            now = time.perf_counter()
+            if now >= start:
+                statuses[connection.status] += 1
+                if connection.status == "200":
+                    latencies.append(now - connection.started)
+            wait = connection.wait
+            if connection.closes:
+                connection = replaced(connection)
+            if wait:
+                heapq.heappush(refused, (now + wait, id(connection), connection))
+            else:
+                begin(connection)
         now = time.perf_counter()
         while refused and refused[0][0] <= now:
             begin(heapq.heappop(refused)[2])
