@@ -128,21 +128,27 @@ def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
                 yield state
 
     application.router.lifespan_context = until_ready
-    application.add_middleware(_Bytes)
+    application.add_middleware(_AsServeSends)
     return application
 
 
-class _Bytes:
-    """Sends bodies as bytes: Serve pickles them on their way to its proxy, which no memoryview can be."""
+class _AsServeSends:
+    """Sends bodies as bytes, since Serve pickles them on their way to its proxy, which no memoryview can be; and no
+    ``X-Request-ID``, since Serve adds the one that it gave the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_bytes(message: Message) -> None:
-            await send({**message, "body": bytes(message["body"])} if "body" in message else message)
+        async def send_plain(message: Message) -> None:
+            if "body" in message:
+                message = {**message, "body": bytes(message["body"])}
+            elif "headers" in message:
+                headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
 
-        await self._app(scope, receive, send_bytes)
+        await self._app(scope, receive, send_plain)
 
 
 def _spec_text(model: str, nodes: str = "", weights: str = "") -> str:
