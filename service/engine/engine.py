@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from fxcore.errors import BadBox, FxError, summarize
+from fxcore.errors import FxError, summarize
 from fxcore.extractor import Extractor
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
@@ -279,10 +279,7 @@ class Engine:
         """
         self._refuse_new_work()
         options = options or FeatureOptions()
-        if (options.pool == "roi") != (boxes is not None):
-            raise BadBox(
-                "pool=roi and boxes go together: a JSON body of POST …/features with images has boxes, a list for each"
-            )
+        options.check_boxes(boxes is not None)
         trouble = self._worker.trouble(self.settings.request_timeout)
         if trouble is not None:
             raise NotReady(trouble)

@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor
+from fxcore.errors import BadBox, BadTensor
 from fxcore.pooling import (
     MapGrid,
     channel_dim,
@@ -72,6 +72,17 @@ class FeatureOptions:
     def wants(self, key: str) -> bool:
         """Whether the output ``key`` is answered."""
         return self.keys is None or key in self.keys
+
+    def check_boxes(self, given: bool) -> None:
+        """Check that boxes are ``given`` with ``pool=roi``, and only then.
+
+        Raises:
+            BadBox: they are not.
+        """
+        if (self.pool == "roi") != given:
+            raise BadBox(
+                "pool=roi and boxes go together: a JSON body of POST …/features with images has boxes, a list for each"
+            )
 
     def check(
         self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None = None

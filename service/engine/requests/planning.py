@@ -64,8 +64,8 @@ def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> 
     placements = planned.placements()
     if len(boxes) != len(placements):
         raise BadBox(
-            f"boxes has {len(boxes)} lists and the request has {len(placements)} images: give one list for each, "
-            "empty where there is no box"
+            f"boxes needs a list for each image, {len(placements)} in all, and has {len(boxes)}: give an empty list "
+            "for an image without boxes"
         )
     carried: list[Tensor] = []
     for index, (placement, given) in enumerate(zip(placements, boxes, strict=True)):

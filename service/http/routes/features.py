@@ -15,7 +15,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.requests import ClientDisconnect
 
 from fxcore.images.files import image_header
-from service.codecs import bodies, heatmap, npy, responses, safetensors
+from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Reservation
@@ -195,11 +195,16 @@ async def _respond(
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
     async with in_time(state, timeout) as deadline:
+        sent = None
+        if kind == json.MEDIA_TYPE:  # the only bodies with boxes, which are checked before anything is built
+            sent = await bodies.read(request, kind, parameters, "", state.engine.run_in_encoder)
+        _options_of(query).check_boxes(sent is not None and sent.boxes is not None)
         record = await find()
         if record.run is None:
             await state.engine.extractors.load(record)
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
-        sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
+        if sent is None:
+            sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
         return await while_connected(request, _extract(request, state, record, sent, query, accepted, deadline))
 
 

@@ -188,7 +188,7 @@ def test_batches_of_several_requests(client, photos):
         ([[[10, 10, 500, 200]], []], 0, 0, "451 x 300"),
         ([[], [[0, 0, 30, 427]]], 1, 0, "the model sees"),
         ([[[10, 10, 20, 20]], 7], 1, None, "list of [x1, y1, x2, y2]"),
-        ([[]], None, None, "boxes has 1 lists and the request has 2 images"),
+        ([[]], None, None, "a list for each image, 2 in all, and has 1"),
     ],
 )
 def test_boxes_that_are_none(client, photos, boxes, index, box, said):
@@ -226,13 +226,18 @@ def test_boxes_and_pool_go_together(client, photos):
         assert "pool=roi and boxes go together" in answer.json()["detail"]
 
 
-def test_v2_has_no_boxes(client, photos):
+def test_they_are_refused_before_anything_is_built(client, photos):
+    asked = "weights=random&nodes=layer2.0.conv1:unbuilt"
+    jpeg = {"content": photos["chelsea"], "headers": {"content-type": "image/jpeg"}}
     image = base64.b64encode(photos["chelsea"]).decode()
     document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [image]}]}
-    document |= {"parameters": {"weights": "random", "pool": "roi"}, "outputs": [{"name": "C4"}]}
+    document |= {"parameters": {"weights": "random", "pool": "roi"}, "outputs": [{"name": "layer2.0.conv1"}]}
+    assert client.post(f"/v1/models/resnet18/features?{asked}&pool=avg", json=body(photos)).status_code == 422
+    assert client.post(f"/v1/models/resnet18/features?{asked}&pool=roi", **jpeg).status_code == 422
     answer = client.post("/v2/models/resnet18/infer", json=document)
     assert answer.status_code == 400
     assert "pool=roi and boxes go together" in answer.json()["error"]
+    assert not any("layer2.0.conv1" in str(one["outputs"]) for one in client.get("/v1/extractors").json()["extractors"])
 
 
 def test_the_response_limit_counts_boxes(make_client, photos):
