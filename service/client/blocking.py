@@ -20,6 +20,7 @@ from service.client.base import (
     Pool,
     Precision,
     Preprocess,
+    Source,
     feature_query,
 )
 from service.client.images import split_call
@@ -34,14 +35,17 @@ class Client(BaseClient):
     def _connect(self) -> None:
         self._http = httpx.Client(base_url=self.url, headers=self.headers)
 
-    def models(self, *, task: str | None = None, q: str | None = None) -> list[dict[str, Any]]:
+    def models(
+        self, *, task: str | None = None, q: str | None = None, source: Source | None = None
+    ) -> list[dict[str, Any]]:
         """List the models served: name, task and weights of each.
 
         Args:
             task: only models for this task.
             q: only models whose name contains this.
+            source: only models from this source; timm's are listed only with ``timm``, and ``own`` are the operator's.
         """
-        return self._run(flows.models(task, q, self.retry_policy))
+        return self._run(flows.models(task, q, source, self.retry_policy))
 
     def model(self, model: str) -> dict[str, Any]:
         """Describe one model: its weights, inputs, preprocessing and levels."""

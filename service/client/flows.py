@@ -159,9 +159,11 @@ def fetch(path: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] |
     return _json((yield from exchange(Send("GET", path, query or {}), retry_policy)))
 
 
-def models(task: str | None, q: str | None, retry_policy: RetryPolicy) -> Flow[list[dict[str, Any]]]:
-    """List the models served, for one ``task``, or with ``q`` in the name."""
-    query = {key: value for key, value in (("task", task), ("q", q)) if value is not None}
+def models(
+    task: str | None, q: str | None, source: str | None, retry_policy: RetryPolicy
+) -> Flow[list[dict[str, Any]]]:
+    """List the models served, for one ``task``, with ``q`` in the name, or of one ``source``."""
+    query = {key: value for key, value in (("task", task), ("q", q), ("source", source)) if value is not None}
     found: list[dict[str, Any]] = (yield from fetch("/v1/models", retry_policy, query))["models"]
     return found
 

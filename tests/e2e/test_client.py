@@ -10,6 +10,7 @@ import time
 import numpy as np
 import PIL.Image
 import pytest
+import timm
 import torch
 import torchvision
 from numpy.testing import assert_allclose
@@ -60,6 +61,9 @@ def test_discovery(client):
     assert [model["name"] for model in client.models(q="resnet18")] == ["quantized_resnet18", "resnet18"]
     assert {model["name"] for model in client.models()} == set(torchvision.models.list_models())
     assert {model["task"] for model in client.models(task="video")} == {"video"}
+    assert {model["name"] for model in client.models(source="timm", q="test_vit")} == {
+        f"timm.{name}" for name in timm.list_models("test_vit*")
+    }
     names = torchvision.models.feature_extraction.get_graph_node_names(torchvision.models.resnet50(weights=None))[1]
     assert client.nodes("resnet50")["eval_nodes"] == names
     assert "cat" in client.nodes("googlenet")["eval_nodes"]
@@ -253,6 +257,7 @@ def test_async(server, three, expected):
     async def main():
         async with AsyncClient(server.url) as client:
             assert "resnet18" in [model["name"] for model in await client.models()]
+            assert await client.models(source="own") == []
             assert (await client.nodes("resnet18"))["levels"]["C5"]["node"] == "layer4.1.relu_1"
             extractor = await client.extractor("resnet18", NODES, weights="random")
             assert (await client.find(extractor.id)).id in [one.id for one in await client.extractors()]
