@@ -53,6 +53,8 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return inputs[0].meta["axes"] if inputs else None  # elements of a tuple have its axes
     if node.op == "placeholder":
         return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
+    if node.meta.get("patches"):
+        return "NLC"
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(module, _CHANNELS_FIRST) or name in _FUNCTIONS_CHANNELS_FIRST:
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _CHANNELS_FIRST_AXES.get(value.ndim)

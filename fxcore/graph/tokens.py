@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from fxcore.graph.patches import MAX_PREFIX, is_class_token
 from fxcore.tracing.tracer import PATH
 from fxcore.transforms.attention import ATTENTION
-
-_MAX_PREFIX = 64
-"""Most prefix tokens; a map with fewer positions than that leaves is another map. Published models have at most 16."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,12 @@ def token_grid(node: fx.Node) -> TokenGrid | None:
     ancestors = _ancestors(node)
     # Not the nearest map: the keys of some attention come from a smaller one.
     grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]
-    fitting = [grid for grid in grids if length - _MAX_PREFIX <= grid[0] <= length]
+    fitting = [grid for grid in grids if length - MAX_PREFIX <= grid[0] <= length]
     if not fitting:
         return None
     area, height, width, source = max(fitting, key=lambda grid: grid[0])
     prefix = length - area
-    named = any(_is_class_token(n) for n in ancestors if n.op == "get_attr")
+    named = any(map(_has_class_token, ancestors))
     return TokenGrid(source.meta[PATH], height, width, prefix, prefix == 1 or (prefix > 1 and named))
 
 
@@ -77,7 +75,10 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _sizes(node: fx.Node) -> list[tuple[int, int]]:
-    """Height and width of the node's feature map in a list; empty if it has none, or one of a single position."""
+    """Height and width of the node's feature map, or grid of patches, in a list; empty if it has none, or a map of a
+    single position."""
+    if patches := node.meta.get("patches"):
+        return [(patches.height, patches.width)]
     value, axes = node.meta.get("value"), node.meta.get("axes") or ""
     if PATH not in node.meta or not isinstance(value, Tensor) or axes not in ("NCHW", "NHWC") or value.ndim != 4:
         return []
@@ -85,6 +86,6 @@ def _sizes(node: fx.Node) -> list[tuple[int, int]]:
     return [(height, width)] if height * width > 1 else []
 
 
-def _is_class_token(node: fx.Node) -> bool:
-    name = str(node.target).rpartition(".")[2]
-    return "cls" in name or "class" in name
+def _has_class_token(node: fx.Node) -> bool:
+    patches = node.meta.get("patches")
+    return patches.class_token if patches else node.op == "get_attr" and is_class_token(str(node.target))

@@ -13,6 +13,7 @@ import torch
 from fxcore import build_extractor, load_model, model_graph
 from fxcore.errors import UnknownNode
 from fxcore.models.user_models import UserEntry, read_models
+from fxcore.photos import photos
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -74,6 +75,45 @@ def test_nodes_are_what_hooks_see(
         reference(x)
         value = extractor.module(x)["key"]
     assert torch.allclose(value, seen[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "grid"),
+    [
+        ("dinov2", "layernorm", (16, 16, 1, True)),
+        ("siglip", "post_layernorm", (14, 14, 0, False)),
+        ("vit", "layers.0.mlp.fc2", (14, 14, 1, True)),
+        ("vit", "layernorm", (14, 14, 1, True)),
+    ],
+)
+def test_tokens_are_known_after_a_closed_part_made_them(
+    entries: dict[str, UserEntry], name: str, node: str, grid: tuple[int, int, int, bool]
+) -> None:
+    graph = model_graph(entries[name], "builder")
+    (info,) = (found for found in graph.nodes if found.name == node)
+    assert info.layout == "tokens"
+    assert info.tokens is not None
+    assert (info.tokens.height, info.tokens.width, info.tokens.prefix, info.tokens.class_token) == grid
+
+
+@pytest.mark.parametrize("name", ["dinov2", "siglip", "vit"])
+def test_preprocessing_is_about_that_of_the_published_processor(entries: dict[str, UserEntry], name: str) -> None:
+    """Which resizes tensors of integers, and not images of PIL: some values differ by a grey level or two."""
+    import transformers as hf
+
+    processor: Any = {
+        "dinov2": lambda: hf.BitImageProcessor(
+            size={"shortest_edge": 256}, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]
+        ),
+        "siglip": hf.SiglipImageProcessor,
+        "vit": hf.ViTImageProcessor,
+    }[name]()
+    for photo in photos()[:2]:
+        expected = processor(photo, return_tensors="pt")["pixel_values"][0]
+        found = entries[name].preprocessing().image(photo)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < 3 / 255 / 0.22
+        assert (found - expected).abs().mean() < 0.1 / 255 / 0.22
 
 
 def test_untraceable_modules_say_why(entries: dict[str, UserEntry]) -> None:
