@@ -274,7 +274,14 @@ def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
     """Trace a model and annotate its graph for the size that its preprocessing makes; see :func:`model_graph`, which
     caches the result."""
     traced = trace_weightless(entry, weights)
-    return ModelGraph(traced, traced.preprocessing.nominal_size())
+    size = traced.preprocessing.nominal_size()
+    try:
+        return ModelGraph(traced, size)
+    except BadTensor as error:
+        if traced.device.type != "meta" or "meta" not in str(error.__cause__).lower():
+            raise
+    # A leaf that branches on values, for which meta tensors have none.
+    return ModelGraph(trace_weightless(entry, weights, on_cpu=True), size)
 
 
 def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:

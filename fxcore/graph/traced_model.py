@@ -25,14 +25,15 @@ class TracedModel:
         preprocessing: turns images into its inputs.
         root: the module that was traced.
         module: the eval graph over ``root``, its parameters on ``device``.
-        device: ``meta``, or ``cpu`` for int8 models, whose kernels do not run on meta tensors.
+        device: ``meta``, or ``cpu`` for models that do not run on meta tensors: int8 models, and those of which a part
+            that was not traced into computes with values.
         train_nodes: names of the nodes in train mode, in order of execution.
         untraceable: parts of the model that could not be traced.
         feature_maps: those that the model declares.
         num_params: number of parameters, untraceable parts included.
         constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
         modules: modules by path as they were traced, in-place ones included.
-        tensor_bytes: bytes of tensors that are not on the meta device: int8 models are traced with their weights.
+        tensor_bytes: bytes of tensors that are not on the meta device.
     """
 
     entry: ModelEntry
@@ -50,19 +51,22 @@ class TracedModel:
     tensor_bytes: int
 
 
-def trace_weightless(entry: ModelEntry, weights: str) -> TracedModel:
+def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -> TracedModel:
     """Build ``entry`` with the structure of ``weights``, without weights, and trace it in both modes.
+
+    Args:
+        on_cpu: build it with random weights on the CPU, to run it there.
 
     Raises:
         NotTraceable: nothing of the model can be traced.
     """
-    model = entry.build_weightless(weights)
+    model = entry.build(weights) if on_cpu else entry.build_weightless(weights)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     train_nodes = names(trace_model(entry, model, training=True)[0])
     graph, root, untraceable = trace_model(entry, model)
     constants = made_constants(graph)
     modules = dict(root.named_modules())
-    device = torch.device("cpu" if entry.is_quantized(weights) else "meta")
+    device = torch.device("cpu" if on_cpu or entry.is_quantized(weights) else "meta")
     module = fx.GraphModule(root, graph)
     # A view of a parameter asks for a gradient even without autograd, which torch's FLOP counter does not take.
     module.requires_grad_(False)

@@ -12,7 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -66,7 +66,9 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     inside = f" in {path} ({type(model.get_submodule(path)).__name__})" if path and isinstance(model, nn.Module) else ""
     at = f" (at {source})" if source else ""
     whole = f', or keep the module whole with leaf_modules=("{path}",)' if path else ""
-    if not path and isinstance(model, nn.Module):
+    if not path and (function := _own_function(spot, model)) and reason.kind != "function":
+        whole = f", or keep the function whole with leaf_functions=({function},)"
+    elif not path and isinstance(model, nn.Module):
         whole = ", or choose nodes of its parts that can be traced"
     return NotTraceable(
         f"{name} cannot be traced{inside}: {reason.problem}{at}; {reason.advice}{whole}",
@@ -228,6 +230,14 @@ def _outside(spot: _Spot | None) -> str | None:
     if root in ("torch", "builtins", "_operator") or home == spot.frame.f_globals.get("__name__"):
         return None
     return called
+
+
+def _own_function(spot: _Spot | None, model: Any) -> str | None:
+    """The name of the function that the spot is in, if it is one that the model's source defines outside a class."""
+    name = spot.frame.f_code.co_name if spot else ""
+    found = spot.frame.f_globals.get(name) if spot else None
+    own = isinstance(found, FunctionType) and spot is not None and found.__code__ is spot.frame.f_code
+    return name if own and found is not model else None
 
 
 def _called(expression: str) -> str | None:

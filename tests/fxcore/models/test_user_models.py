@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
+from fxcore.errors import NotTraceable
 from fxcore.models.catalog import register
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, read_models, user_entry
 
@@ -55,6 +56,20 @@ class Padded(nn.Module):
 
 def squared(x):
     return x * x
+
+def flipped(x):
+    if x.mean() > 0:
+        return -x
+    return x
+
+class Deciding(nn.Module):
+    """Its parts decide by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.gate = nn.Conv2d(3, 4, 3, 2, 1), Branching()
+    def forward(self, x):
+        return self.stem(flipped(self.gate(x)))
 
 class Options(nn.Module):
     """Nothing that its forward takes has to be given."""
@@ -186,6 +201,27 @@ def test_what_is_kept_whole(
     extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve({nodes[-1]: "out"}))
     with torch.no_grad():
         assert torch.equal(extractor.module(x)["out"], model(x, double="double" in lines))
+
+
+def test_what_is_kept_whole_may_decide_by_values(module: str, read: Callable[[str], dict[str, Any]]) -> None:
+    """torch's meta tensors have none, so the graph is run on others to know its shapes."""
+    lines = "leaf_modules = 'auto'\nleaf_functions = ['MODULE:flipped']"
+    entry = read(f"[models.mine]\nbuilder = 'MODULE:Deciding'\n{lines}".replace("MODULE", module))["mine"]
+    graph = model_graph(entry, "builder")
+    assert graph.eval_nodes == ["x", "gate", "flipped", "stem"]
+    assert [graph.at(64, 96).shape_of(graph.at(64, 96).by_name["stem"])] == [[None, 4, 32, 48]]
+    torch.manual_seed(0)
+    model = sys.modules[module].Deciding()
+    extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve(["stem"]))
+    with torch.no_grad():
+        for x in (torch.rand(1, 3, 224, 224), -torch.rand(1, 3, 224, 224)):
+            torch.testing.assert_close(extractor.module(x)["stem"], model(x))
+
+
+def test_a_function_to_keep_whole_is_named(module: str, read: Callable[[str], dict[str, Any]]) -> None:
+    entry = read(f"[models.mine]\nbuilder = '{module}:Deciding'\nleaf_modules = 'auto'")["mine"]
+    with pytest.raises(NotTraceable, match=r"keep the function whole with leaf_functions=\(flipped,\)"):
+        model_graph(entry, "builder")
 
 
 @pytest.mark.parametrize(
