@@ -91,7 +91,7 @@ def get_model(name: str) -> ModelEntry:
     if name in registry:
         return registry[name]
     if name in _refused:
-        raise UnknownModel(f"the description of model {name!r} is invalid", name=name, suggestions=[])
+        raise UnknownModel(f"the description of model {name!r} is invalid; the log says why", name=name, suggestions=[])
     lower = {known.lower(): known for known in registry}
     suggestions = [lower[near] for near in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.5)]
     if imported() and PREFIX + name in timm_models():

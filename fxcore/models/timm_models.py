@@ -139,8 +139,8 @@ def timm_model(name: str) -> TimmEntry:
     if tag and PREFIX + architecture in registry:
         known = registry[PREFIX + architecture]
         raise UnknownModel(
-            f"there is no model {name!r}: {tag!r} belongs into weights, and {known.name} has "
-            f"{', '.join(known.weights) or 'none'}",
+            f"there is no model {name!r}: ask for model {known.name} with "
+            + (f"weights={tag}" if tag in known.weights else f"weights {', '.join((*known.weights, RANDOM))}"),
             name=name,
             suggestions=[known.name],
         )
