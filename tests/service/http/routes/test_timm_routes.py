@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 from pathlib import Path
 
 import huggingface_hub
@@ -14,6 +15,8 @@ import torch
 from timm.models._features_fx import get_graph_node_names
 
 import fxcore.photos
+from fxcore.models import catalog
+from service.http import state
 
 PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg")
 SPEC = {"model": "timm.test_vit", "weights": "random", "return_nodes": {"norm": "tokens"}}
@@ -27,6 +30,39 @@ def test_they_are_counted_and_listed_by_source(client):
     assert {m["name"] for m in listed} == {f"timm.{name}" for name in timm.list_models() if "dinov2" in name}
     assert next(m for m in listed if m["name"] == "timm.vit_small_patch14_dinov2")["weights"] == ["lvd142m"]
     assert client.get("/v1/models?source=torchvision&q=resnet18").json()["timm"] is None
+
+
+def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
+    """Which answers others meanwhile: the import takes a second, or several on a slow disk."""
+    threads = []
+
+    def seen(function):
+        def call(*args):
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        return call
+
+    # As it is before timm's models are first asked for.
+    monkeypatch.setattr(state, "imported", lambda: False)
+    monkeypatch.setattr(catalog, "timm_models", seen(catalog.timm_models))
+    monkeypatch.setattr(catalog, "timm_model", seen(catalog.timm_model))
+    image = base64.b64encode(PHOTO.read_bytes()).decode()
+    asked = [
+        client.get("/v1/models"),
+        client.get("/v1/models?source=timm&q=test_vit"),
+        client.get("/v1/models/timm.test_vit/nodes"),
+        client.get("/v2/models/timm.test_vit"),
+        client.post("/v1/extractors?wait=60", json=SPEC),
+        client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image}),
+    ]
+    assert {answer.status_code for answer in asked} <= {200, 201}
+    assert len(threads) >= len(asked)
+    assert client.run(running_thread()) not in threads
+
+
+async def running_thread():
+    return threading.current_thread()
 
 
 def test_one_is_described(client):
