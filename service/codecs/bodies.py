@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import binascii
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+import pybase64
 from fastapi import Request
 from pydantic import ValidationError
 from torch import Tensor
@@ -38,8 +38,8 @@ class Sent:
 
 RunInPool = Callable[..., Awaitable[Sent]]
 
-SMALL = 32 * 1024
-"""Below this, parsing takes less time than changing threads twice."""
+SMALL = 256 * 1024
+"""Bytes below which a body is parsed on the event loop, in less time than changing threads twice takes."""
 
 _REMEMBERED = 256
 """Most header values whose parsing is cached; most clients send the same."""
@@ -120,9 +120,9 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
     images = []
     for index, text in enumerate(body.images):
         try:
-            images.append(binascii.a2b_base64(text, strict_mode=True))
-        except ValueError as error:  # binascii.Error, and characters outside ASCII
-            reason = f"image {index} is not base64 (RFC 4648, with padding and without line breaks): {error}"
+            images.append(pybase64.b64decode(text, validate=True))
+        except ValueError as error:
+            reason = f"image {index} is not base64 (RFC 4648, with padding and without line breaks)"
             raise Refusal("bad-image", reason, index=index) from error
     return Sent(images, None if body.boxes is None else _checked(body.boxes))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
+import pybase64
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -73,9 +73,9 @@ def _decoded(index: int, text: str) -> bytes:
             raise Refusal("bad-image", f"image {index} is a data URL without base64: {_HOW}", index=index)
         text = text[comma + 1 :]
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except ValueError as error:  # binascii.Error, and characters outside ASCII
-        reason = f"image {index} is neither a data URL nor base64 (RFC 4648, with padding): {error}; {_HOW}"
+        return pybase64.b64decode(text, validate=True)
+    except ValueError as error:
+        reason = f"image {index} is neither a data URL nor base64 (RFC 4648, with padding): {_HOW}"
         raise Refusal("bad-image", reason, index=index) from error
 
 

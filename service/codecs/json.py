@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import orjson
+import pybase64
 import torch
 from torch import Tensor
 
@@ -63,4 +63,4 @@ def base64(tensor: Tensor) -> Iterator[bytes]:
     """The little-endian bytes of a tensor as base64."""
     view = raw_bytes(tensor)
     for start in range(0, len(view), _BYTES_A_STEP):
-        yield binascii.b2a_base64(view[start : start + _BYTES_A_STEP], newline=False)
+        yield pybase64.b64encode(view[start : start + _BYTES_A_STEP])

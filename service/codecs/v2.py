@@ -6,7 +6,6 @@ no JSON, and the body is the model's one input.
 
 from __future__ import annotations
 
-import binascii
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pybase64
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -220,9 +220,9 @@ def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, 
     images = []
     for index, text in enumerate(strings):
         try:
-            images.append(binascii.a2b_base64(text, strict_mode=True))
-        except ValueError as error:  # binascii.Error, and characters outside ASCII
-            reason = f"image {index} is not base64, which JSON needs; or send it as binary data: {error}"
+            images.append(pybase64.b64decode(text, validate=True))
+        except ValueError as error:
+            reason = f"image {index} is not base64, which JSON needs; or send it as binary data"
             raise Refusal("bad-image", reason, index=index) from error
     return images
 

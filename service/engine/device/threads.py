@@ -91,7 +91,7 @@ def compute_on(device: torch.device, threads: int) -> None:
 def run_at_low_priority() -> None:
     """Lower the priority of the calling thread below the device worker's, and let torch use no other thread for it.
 
-    For work that takes a core for long, such as decoding or tracing. All requests wait for the device worker, and each
+    For work that takes a core for long, such as tracing. All requests wait for the device worker, and each
     layer's work is shared among its threads, so that a delay of one delays all. Only Linux has a priority for each
     thread.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
-from service.engine.device.threads import run_at_low_priority
+from service.engine.device.threads import compute_with
 from service.engine.requests.plan import Plan
 from service.engine.rows import RowShape
 
@@ -49,7 +49,7 @@ class Decoders:
             self._work.put(None)
 
     def _main(self) -> None:
-        run_at_low_priority()
+        compute_with(1)  # the threads share the cores
         while (decode := self._work.get()) is not None:
             try:
                 decode()
@@ -82,7 +82,13 @@ class Decoding:
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
     def start(self, decoders: Decoders) -> None:
-        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted."""
+        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted.
+
+        A small tensor is converted at once, in less time than handing it over takes.
+        """
+        if self._plan.is_small_tensor():
+            self._decode(self._left.popleft(), decoders)
+            return
         for _ in range(min(self._at_once, len(self._left))):
             self._start_next(decoders)
 

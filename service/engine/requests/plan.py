@@ -22,6 +22,8 @@ FLOAT_BYTES = 4
 _PARTS = 16
 """Most parts that a request's images are split into: enough to share among threads, few enough to cost little."""
 
+_SMALL_BYTES = 64 * 1024
+
 _DECODING_SHARE = 1 / 4
 """Share of all requests' bytes that one request may take to decode several images at a time."""
 
@@ -52,6 +54,10 @@ class Plan:
     parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
     placements: Callable[[], Sequence[Placement]] = tuple
+
+    def is_small_tensor(self) -> bool:
+        """Whether there is one part, which is only converted to float32, and quickly."""
+        return len(self.parts) == 1 and self.rows <= _SMALL_BYTES and not any(self.costs)
 
     def held(self, at_once: int) -> int:
         """Peak bytes while ``at_once`` parts at a time are decoded."""

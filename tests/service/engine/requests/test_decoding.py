@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fxcore.images.files import Header, image_header
-from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
+from service.engine.requests import tensor_plan
+from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded, tensors
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +74,27 @@ async def test_headers_of_several_requests_are_read_by_turns(
         go_on.set()
         await asyncio.gather(first, second)
     assert order.index(one) == 8
+
+
+@pytest.mark.parametrize(
+    ("inputs", "on_loop"),
+    [
+        (tensors(1.0), True),
+        (tensors(1.0, 2.0, 3.0), False),  # large
+        ({"x": torch.zeros(1, 64, 64, 3, dtype=torch.uint8)}, False),  # resized
+    ],
+)
+async def test_only_a_small_tensor_is_converted_on_the_event_loop(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, inputs: dict[str, torch.Tensor], on_loop: bool
+) -> None:
+    prepared = tensor_plan._prepared
+    threads: list[threading.Thread] = []
+
+    def noted(*args: Any) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return prepared(*args)
+
+    monkeypatch.setattr(tensor_plan, "_prepared", noted)
+    async with engine() as running:
+        await running.features(await built(running), inputs)
+    assert [thread is threading.current_thread() for thread in threads] == [on_loop]
