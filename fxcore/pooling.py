@@ -58,7 +58,7 @@ def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
     """
     if method not in METHODS:
         raise BadTensor(f"there is no pooling {method!r}; there are {', '.join(METHODS)}", method=method)
-    check_poolable(layout, tensor.ndim, tensor.is_floating_point(), method)
+    check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method)
     if tensor.ndim <= 2:
         return tensor
     if method == "cls":

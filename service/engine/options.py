@@ -135,7 +135,7 @@ class FeatureOptions:
             dim = channel_dim(layout, tensor.ndim) if tensor.ndim > 2 else tensor.ndim - 1
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype)
-        if self.dtype is not None and tensor.is_floating_point():
+        if self.dtype is not None and tensor.dtype.is_floating_point:
             tensor = tensor.to(DTYPES[self.dtype])
         return tensor
 

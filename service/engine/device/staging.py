@@ -59,7 +59,7 @@ class Staging:
                 out, _ = self._taken(place, torch.float32, rows.shape)
             moved = rows if self._device.type == "cpu" else rows.to(self._device, non_blocking=True)
             rows = alone(lambda: decoder.batch(moved, out))
-        wanted = dtype if rows.is_floating_point() else rows.dtype
+        wanted = dtype if rows.dtype.is_floating_point else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
         # Two calls: one would first convert into pageable memory, with another memory format.

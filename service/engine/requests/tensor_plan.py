@@ -63,7 +63,7 @@ def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
         BadTensor: its dtype or shape is wrong.
     """
     images = tensor.dtype == torch.uint8
-    if not images and not tensor.is_floating_point():
+    if not images and not tensor.dtype.is_floating_point:
         raise BadTensor(
             f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send float32 that is preprocessed, or uint8 images"
         )
@@ -85,6 +85,8 @@ def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) ->
 
 
 def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tensor:
+    if tensor.dtype == torch.float32:
+        return tensor.contiguous()  # without .to(), which releases the GIL even where it changes nothing
     if tensor.dtype != torch.uint8:
         return tensor.to(torch.float32).contiguous()
     if preprocess == "none":
