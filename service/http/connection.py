@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from fxcore.errors import FxError
 from service.engine.errors import Draining
 from service.http import heads
-from service.http.middleware import LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
+from service.http.middleware import HAS_PLACE, LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
 from service.http.problem_responses import error_response
 from service.http.send_timeout import SendTimeout
 from service.http.transport import HeadWithBody
@@ -36,7 +36,11 @@ LAST_SECONDS = 0.1
 
 HOLD_SECONDS = 5.0
 """Longest time that a connection is not read after admission refused its request, as its ``Retry-After`` asks. Clients
-that retry at once would keep the server busy with refusals."""
+that retry at once would keep the server busy with refusals. While admission has no place for its client, it is not read
+for as long again."""
+
+POLL_SECONDS = 0.5
+"""How often a connection that is not read looks for a place."""
 
 
 class Phase(Enum):
@@ -183,9 +187,15 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             # Closing an idle connection would reset it, where its next request waits unread.
             self._unset_keepalive_if_required()
-            self._hold = self.loop.call_later(min(wait, HOLD_SECONDS), self._resume)
+            seconds = min(wait, HOLD_SECONDS)
+            self._hold = self.loop.call_later(seconds, self._resume, self.loop.time() + seconds + HOLD_SECONDS)
 
-    def _resume(self) -> None:
+    def _resume(self, latest: float) -> None:
+        """Read the next request, which may have come already, once there is a place for it or it is ``latest``."""
+        has_place: Any = self.cycle.scope.get(HAS_PLACE)
+        if has_place is not None and not has_place() and self.loop.time() < latest:
+            self._hold = self.loop.call_later(POLL_SECONDS, self._resume, latest)
+            return
         self._hold = None
         if not self.transport.is_closing():
             self._expect_request()

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
 from service.engine.errors import AdmissionFull
+from service.engine.requests.admission import Admission
 from service.http import problem_responses
 from service.http.connection import MAX_PIPELINED, Connection
 from service.http.heads import MAX_HEAD_BYTES
-from service.http.middleware import RequestContext
+from service.http.middleware import BodyLimit, RequestContext
 from service.observability.metrics import Metrics
 from service.schemas.problems import Refusal
 
@@ -281,6 +282,34 @@ def test_clients_that_retry_at_once_are_delayed() -> None:
         # One may be read together with the end of the one before, which was answered before it had come.
         assert time.monotonic() - began >= 2
     assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
+
+
+def test_a_refused_client_is_read_once_it_would_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who retries in time, and finds the server still full, waits for a place instead of being refused again."""
+    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 2.0)
+    admission = Admission(1, 2**30)
+
+    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            admission.check()
+        except AdmissionFull as full:
+            await problem_responses.error_response(scope["path"], full)(scope, receive, send)
+            return
+        await at_once(scope, receive, send)
+
+    app = RequestContext(BodyLimit(admitted, 2**20, 60, admission), Metrics())
+    with serving(app) as connection:
+        connection.settimeout(30)
+        with admission.enter():
+            for refused in range(2):
+                began = time.monotonic()
+                connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
+                assert read_until(connection, b"}").startswith(b"HTTP/1.1 429 ")
+                if refused:  # a second by its Retry-After, and two for a place
+                    assert time.monotonic() - began >= 2.9
+            connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
+            time.sleep(1.5)  # longer than its Retry-After
+        assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_refused_client_is_not_closed_as_idle() -> None:
