@@ -105,7 +105,7 @@ def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
     """The axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel shuffles
-    and window attention."""
+    and window attention. Or those of a map or tokens whose neighbours were merged."""
     previous = node
     for _ in range(_WINDOW_NODES):
         tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
@@ -115,7 +115,26 @@ def _restored(node: fx.Node, value: Tensor) -> str | None:
         axes = previous.meta.get("axes")
         if axes and previous.meta["value"].shape == value.shape:
             return str(axes)
+        if axes == "NHWC" and _merges_patches(previous.meta["value"].shape, value.shape):
+            return "NHWC"
+        if axes == "NLC" and _pools_tokens(previous.meta["value"].shape, value.shape):
+            return "NLC"
     return None
+
+
+def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:
+    """Whether ``[N, L, C]`` becomes ``[N, L/k**2, C]`` or a multiple of C, as between the stages of Hiera."""
+    if len(before) != 3 or len(after) != 3 or before[0] != after[0] or not after[1] or before[1] % after[1]:
+        return False
+    return after[1] > 1 and before[1] // after[1] in (4, 16) and after[2] % before[2] == 0
+
+
+def _merges_patches(before: torch.Size, after: torch.Size) -> bool:
+    """Whether ``[N, H, W, C]`` becomes ``[N, H/k, W/k, k*k*C]``, as between the stages of Swin."""
+    if len(before) != 4 or len(after) != 4 or before[0] != after[0] or not after[1] or not after[2]:
+        return False
+    sides = before[1] // after[1], before[2] // after[2]
+    return sides[0] == sides[1] > 1 and after[3] == before[3] * sides[0] ** 2
 
 
 def _reordered(axes: str, dims: list[int]) -> str | None:

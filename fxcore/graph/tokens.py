@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from fxcore.graph.patches import MAX_PREFIX, is_class_token
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.tracer import MODULE, PATH
 from fxcore.transforms.attention import ATTENTION
+
+_REORDERING = ("unroll",)
+"""Names of modules that do not keep tokens row by row: Hiera's orders them by the windows of its attention."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def token_grid(node: fx.Node) -> TokenGrid | None:
         return None
     length = value.shape[-1] if weights else value.shape[1]
     ancestors = _ancestors(node)
+    if any(str(n.meta.get(MODULE)).rpartition(".")[2] in _REORDERING for n in ancestors):
+        return None
     # Not the nearest map: the keys of some attention come from a smaller one.
     grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]
     fitting = [grid for grid in grids if length - MAX_PREFIX <= grid[0] <= length]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from fxcore import model_graph
+import timm
+import torch
+from torch import Tensor, nn
+
+from fxcore import UserModel, model_graph
+from fxcore.models.user_models import user_entry
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -12,3 +17,20 @@ def test_a_batch_norm_of_rows_has_their_layout(own_entry: OwnEntry) -> None:
     entry = own_entry(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.BatchNorm1d(8)))
     info = {node.name: node for node in model_graph(entry).nodes}["2"]
     assert (info.layout, info.channels, info.shape) == ("NC", 8, [None, 8])
+
+
+def test_maps_keep_their_layout_between_the_stages_of_swin() -> None:
+    """timm's merges neighbouring patches by a reshape to six dimensions."""
+    options: dict[str, Any] = {"depths": (1, 1, 1), "num_heads": (1, 2, 4), "embed_dim": 16, "window_size": 4}
+    model = timm.create_model("swin_tiny_patch4_window7_224", img_size=64, num_classes=0, **options)
+    graph = model_graph(user_entry("swin_layout", UserModel(lambda: model, preprocessing={"crop_size": 64})))
+    seen: list[Tensor] = []
+    for stage in model.layers:
+        stage.register_forward_hook(lambda module, given, output: seen.append(output))
+    with torch.no_grad():
+        model(torch.rand(1, 3, 64, 64))
+    for index, (value, stride) in enumerate(zip(seen, (4, 8, 16), strict=True)):
+        name = graph.resolve([f"layers.{index}"])[f"layers.{index}"]
+        (info,) = (node for node in graph.nodes if node.name == name)
+        assert info.shape == [None, *value.shape[1:]]
+        assert (info.layout, info.channels, info.stride) == ("NHWC", value.shape[3], stride)

@@ -2,6 +2,7 @@
 
 import pytest
 import timm
+import torch
 
 from fxcore import UserModel, model_graph
 from fxcore.graph.tokens import token_grid
@@ -28,6 +29,23 @@ def test_as_timm_counts_them(name):
     assert (found.height, found.width) == made.patch_embed.grid_size
     assert found.prefix == made.num_prefix_tokens
     assert found.class_token == (made.cls_token is not None)
+
+
+def test_tokens_in_another_order_have_no_grid():
+    """Hiera's are in the order of its windows, so that no region of an image can be cut out of them."""
+    made = timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1), num_classes=3)
+    graph = model_graph(user_entry("tokens_hiera", UserModel(lambda: made)))
+    blocks = {name: graph.resolve([name])[name] for name in ("blocks.0", "blocks.1", "blocks.3")}
+    infos = {node.name: node for node in graph.nodes}
+    assert [infos[node].layout for node in blocks.values()] == ["tokens"] * 3
+    assert [infos[node].shape for node in blocks.values()] == [[None, 3136, 96], [None, 784, 192], [None, 49, 768]]
+    assert [infos[node].tokens for node in blocks.values()] == [None] * 3
+    assert infos["patch_embed.transpose"].tokens is not None
+    image = torch.rand(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        embedded = made.eval().patch_embed(image) + made.pos_embed
+        assert not torch.equal(made.unroll(embedded), embedded)
+        assert torch.equal(made.unroll(embedded).sort(dim=1)[0], embedded.sort(dim=1)[0])
 
 
 def test_torchvisions():
