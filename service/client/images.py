@@ -143,8 +143,15 @@ _NO_BOXES = "boxes need image files, bytes or PIL images, not arrays"
 
 
 def _box_lists(boxes: Any) -> Boxes:
-    """Convert the boxes of each image, which may be arrays or tensors, to lists."""
-    return [[[float(value) for value in box] for box in of_image] for of_image in boxes]
+    """Convert the boxes of each image, which may be arrays or tensors, to lists.
+
+    Raises:
+        ValueError: they are nested otherwise, or hold something else than numbers.
+    """
+    try:
+        return [[[float(value) for value in box] for box in of_image] for of_image in boxes]
+    except (TypeError, ValueError) as error:
+        raise ValueError("boxes are, for each image, a list of boxes [x1, y1, x2, y2]") from error
 
 
 def _with_boxes(parts: list[Part], boxes: Boxes, start: int, first_box: int) -> list[Part]:

@@ -310,5 +310,8 @@ def test_regions(client, three):
     assert (caught.value.index, caught.value.extra["box"]) == (31, 1)
     with pytest.raises(ValueError, match="3 images and 2 lists of boxes"):
         extractor(images, pool="roi", boxes=[[], []])
+    for wrong in ([[], [1, 2, 3, 4], []], [[], [["a", 2, 3, 4]], []], 7):
+        with pytest.raises(ValueError, match=r"for each image, a list of boxes \[x1, y1, x2, y2\]"):
+            extractor(images, pool="roi", boxes=wrong)
     with pytest.raises(ValueError, match="not arrays"):
         extractor(np.zeros((9, 9, 3), np.uint8), pool="roi", boxes=[])
