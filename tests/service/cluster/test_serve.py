@@ -86,7 +86,6 @@ class Cluster:
     def __init__(self, home: Path, haproxy: bool, args: dict[str, Any] | None) -> None:
         self.port, self.dashboard = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.haproxy = haproxy
         self.args = args
         self.environment = {
             **os.environ,
@@ -309,6 +308,43 @@ def test_serve_build_writes_a_config_that_serve_deploy_takes(tmp_path: Path) -> 
     [deployment] = application.deployments
     assert application.import_path == "service.cluster.application:application"
     assert (deployment.name, deployment.max_ongoing_requests, deployment.num_replicas) == ("fxserve", 77, 1)
+
+
+@pytest.mark.exhaustive
+def test_serve_deploy_of_a_changed_config_loses_nothing(tmp_path: Path, photos: dict[str, bytes]) -> None:
+    """Of what ``serve build`` wrote, with two replicas behind HAProxy."""
+    cluster = Cluster(tmp_path, True, None)
+    file = tmp_path / "serve.yaml"
+
+    def scripted(*command: str) -> None:
+        script = [sys.executable, "-m", "ray.serve.scripts", *command]
+        done = subprocess.run(script, env=cluster.environment, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+    def deploy(**settings: str) -> None:
+        config = yaml.safe_load(file.read_text())
+        config["http_options"] |= {"host": "127.0.0.1", "port": cluster.port}
+        [application] = config["applications"]
+        application["runtime_env"] = {"env_vars": settings}
+        application["deployments"][0]["num_replicas"] = 2
+        file.write_text(yaml.safe_dump(config))
+        scripted("deploy", "-a", f"http://127.0.0.1:{cluster.dashboard}", str(file))
+
+    try:
+        scripted("build", "service.cluster.application:application", "-o", str(file))
+        deploy(FXSERVE_LOWERING="false", FXSERVE_EXTRACTORS=str(tmp_path / "extractors"))
+        until(lambda: len(cluster.replicas()) == 2, 180)
+        until(lambda: cluster.answers("/readyz"), 180)
+        before = set(cluster.replicas())
+        with Load(cluster.url, photos["chelsea"]) as load:
+            until(lambda: len(load.answers) > 20)
+            deploy(FXSERVE_LOWERING="false", FXSERVE_MAX_BATCH="4")
+            until(lambda: len(cluster.replicas()) == 2 and not before & set(cluster.replicas()), 240)
+            count = len(load.answers)
+            until(lambda: len(load.answers) > count + 20)
+        assert set(load.statuses()) == {200}, load.statuses()
+    finally:
+        cluster.stop()
 
 
 def test_arguments_are_checked_at_once() -> None:
