@@ -74,9 +74,9 @@ class Server:
 
     def metric(self, line: str, **options: Any) -> float:
         """The value of the metric that begins with ``line``; 0 where there is none yet."""
-        answer = self.http.get("/metrics", **options)
-        assert answer.status_code == 200, answer.text
-        for found in answer.text.splitlines():
+        response = self.http.get("/metrics", **options)
+        assert response.status_code == 200, response.text
+        for found in response.text.splitlines():
             if found.startswith(line):
                 return float(found.rpartition(" ")[2])
         return 0.0

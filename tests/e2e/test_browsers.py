@@ -9,9 +9,9 @@ POST = b"POST %b HTTP/1.1\r\n%bContent-Type: text/plain\r\nContent-Length: %d\r\
 
 
 def status(server, request):
-    with server.connect() as connection, connection.makefile("rb") as answer:
+    with server.connect() as connection, connection.makefile("rb") as response:
         connection.sendall(request)
-        return int(answer.read().split(b" ")[1])
+        return int(response.read().split(b" ")[1])
 
 
 @pytest.mark.parametrize("fetched_from", [b"", b"Sec-Fetch-Site: cross-site\r\n", b"Sec-Fetch-Site: same-origin\r\n"])

@@ -32,8 +32,8 @@ def test_a_head_has_no_body(server):
     with server.connect() as connection:
         connection.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        with connection.makefile("rb") as answers:
-            received = answers.read()
+        with connection.makefile("rb") as responses:
+            received = responses.read()
     head, get, body = received.split(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK")
     length = len(server.http.get("/v1/models").content)
@@ -63,10 +63,10 @@ def test_an_extractor_from_making_to_deleting(server, photos, reference):
     assert "nodes" in server.http.get(f"{path}/graph").json()
     assert "def forward" in server.http.get(f"{path}/code").text
 
-    answer = server.http.post(f"{path}/features", content=photos["coffee"], headers=JPEG)
-    assert answer.headers["x-request-id"]
-    assert "compute;dur=" in answer.headers["server-timing"]
-    for output in answer.json()["outputs"]:
+    response = server.http.post(f"{path}/features", content=photos["coffee"], headers=JPEG)
+    assert response.headers["x-request-id"]
+    assert "compute;dur=" in response.headers["server-timing"]
+    for output in response.json()["outputs"]:
         value = torch.tensor(output["data"]).reshape(output["shape"])
         expected = reference("resnet18", output["node"], [photos["coffee"]])
         assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -98,17 +98,17 @@ def test_every_body_and_every_response_type(server, photos, reference, body, acc
     options = _bodies(photos["chelsea"])[body]
     headers = {**options.pop("headers", {}), "accept": f"application/{accept}"}
     url = "/v1/models/resnet18/features?weights=random&nodes=C5"
-    answer = server.http.post(url, headers=headers, **options)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == f"application/{accept}"
-    assert answer.headers["x-fxserve-weights"] == "random"
+    response = server.http.post(url, headers=headers, **options)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == f"application/{accept}"
+    assert response.headers["x-fxserve-weights"] == "random"
     if accept == "json":
-        [output] = answer.json()["outputs"]
+        [output] = response.json()["outputs"]
         value = torch.tensor(output["data"]).reshape(output["shape"])
     elif accept == "x-safetensors":
-        value = safetensors.torch.load(answer.content)["C5"]
+        value = safetensors.torch.load(response.content)["C5"]
     else:
-        loaded = np.load(io.BytesIO(answer.content), allow_pickle=False)
+        loaded = np.load(io.BytesIO(response.content), allow_pickle=False)
         value = torch.tensor(loaded["C5"] if accept == "x-npz" else loaded)
     expected = reference("resnet18", "layer4.1.relu_1", [photos["chelsea"]])
     assert (value - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -116,14 +116,14 @@ def test_every_body_and_every_response_type(server, photos, reference, body, acc
 
 def test_a_heat_map(server, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=C4"
-    answer = server.http.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
-    assert PIL.Image.open(io.BytesIO(answer.content)).size == (224, 224)
+    response = server.http.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
+    assert PIL.Image.open(io.BytesIO(response.content)).size == (224, 224)
 
 
 def test_trained_weights_from_the_cache(server, photos):
-    answer = server.http.post("/v1/models/squeezenet1_1/features?nodes=C3", content=photos["chelsea"], headers=JPEG)
-    assert answer.status_code == 200
-    assert answer.json()["weights"] == "IMAGENET1K_V1"
+    response = server.http.post("/v1/models/squeezenet1_1/features?nodes=C3", content=photos["chelsea"], headers=JPEG)
+    assert response.status_code == 200
+    assert response.json()["weights"] == "IMAGENET1K_V1"
 
 
 def test_other_requests_are_served_while_a_large_response_is_encoded(server, photos):
@@ -133,15 +133,15 @@ def test_other_requests_are_served_while_a_large_response_is_encoded(server, pho
 
     def waits():
         """Seconds that each of those others took, and how many the large answer took."""
-        answers, waited, started = [], [], time.perf_counter()
-        large = threading.Thread(target=lambda: answers.append(server.http.post(url, files=files)))
+        responses, waited, started = [], [], time.perf_counter()
+        large = threading.Thread(target=lambda: responses.append(server.http.post(url, files=files)))
         large.start()
         while large.is_alive():
             began = time.perf_counter()
             assert server.http.get("/healthz").status_code == 200
             waited.append(time.perf_counter() - began)
             time.sleep(0.02)
-        assert len(answers[0].content) > 50_000_000
+        assert len(responses[0].content) > 50_000_000
         return waited, time.perf_counter() - started
 
     for _ in range(5):  # a busy machine may stand still for a moment, but not each time

@@ -91,8 +91,8 @@ def test_endless_bodies_stay_within_the_memory_limit(guarded, photos):
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.sendall(request(FEATURES, length=2_000_000) + b"x" * 1_900_000)
-    answer = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
-    assert answer.status_code == 200, answer.text
+    response = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+    assert response.status_code == 200, response.text
     statuses = [response_of(connection)[9:12] for connection in connections]
     for connection in connections:
         connection.close()
@@ -125,13 +125,13 @@ def test_stalled_clients_time_out(guarded, photos):
     unread.sendall(head + body)
     received = [response_of(connection) for connection in waiting]
     assert received[0] == b""
-    for answer in received[1:]:
-        connection_problem(answer, 408, "request-timeout")
+    for response in received[1:]:
+        connection_problem(response, 408, "request-timeout")
     until(lambda: answered() >= before + 2)  # the server's patience with this one began a little later
-    answer = response_of(unread)
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    length = int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0])
-    assert len(answer) < length  # cut off
+    response = response_of(unread)
+    assert response.startswith(b"HTTP/1.1 200 ")
+    length = int(response.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    assert len(response) < length  # cut off
     for connection in [*waiting, unread]:
         connection.close()
 
@@ -170,11 +170,11 @@ def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, phot
 
     def flood():
         while not done.is_set():
-            answer = server.http.post(FEATURES, content=photos["chelsea"], headers=headers)
-            if answer.status_code == 200:
-                served.append(answer)
+            response = server.http.post(FEATURES, content=photos["chelsea"], headers=headers)
+            if response.status_code == 200:
+                served.append(response)
             else:
-                refused.append(answer)
+                refused.append(response)
                 done.wait(0.05)  # or nobody in this process gets to see its answers
 
     threads = [threading.Thread(target=flood) for _ in range(80)]
@@ -186,14 +186,14 @@ def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, phot
         between = []
         for _ in range(7):
             before = len(served)
-            answer = server.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
-            assert answer.status_code == 200, answer.text
+            response = server.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+            assert response.status_code == 200, response.text
             between.append(len(served) - before)
     finally:
         done.set()
         for thread in threads:
             thread.join()
-    assert {answer.status_code for answer in refused} == {429}
+    assert {response.status_code for response in refused} == {429}
     assert int(refused[0].headers["retry-after"]) >= 1
     # The greedy client has 56 places or a few less. Of those, eight have their turn when a request comes, and one more
     # gets it in the round; what else is counted are answers that its threads had yet to see.

@@ -23,12 +23,12 @@ def test_metadata_bombs_delay_no_request(server: Server) -> None:
     slowest = 0.0
     with ThreadPoolExecutor(8) as pool:
         began = time.monotonic()
-        answers = [pool.submit(httpx.post, server.url + path, files=files, timeout=60) for _ in range(8)]
-        while not all(answer.done() for answer in answers):
+        responses = [pool.submit(httpx.post, server.url + path, files=files, timeout=60) for _ in range(8)]
+        while not all(response.done() for response in responses):
             asked = time.monotonic()
             assert server.http.get("/healthz").status_code == 200
             slowest = max(slowest, time.monotonic() - asked)
-        assert [answer.result().status_code for answer in answers] == [200] * 8
+        assert [response.result().status_code for response in responses] == [200] * 8
     # Far from both, also on a machine that does other things meanwhile.
     assert time.monotonic() - began < 20
     assert slowest < 2

@@ -46,9 +46,9 @@ def test_tensors(server: Any, binary: bool) -> None:
     x = np.random.default_rng(0).random((2, 3, 224, 224), np.float32)
     given = kserve.InferInput("x", [2, 3, 224, 224], "FP32")
     given.set_data_from_numpy(x, binary_data=binary)
-    answer = ask(server, given)
-    assert {output.name: output.shape for output in answer.outputs} == {"C4": [2, 256, 14, 14], "C5": [2, 512, 7, 7]}
-    assert answer.outputs[0].as_numpy().dtype == np.float32
+    response = ask(server, given)
+    assert {output.name: output.shape for output in response.outputs} == {"C4": [2, 256, 14, 14], "C5": [2, 512, 7, 7]}
+    assert response.outputs[0].as_numpy().dtype == np.float32
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -59,7 +59,7 @@ def test_encoded_images(server: Any, binary: bool, photos: dict[str, bytes], ref
     given = kserve.InferInput("image", [1], "BYTES")
     data = np.array([photo if binary else base64.b64encode(photo).decode()], dtype=object)
     given.set_data_from_numpy(data, binary_data=binary)
-    answer = ask(server, given, request_outputs=[RequestedOutput("C5", {"binary_data": True})])
-    [output] = answer.outputs
+    response = ask(server, given, request_outputs=[RequestedOutput("C5", {"binary_data": True})])
+    [output] = response.outputs
     expected = reference("resnet18", "layer4.1.relu_1", [photo]).numpy()
     np.testing.assert_allclose(output.as_numpy(), expected, rtol=1e-4, atol=1e-4)

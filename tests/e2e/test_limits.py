@@ -40,28 +40,28 @@ def _the_next_request_is_served(small, photos):
     yield
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        answer = small.http.post(f"{FEATURES}&pool=avg", content=photos["chelsea"], headers=JPEG)
-        if answer.status_code != 429:  # what a test left behind may still hold the one place
+        response = small.http.post(f"{FEATURES}&pool=avg", content=photos["chelsea"], headers=JPEG)
+        if response.status_code != 429:  # what a test left behind may still hold the one place
             break
         time.sleep(0.1)
-    assert answer.status_code == 200
+    assert response.status_code == 200
 
 
-def problem(answer, status, kind):
-    assert answer.headers["content-type"] == "application/problem+json"
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (status, f"/problems/{kind}"), document
+def problem(response, status, kind):
+    assert response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert (response.status_code, document["type"]) == (status, f"/problems/{kind}"), document
     assert document["detail"]
     return document
 
 
 def test_body_over_the_limit(small):
-    answer = small.http.post(FEATURES, content=b"x" * (MAX_BODY + 1), headers=JPEG)
-    assert problem(answer, 413, "body-too-large")["limit"] == MAX_BODY
-    answer = small.http.post(
+    response = small.http.post(FEATURES, content=b"x" * (MAX_BODY + 1), headers=JPEG)
+    assert problem(response, 413, "body-too-large")["limit"] == MAX_BODY
+    response = small.http.post(
         "/v1/extractors", content=b"x" * (MAX_BODY + 1), headers={"content-type": "application/json"}
     )
-    problem(answer, 413, "body-too-large")
+    problem(response, 413, "body-too-large")
     problem(small.http.post(FEATURES, content=b"x" * 30_000_000, headers=JPEG), 413, "body-too-large")
 
 
@@ -107,8 +107,8 @@ def test_chunked_body_over_the_limit_is_read_no_further(small, path):
 
 
 def test_chunked_body_a_little_over_the_limit_gets_its_response(small):
-    answer = small.http.post(FEATURES, content=iter([b"x" * 100_000] * 4), headers=JPEG)
-    problem(answer, 413, "body-too-large")
+    response = small.http.post(FEATURES, content=iter([b"x" * 100_000] * 4), headers=JPEG)
+    problem(response, 413, "body-too-large")
 
 
 def test_image_over_the_limit_is_judged_by_its_header(small):
@@ -128,13 +128,13 @@ def test_not_an_image(small, photos, bad):
 
 
 def test_content_type_not_known(small):
-    answer = small.http.post(FEATURES, content=b"x", headers={"content-type": "application/octet-stream"})
-    assert "image/*" in problem(answer, 415, "unsupported-media-type")["available"]
+    response = small.http.post(FEATURES, content=b"x", headers={"content-type": "application/octet-stream"})
+    assert "image/*" in problem(response, 415, "unsupported-media-type")["available"]
 
 
 def test_accept_not_possible(small):
-    answer = small.http.post(FEATURES, content=b"x", headers={**JPEG, "accept": "text/csv"})
-    assert "application/x-safetensors" in problem(answer, 406, "not-acceptable")["available"]
+    response = small.http.post(FEATURES, content=b"x", headers={**JPEG, "accept": "text/csv"})
+    assert "application/x-safetensors" in problem(response, 406, "not-acceptable")["available"]
 
 
 def test_response_over_the_limit(small, photos):
@@ -145,30 +145,30 @@ def test_response_over_the_limit(small, photos):
 
 
 def test_admission_full(small, slow):
-    answers = []
+    responses = []
     for _ in range(20):  # of two at a time one is refused, unless a busy machine does one after the other
-        first = threading.Thread(target=lambda: answers.append(small.http.post(SLOW, files=slow)))
+        first = threading.Thread(target=lambda: responses.append(small.http.post(SLOW, files=slow)))
         first.start()
-        while first.is_alive() and not any(answer.status_code == 429 for answer in answers):
-            answers.append(small.http.post(SLOW, files=slow[:1]))
+        while first.is_alive() and not any(response.status_code == 429 for response in responses):
+            responses.append(small.http.post(SLOW, files=slow[:1]))
         first.join()
-        if any(answer.status_code == 429 for answer in answers):
+        if any(response.status_code == 429 for response in responses):
             break
-    [refused, *_] = [answer for answer in answers if answer.status_code == 429]
+    [refused, *_] = [response for response in responses if response.status_code == 429]
     problem(refused, 429, "admission-full")
     assert int(refused.headers["retry-after"]) >= 1
-    assert {answer.status_code for answer in answers} == {200, 429}
+    assert {response.status_code for response in responses} == {200, 429}
 
 
 def test_deadline_passed(small, slow):
-    answer = small.http.post(SLOW, files=slow, headers={"x-request-timeout": "0.05"})
-    problem(answer, 504, "deadline-exceeded")
+    response = small.http.post(SLOW, files=slow, headers={"x-request-timeout": "0.05"})
+    problem(response, 504, "deadline-exceeded")
 
 
 def test_weights_that_cannot_be_had(small, photos):
     began = time.monotonic()
-    answer = small.http.post("/v1/models/alexnet/features?nodes=features", content=photos["chelsea"], headers=JPEG)
-    document = problem(answer, 503, "weights-unavailable")
+    response = small.http.post("/v1/models/alexnet/features?nodes=features", content=photos["chelsea"], headers=JPEG)
+    document = problem(response, 503, "weights-unavailable")
     assert document["file"] == "alexnet-owt-7be5be79.pth"
     assert "weights=random" in document["detail"]
     assert time.monotonic() - began < 60
@@ -187,10 +187,10 @@ def test_what_is_not_http(small, raw):
 def test_not_ready_until_the_preloads_are_done(start):
     server = start(preload="alexnet:features")
     until(lambda: "could not be downloaded" in server.http.get("/readyz").text)
-    answer = server.http.get("/readyz")
-    document = problem(answer, 503, "not-ready")
+    response = server.http.get("/readyz")
+    document = problem(response, 503, "not-ready")
     assert "alexnet-owt-7be5be79.pth" in document["reason"]
-    assert int(answer.headers["retry-after"]) >= 1
+    assert int(response.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -232,14 +232,14 @@ def test_accepted_work_is_finished_before_the_end(start, photos):
     server = start()
     photo = ("a.jpg", photos["chelsea"], "image/jpeg")
     assert server.http.post(SLOW, files={"a": photo}).status_code == 200
-    answers = []
-    busy = threading.Thread(target=lambda: answers.append(server.http.post(SLOW, files=[("a", photo)] * 6)))
+    responses = []
+    busy = threading.Thread(target=lambda: responses.append(server.http.post(SLOW, files=[("a", photo)] * 6)))
     busy.start()
     until(lambda: server.metric("fxserve_inflight_requests ") == 1 or not busy.is_alive())
     server.process.send_signal(signal.SIGTERM)
     busy.join()
-    assert answers[0].status_code == 200
-    assert json.loads(answers[0].content)["images"] == 6
+    assert responses[0].status_code == 200
+    assert json.loads(responses[0].content)["images"] == 6
     server.process.wait(60)
     assert "Traceback" not in server.log.read_text()
 
@@ -263,16 +263,16 @@ def test_what_waits_for_its_extractor_before_the_end(start, grace, status):
     """Building this one takes seconds."""
     server = start(grace_period=grace)
     spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C2"], "precision": "int8", "backend": "eager"}
-    answers = []
-    busy = threading.Thread(target=lambda: answers.append(server.http.post("/v1/extractors?wait=300", json=spec)))
+    responses = []
+    busy = threading.Thread(target=lambda: responses.append(server.http.post("/v1/extractors?wait=300", json=spec)))
     busy.start()
     with httpx.Client(base_url=server.url, timeout=60) as other:
         until(lambda: other.get("/v1/extractors").json()["extractors"])
     server.process.send_signal(signal.SIGTERM)
     busy.join()
-    assert answers[0].status_code == status
-    assert answers[0].headers["x-request-id"]
+    assert responses[0].status_code == status
+    assert responses[0].headers["x-request-id"]
     if status == 503:
-        problem(answers[0], 503, "draining")
-        assert int(answers[0].headers["retry-after"]) >= 1
+        problem(responses[0], 503, "draining")
+        assert int(responses[0].headers["retry-after"]) >= 1
     server.process.wait(60)

@@ -24,10 +24,10 @@ def test_many_concurrent_graphs_starve_no_request(server: Server) -> None:
         size = 224 + number
         with httpx.Client(base_url=server.url, timeout=120) as http:
             while not stop.is_set():
-                answer = http.get("/v1/models/densenet121/graph", params={"height": size, "width": size})
-                statuses[answer.status_code] += 1
-                if answer.status_code == 429:
-                    waits.append(answer.headers["retry-after"])
+                response = http.get("/v1/models/densenet121/graph", params={"height": size, "width": size})
+                statuses[response.status_code] += 1
+                if response.status_code == 429:
+                    waits.append(response.headers["retry-after"])
                     time.sleep(0.1)
                 size += 50
 
@@ -43,9 +43,9 @@ def test_many_concurrent_graphs_starve_no_request(server: Server) -> None:
                 time.sleep(0.1)
             for model in ("squeezenet1_1", "squeezenet1_0"):  # neither was asked for before: both are traced now
                 began = time.monotonic()
-                answer = server.http.post(f"/v2/models/{model}/infer", json=infer)
+                response = server.http.post(f"/v2/models/{model}/infer", json=infer)
                 took[model] = time.monotonic() - began
-                assert answer.status_code == 200, answer.text
+                assert response.status_code == 200, response.text
         finally:
             stop.set()
     assert set(statuses) == {200, 429}

@@ -44,17 +44,22 @@ def close(actual, expected):
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def vectors(answer):
-    assert [one.index for one in answer.data] == list(range(len(answer.data)))
-    assert {one.object for one in answer.data} == {"embedding"}
-    return torch.tensor([one.embedding for one in answer.data])
+def vectors(response):
+    assert [one.index for one in response.data] == list(range(len(response.data)))
+    assert {one.object for one in response.data} == {"embedding"}
+    return torch.tensor([one.embedding for one in response.data])
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"user": "alice"}])
 def test_several_images(client, photos, expected, options):
-    answer = client.embeddings.create(model=MODEL, input=[data_url(image) for image in photos.values()], **options)
-    close(vectors(answer), expected)
-    assert (answer.object, answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("list", MODEL, 0, 0)
+    response = client.embeddings.create(model=MODEL, input=[data_url(image) for image in photos.values()], **options)
+    close(vectors(response), expected)
+    assert (response.object, response.model, response.usage.prompt_tokens, response.usage.total_tokens) == (
+        "list",
+        MODEL,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("write", [data_url, lambda image: base64.b64encode(image).decode()])
@@ -63,15 +68,15 @@ def test_one_image_as_a_data_url_or_as_base64(client, photos, expected, write):
 
 
 def test_base64_is_little_endian_float32(client, photos, expected):
-    answer = client.embeddings.create(model=MODEL, input=data_url(photos["chelsea"]), encoding_format="base64")
-    values = torch.frombuffer(bytearray(base64.b64decode(answer.data[0].embedding)), dtype=torch.float32)
+    response = client.embeddings.create(model=MODEL, input=data_url(photos["chelsea"]), encoding_format="base64")
+    values = torch.frombuffer(bytearray(base64.b64decode(response.data[0].embedding)), dtype=torch.float32)
     close(values[None], expected[:1])
 
 
 def test_dimensions_are_the_first_ones_and_unit_length_again(client, photos, expected):
-    answer = client.embeddings.create(model=MODEL, input=[data_url(i) for i in photos.values()], dimensions=100)
-    close(vectors(answer), functional.normalize(expected[:, :100], dim=1))
-    assert torch.allclose(vectors(answer).norm(dim=1), torch.ones(3))
+    response = client.embeddings.create(model=MODEL, input=[data_url(i) for i in photos.values()], dimensions=100)
+    close(vectors(response), functional.normalize(expected[:, :100], dim=1))
+    assert torch.allclose(vectors(response).norm(dim=1), torch.ones(3))
 
 
 def test_asynchronously(server, photos, expected):
@@ -81,8 +86,8 @@ def test_asynchronously(server, photos, expected):
             models = [model.id async for model in client.models.list()]
             return await asyncio.gather(*asked), models
 
-    answers, models = asyncio.run(ask())
-    close(torch.cat([vectors(answer) for answer in answers]), expected)
+    responses, models = asyncio.run(ask())
+    close(torch.cat([vectors(response) for response in responses]), expected)
     assert "resnet18" in models
 
 
@@ -96,8 +101,8 @@ def test_langchain(server, photos, expected):
     )
     close(torch.tensor(embeddings.embed_documents([data_url(image) for image in photos.values()])), expected)
     close(torch.tensor([embeddings.embed_query(data_url(photos["chelsea"]))]), expected[:1])
-    answers = asyncio.run(embeddings.aembed_documents([data_url(photos["chelsea"])]))
-    close(torch.tensor(answers), expected[:1])
+    responses = asyncio.run(embeddings.aembed_documents([data_url(photos["chelsea"])]))
+    close(torch.tensor(responses), expected[:1])
     shorter = embeddings.model_copy(update={"dimensions": 100}).embed_query(data_url(photos["chelsea"]))
     close(torch.tensor([shorter]), functional.normalize(expected[:1, :100], dim=1))
 
@@ -109,13 +114,13 @@ def test_an_extractor_by_its_name(server, client, photos, expected):
 
 
 def test_tokens_are_the_class_token(client, photos, reference):
-    answer = client.embeddings.create(model="vit_b_32@random:encoder.ln", input=data_url(photos["chelsea"]))
-    close(vectors(answer), reference("vit_b_32", "encoder.ln", [photos["chelsea"]])[:, 0])
+    response = client.embeddings.create(model="vit_b_32@random:encoder.ln", input=data_url(photos["chelsea"]))
+    close(vectors(response), reference("vit_b_32", "encoder.ln", [photos["chelsea"]])[:, 0])
 
 
 def test_tokens_without_a_class_token_are_averaged(client, photos, reference):
-    answer = client.embeddings.create(model="vit_b_32@random:permute", input=data_url(photos["chelsea"]))
-    close(vectors(answer), reference("vit_b_32", "permute", [photos["chelsea"]]).mean(dim=1))
+    response = client.embeddings.create(model="vit_b_32@random:permute", input=data_url(photos["chelsea"]))
+    close(vectors(response), reference("vit_b_32", "permute", [photos["chelsea"]]).mean(dim=1))
 
 
 def test_models_are_listed(server, client):
@@ -185,9 +190,9 @@ def test_weights_that_cannot_be_had_are_not_asked_for_again(server, photos):
 
 def test_other_statuses_have_its_shape_too(server, photos):
     def asked(**options):
-        answer = server.http.request(options.pop("method", "POST"), "/v1/embeddings", **options)
-        assert set(answer.json()) == {"error"}, answer.text
-        return answer.status_code, answer.json()["error"]["code"]
+        response = server.http.request(options.pop("method", "POST"), "/v1/embeddings", **options)
+        assert set(response.json()) == {"error"}, response.text
+        return response.status_code, response.json()["error"]["code"]
 
     body = {"model": MODEL, "input": data_url(photos["chelsea"])}
     assert asked(content=photos["chelsea"], headers={"content-type": "image/jpeg"}) == (415, "unsupported_media_type")
@@ -228,5 +233,5 @@ def test_keys(start, tmp_path, photos, expected):
     assert "scope admin" in refused(error, 403, None, "forbidden")
     close(vectors(ada.embeddings.create(**asked)), expected[:1])
     close(vectors(rob.embeddings.create(**asked)), expected[:1])
-    answer = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {secrets[1]}"}).text
-    assert 'route="/v1/embeddings"' in answer
+    response = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {secrets[1]}"}).text
+    assert 'route="/v1/embeddings"' in response

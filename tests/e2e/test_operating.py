@@ -38,9 +38,9 @@ class Serve(Server):
 
     def total(self, line: str) -> float:
         """The value of the metric that begins with ``line``."""
-        answer = self.ask("/metrics")
-        assert answer.status_code == 200, answer.text
-        values = [text for text in answer.text.splitlines() if text.startswith(line)]
+        response = self.ask("/metrics")
+        assert response.status_code == 200, response.text
+        values = [text for text in response.text.splitlines() if text.startswith(line)]
         assert len(values) == 1, values
         return float(values[0].rpartition(" ")[2])
 
@@ -124,8 +124,8 @@ def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) ->
 
 def test_a_request_is_a_span_with_its_stages(serve: Serve, photos: dict[str, bytes], spans: list[Any]) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "content-type": "image/jpeg"}
-    answer = serve.http.post(FEATURES, content=photos["coffee"], headers=headers)
-    assert answer.status_code == 200
+    response = serve.http.post(FEATURES, content=photos["coffee"], headers=headers)
+    assert response.status_code == 200
     own = until(lambda: found if len(found := [s for s in spans if s.trace_id.hex() == TRACE]) == 5 else None)
     [root] = [span for span in own if span.parent_span_id.hex() == PARENT]
     assert root.name == "POST /v1/models/{model}/features"
@@ -135,7 +135,7 @@ def test_a_request_is_a_span_with_its_stages(serve: Serve, photos: dict[str, byt
     stages = sorted((span for span in own if span is not root), key=lambda span: span.start_time_unix_nano)
     assert [span.name for span in stages] == list(STAGES)
     assert all(span.parent_span_id == root.span_id for span in stages)
-    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    timing = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
     for span in stages:
         milliseconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
         assert milliseconds == pytest.approx(float(timing[span.name]), abs=0.001)

@@ -150,9 +150,9 @@ def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def features(server: Server, photo: bytes, extractor: str) -> np.ndarray:
     headers = {"content-type": "image/jpeg", "accept": "application/x-npy"}
-    answer = server.http.post(extractor, content=photo, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return np.load(io.BytesIO(answer.content))
+    response = server.http.post(extractor, content=photo, headers=headers)
+    assert response.status_code == 200, response.text
+    return np.load(io.BytesIO(response.content))
 
 
 def expected(photo: bytes) -> np.ndarray:

@@ -44,11 +44,11 @@ def test_every_response_is_documented(schema, mode):
         )
         @hypothesis.given(case=case)
         def check(case):
-            answer = case.call(timeout=60)
-            if NOT_HTTP not in answer.text:  # said before there is a route that could have documented it
+            response = case.call(timeout=60)
+            if NOT_HTTP not in response.text:  # said before there is a route that could have documented it
                 # A deadline that no server could keep is the client's own.
-                too_late = answer.status_code == 504 and "x-request-timeout" in map(str.lower, case.headers)
-                case.validate_response(answer, excluded_checks=[not_a_server_error] if too_late else [])
+                too_late = response.status_code == 504 and "x-request-timeout" in map(str.lower, case.headers)
+                case.validate_response(response, excluded_checks=[not_a_server_error] if too_late else [])
 
         try:
             check()

@@ -82,13 +82,13 @@ def test_every_crop_mode_is_timms_to_the_bit(
         config = timm.data.resolve_model_data_config(model)
         transform = timm.data.create_transform(**config, is_training=False)
         x = torch.stack([transform(image.convert("RGB")) for image in images])
-        answer = server.http.post(
+        response = server.http.post(
             f"/v1/models/timm.{name}/features?nodes=x,layer4:last&weights=random&preprocess=pil",
             files=files,
             headers={"Accept": "application/x-safetensors"},
         )
-        assert answer.status_code == 200, answer.text
-        found = safetensors.torch.load(answer.content)
+        assert response.status_code == 200, response.text
+        found = safetensors.torch.load(response.content)
         assert torch.equal(found["x"], x), name
         with torch.no_grad():
             last = model.forward_features(x)

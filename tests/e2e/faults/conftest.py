@@ -100,10 +100,10 @@ class Clients:
         self.server = server
         self.model = model
 
-    def check(self, answer: httpx.Response, *marks: float) -> None:
+    def check(self, response: httpx.Response, *marks: float) -> None:
         """That ``answer`` is the right one, and to this request."""
-        assert answer.status_code == 200, answer.text
-        found = safetensors.torch.load(answer.content)
+        assert response.status_code == 200, response.text
+        found = safetensors.torch.load(response.content)
         with torch.inference_mode():
             conv = self.model.conv(rows(*marks))
             head = self.model.head(self.model.pool(conv).flatten(1))
@@ -117,14 +117,14 @@ class Clients:
         for place, mark in enumerate(among):
             marks.insert((place + 1) * len(marks) // (len(among) + 1), mark)
         with ThreadPoolExecutor(at_once) as pool:
-            answers = list(
+            responses = list(
                 pool.map(lambda n: self.server.features(marks[n], **{"x-request-id": f"r{n}"}), range(len(marks)))
             )
-        for number, (mark, answer) in enumerate(zip(marks, answers, strict=True)):
-            assert answer.headers.get_list("x-request-id") == [f"r{number}"]
+        for number, (mark, response) in enumerate(zip(marks, responses, strict=True)):
+            assert response.headers.get_list("x-request-id") == [f"r{number}"]
             if mark not in among:
-                self.check(answer, mark)
-        return [answer for mark, answer in zip(marks, answers, strict=True) if mark in among]
+                self.check(response, mark)
+        return [response for mark, response in zip(marks, responses, strict=True) if mark in among]
 
 
 @pytest.fixture(scope="package")

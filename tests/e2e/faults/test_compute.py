@@ -27,34 +27,34 @@ from tests.e2e.faults.conftest import FEATURES, Clients, FaultyServer
 pytestmark = pytest.mark.usefixtures("sound")
 
 
-def problems(answers: list[httpx.Response]) -> set[tuple[int, str]]:
-    return {(answer.status_code, answer.json()["type"]) for answer in answers}
+def problems(responses: list[httpx.Response]) -> set[tuple[int, str]]:
+    return {(response.status_code, response.json()["type"]) for response in responses}
 
 
 def test_a_model_that_raises(clients: Clients) -> None:
-    answers = clients.ask([RAISES] * 5)
-    assert len(answers) == 5
-    assert problems(answers) == {(500, "/problems/compute-failed")}
-    assert "ValueError: the model does not like this row" in answers[0].json()["detail"]
+    responses = clients.ask([RAISES] * 5)
+    assert len(responses) == 5
+    assert problems(responses) == {(500, "/problems/compute-failed")}
+    assert "ValueError: the model does not like this row" in responses[0].json()["detail"]
 
 
 def test_a_model_that_returns_nan(clients: Clients, server: FaultyServer) -> None:
-    for answer in clients.ask([NAN] * 3):
-        assert answer.status_code == 200
-        assert all(values.isnan().all() for values in safetensors.torch.load(answer.content).values())
+    for response in clients.ask([NAN] * 3):
+        assert response.status_code == 200
+        assert all(values.isnan().all() for values in safetensors.torch.load(response.content).values())
     document = server.features(NAN, accept="application/json").json()
     assert all(set(output["data"]) == {None} for output in document["outputs"])
 
 
 def test_no_memory_for_a_row(clients: Clients) -> None:
-    answers = clients.ask([NO_MEMORY] * 5)
-    assert problems(answers) == {(503, "/problems/out-of-memory")}
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    responses = clients.ask([NO_MEMORY] * 5)
+    assert problems(responses) == {(503, "/problems/out-of-memory")}
+    assert all(int(response.headers["retry-after"]) >= 1 for response in responses)
 
 
 def test_no_cuda_memory_for_a_batch(clients: Clients, server: FaultyServer) -> None:
-    for answer in clients.ask([TOO_MANY_ROWS] * 5):
-        clients.check(answer, TOO_MANY_ROWS)
+    for response in clients.ask([TOO_MANY_ROWS] * 5):
+        clients.check(response, TOO_MANY_ROWS)
     clients.check(server.features(TOO_MANY_ROWS, 1, 2, 3), TOO_MANY_ROWS, 1, 2, 3)
     assert server.metric('fxserve_batch_failures_total{cause="out_of_memory"}') > 0
 
@@ -62,18 +62,18 @@ def test_no_cuda_memory_for_a_batch(clients: Clients, server: FaultyServer) -> N
 def test_a_device_thread_that_dies(clients: Clients, server: FaultyServer) -> None:
     """The batch that it held is told to come again; what waited is computed by the thread that takes over."""
     restarts = server.metric("fxserve_worker_restarts_total ")
-    answer = server.features(DIES)
-    assert problems([answer]) == {(503, "/problems/not-ready")}
-    assert "SystemExit: the device thread ends here" in answer.json()["detail"]
-    assert answer.headers["retry-after"] == "1"
+    response = server.features(DIES)
+    assert problems([response]) == {(503, "/problems/not-ready")}
+    assert "SystemExit: the device thread ends here" in response.json()["detail"]
+    assert response.headers["retry-after"] == "1"
     # Not among others: a batch is told as a whole, and which rows share it is chance.
     waiting = [threading.Thread(target=clients.ask, args=((), 4, 2)) for _ in range(3)]
-    answers = [server.features(DIES) for _ in range(2)]
+    responses = [server.features(DIES) for _ in range(2)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
         thread.join()
-    assert problems(answers) == {(503, "/problems/not-ready")}
+    assert problems(responses) == {(503, "/problems/not-ready")}
     assert server.metric("fxserve_worker_restarts_total ") == restarts + 3
 
 

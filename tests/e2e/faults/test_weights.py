@@ -31,9 +31,9 @@ def _weights_are_right_again(weights: Weights) -> Iterator[None]:
     weights.sent, weights.stall_after = weights.data, None
 
 
-def unavailable(answer: httpx.Response) -> str:
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (503, "/problems/weights-unavailable"), document
+def unavailable(response: httpx.Response) -> str:
+    document = response.json()
+    assert (response.status_code, document["type"]) == (503, "/problems/weights-unavailable"), document
     return str(document["detail"])
 
 
@@ -51,15 +51,15 @@ def taken(server: FaultyServer, clients: Clients, model: str, cache: Path, weigh
 def test_a_download_that_stalls(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     weights.stall_after = len(weights.data) // 2
     weights.resumed.clear()
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(server.features(1, model="stalls")))
+    responses: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: responses.append(server.features(1, model="stalls")))
     began = time.monotonic()
     asking.start()
     clients.ask()  # nobody else waits for it
     asking.join()
     weights.resumed.set()
     assert time.monotonic() - began >= STALL_SECONDS
-    assert "timed out" in unavailable(answers[0])
+    assert "timed out" in unavailable(responses[0])
     assert not list(cache.glob("stalls*"))
     weights.stall_after = None
     taken(server, clients, "stalls", cache, weights)
@@ -75,15 +75,15 @@ def test_downloads_keep_no_build_waiting(
         file.unlink()
     weights.stall_after = len(weights.data) // 2
     weights.resumed.clear()
-    answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(server.features(1, model="stalls")))
+    responses: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: responses.append(server.features(1, model="stalls")))
     asking.start()
     until(lambda: list(cache.glob("tmp*")))  # it has begun
     clients.check(server.features(1, 2), 1, 2)
-    assert not answers
+    assert not responses
     weights.resumed.set()
     asking.join()
-    unavailable(answers[0])
+    unavailable(responses[0])
     server.stop()
 
 

@@ -17,9 +17,9 @@ from tests.e2e.faults.app import HANGS
 from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weights
 
 
-def held(server: FaultyServer, answers: list[httpx.Response]) -> threading.Thread:
+def held(server: FaultyServer, responses: list[httpx.Response]) -> threading.Thread:
     """A request that holds the device, in a thread of its own."""
-    thread = threading.Thread(target=lambda: answers.append(server.features(HANGS, 1)))
+    thread = threading.Thread(target=lambda: responses.append(server.features(HANGS, 1)))
     thread.start()
     until(lambda: server.metric("fxserve_inflight_requests ") == 1)
     time.sleep(0.2)
@@ -61,8 +61,8 @@ def test_killed_and_restarted_then_terminated(
     assert server.http.get("/readyz").status_code == 200
 
     # SIGTERM under load: what was accepted is answered, what comes now is told to go elsewhere.
-    answers: list[httpx.Response] = []
-    slow = held(server, answers)
+    responses: list[httpx.Response] = []
+    slow = held(server, responses)
     server.process.terminate()
     until(lambda: draining(server))
     with httpx.Client(base_url=server.url) as fresh:
@@ -72,7 +72,7 @@ def test_killed_and_restarted_then_terminated(
     assert int(refused.headers["retry-after"]) >= 1
     (together / "release").touch()
     slow.join()
-    clients.check(answers[0], HANGS, 1)
+    clients.check(responses[0], HANGS, 1)
     server.process.wait(60)
     (together / "release").unlink()
     assert "Traceback" not in server.log.read_text()
@@ -82,11 +82,11 @@ def test_killed_and_restarted_then_terminated(
 def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
     """At the end of the grace period it is told so, and the process ends all the same."""
     clients.ask(good=8)
-    answers: list[httpx.Response] = []
-    slow = held(server, answers)
+    responses: list[httpx.Response] = []
+    slow = held(server, responses)
     began = time.monotonic()
     server.process.terminate()
     slow.join()
     assert time.monotonic() - began >= GRACE_PERIOD - 0.5
-    assert (answers[0].status_code, answers[0].json()["type"]) == (503, "/problems/draining")
+    assert (responses[0].status_code, responses[0].json()["type"]) == (503, "/problems/draining")
     server.process.wait(60)

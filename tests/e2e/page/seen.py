@@ -23,14 +23,14 @@ TILES = ".grid .tile"
 
 def asked(server, model, node, weights, photo=None, headers=None):
     """What the service answers to the request that the page should have made."""
-    answer = server.http.post(
+    response = server.http.post(
         f"/v1/models/{model}/features",
         params={"nodes": node, "weights": weights},
         content=photo or CHELSEA.read_bytes(),
         headers={"accept": "application/x-safetensors", "content-type": "image/jpeg", **(headers or {})},
     )
-    assert answer.status_code == 200, answer.text
-    return safetensors.numpy.load(answer.content)[node]
+    assert response.status_code == 200, response.text
+    return safetensors.numpy.load(response.content)[node]
 
 
 def coloured(values):

@@ -49,12 +49,12 @@ def attention(server, model, node, photo=CHELSEA):
     """The weights of one photo, as the service gives them: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
     spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
     made = server.http.post("/v1/extractors", json=spec).json()
-    answer = server.http.post(
+    response = server.http.post(
         f"/v1/extractors/{made['id']}/features",
         content=photo.read_bytes(),
         headers={"accept": "application/x-safetensors", "content-type": "image/jpeg"},
     )
-    return safetensors.numpy.load(answer.content)[node][0]
+    return safetensors.numpy.load(response.content)[node][0]
 
 
 @pytest.mark.exhaustive

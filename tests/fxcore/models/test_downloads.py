@@ -99,8 +99,8 @@ def test_without_a_network_the_error_comes_at_once(host: str, torch_home: Path) 
         assert part in caught.value.detail
 
 
-@pytest.mark.parametrize("answer", [None, b"nonsense\r\n\r\n", b""])
-def test_a_server_that_makes_no_sense(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("response", [None, b"nonsense\r\n\r\n", b""])
+def test_a_server_that_makes_no_sense(response: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that accepts and says nothing, one that speaks no HTTP, one that hangs up."""
     monkeypatch.setattr(downloads, "_REACH_TIMEOUT", 0.5)
     given_up = threading.Event()
@@ -110,10 +110,10 @@ def test_a_server_that_makes_no_sense(answer: bytes | None, monkeypatch: pytest.
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1000)
-                if answer is None:
+                if response is None:
                     given_up.wait(120)
                 else:
-                    connection.sendall(answer)
+                    connection.sendall(response)
 
         thread = threading.Thread(target=speak)
         thread.start()

@@ -89,10 +89,10 @@ def test_code_is_what_torch_fx_generates(model: str) -> None:
 def test_code_written_by_many_threads_leaves_the_graph_as_it_was() -> None:
     graph = model_graph("vit_b_16")
     expected = render(graph, "code")
-    answers: list[str] = []
+    responses: list[str] = []
 
     def write() -> None:
-        answers.extend(render(graph, "code") for _ in range(20))
+        responses.extend(render(graph, "code") for _ in range(20))
 
     threads = [threading.Thread(target=write) for _ in range(4)]
     interval = sys.getswitchinterval()
@@ -104,7 +104,7 @@ def test_code_written_by_many_threads_leaves_the_graph_as_it_was() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert set(answers) == {expected}
+    assert set(responses) == {expected}
     assert all(repr(node) == node.name for node in graph.graph.nodes)
 
 

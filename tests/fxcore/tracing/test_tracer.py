@@ -185,10 +185,10 @@ def test_tracing_beside_inference() -> None:
     with torch.no_grad():
         quiet = model(x)
         c3 = extractor(x)["C3"]
-    stop, wrong, answers = threading.Event(), [], 0
+    stop, wrong, responses = threading.Event(), [], 0
 
     def infer() -> None:
-        nonlocal answers
+        nonlocal responses
         with torch.no_grad():
             while not stop.is_set():
                 try:
@@ -198,19 +198,19 @@ def test_tracing_beside_inference() -> None:
                         wrong.append("another value")
                 except Exception as error:
                     wrong.append(repr(error))
-                answers += 1
+                responses += 1
 
     thread = threading.Thread(target=infer)
     thread.start()
     try:
         found = [names(trace(model).graph) for model in models]
         until = time.monotonic() + 60
-        while answers < 10 and time.monotonic() < until:  # on a slow machine the traces would be over first
+        while responses < 10 and time.monotonic() < until:  # on a slow machine the traces would be over first
             assert [names(trace(model).graph) for model in models[:4]] == expected[:4]
     finally:
         stop.set()
         thread.join()
-    assert answers >= 10
+    assert responses >= 10
     assert wrong == []
     assert found == expected
 

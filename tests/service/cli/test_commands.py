@@ -272,10 +272,10 @@ def test_serve_runs_until_sigterm() -> None:
                 line,
             )
             assert match is not None, line
-            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as answer:
-                assert [m["name"] for m in json.load(answer)["models"]] == ["resnet18"]
-            with urllib.request.urlopen(match[2], timeout=60) as answer:
-                assert answer.status == 200
+            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as response:
+                assert [m["name"] for m in json.load(response)["models"]] == ["resnet18"]
+            with urllib.request.urlopen(match[2], timeout=60) as response:
+                assert response.status == 200
             server.send_signal(signal.SIGTERM)
             rest, errors = server.communicate(timeout=60)
         finally:

@@ -25,8 +25,8 @@ def expected(files: list[Path], nodes: dict[str, str]) -> dict[str, torch.Tensor
     preprocessing = entry.preprocessing()
     with torch.inference_mode():
         batch = torch.stack([preprocessing.pixels(decoded(file.read_bytes())) for file in files])
-        answer: dict[str, torch.Tensor] = extractor.module(batch)
-    return answer
+        response: dict[str, torch.Tensor] = extractor.module(batch)
+    return response
 
 
 def test_extract_writes_a_folder_of_shards(files: list[Path], tmp_path: Path) -> None:

@@ -211,14 +211,14 @@ OK = Response(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
 REF = ExtractorRef("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
 
 
-def steps(flow, answers):
+def steps(flow, responses):
     """The steps that a flow takes, given these answers to what it sends, and its result or error."""
-    taken, answers, result = [], list(answers), None
+    taken, responses, result = [], list(responses), None
     try:
         while True:
             step = flow.send(result)
             taken.append(step)
-            result = answers.pop(0) if isinstance(step, Send) else None
+            result = responses.pop(0) if isinstance(step, Send) else None
             if isinstance(step, Call):
                 result = step.function()
     except StopIteration as end:
@@ -228,8 +228,8 @@ def steps(flow, answers):
 
 
 def test_it_retries_after_retry_after():
-    answers = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
-    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 5)), answers)
+    responses = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
+    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 5)), responses)
     assert result is OK
     assert [type(step) for step in taken] == [Send, Sleep, Send, Sleep, Send]
     assert 2 <= taken[1].seconds <= 2.5
@@ -237,7 +237,7 @@ def test_it_retries_after_retry_after():
 
 
 @pytest.mark.parametrize(
-    ("answer", "retry_policy", "sent"),
+    ("response", "retry_policy", "sent"),
     [
         (refusal(429, "admission-full", "0"), RetryPolicy(60, 2), 3),  # as often as allowed
         (refusal(429, "admission-full", "30"), RetryPolicy(10, 5), 1),  # it would be too late
@@ -246,8 +246,8 @@ def test_it_retries_after_retry_after():
         (refusal(500, "compute-failed", "1"), RetryPolicy(60, 5), 1),
     ],
 )
-def test_it_stops_retrying(answer, retry_policy, sent):
-    taken, error = steps(flows.exchange(Send("GET", "/"), retry_policy), [answer] * 9)
+def test_it_stops_retrying(response, retry_policy, sent):
+    taken, error = steps(flows.exchange(Send("GET", "/"), retry_policy), [response] * 9)
     assert isinstance(error, exceptions.Problem)
     assert sum(isinstance(step, Send) for step in taken) == sent
 
@@ -300,11 +300,11 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
     [part] = split_call([bytes([n]) for n in range(8)], 16, MB)
     too_large = refusal(413, "response-too-large", bytes=800, limit=250)
     assembly = Assembly(8)
-    answers = [too_large] + [
+    responses = [too_large] + [
         Response(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
         for first in range(0, 8, 2)
     ]
-    taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), answers)
+    taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), responses)
     assert sum(isinstance(step, Send) for step in taken) == 5
     assert assembly.arrays()["a"].tolist() == list(range(8))
 
@@ -317,11 +317,11 @@ def described(id="x", fingerprint="f"):
 UNKNOWN = refusal(404, "unknown-extractor")
 
 
-def asked(ref, answers):
+def asked(ref, responses):
     """Path and body of what is sent for one image, and what comes of it in the end."""
     [part] = split_call([b"image"], 1, MB)
     assembly = Assembly(1)
-    taken, error = steps(flows.extract(ref, part, {}, assembly, RetryPolicy(60, 5)), answers)
+    taken, error = steps(flows.extract(ref, part, {}, assembly, RetryPolicy(60, 5)), responses)
     return [(step.path, step.body) for step in taken if isinstance(step, Send)], error or assembly.arrays()
 
 

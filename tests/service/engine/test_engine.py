@@ -39,15 +39,15 @@ async def test_values_are_those_of_a_forward_hook(engine: MakeEngine, jpegs: lis
     preset = entry.transforms["IMAGENET1K_V1"]()
     async with engine() as running:
         record = await built(running, "resnet18", {"layer1.0.bn1": "early", "layer3": "C4", "layer4": "C5"})
-        answers = [await running.features(record, [jpeg]) for jpeg in jpegs]
+        responses = [await running.features(record, [jpeg]) for jpeg in jpegs]
         together = await running.features(record, jpegs)
     assert list(together.outputs) == ["early", "C4", "C5"]
     assert set(together.timings) == {"decode", "queue", "compute"}
     assert together.timings["compute"] > 0
     for key, path in {"early": "layer1.0.bn1", "C4": "layer3", "C5": "layer4"}.items():
-        for place, (jpeg, answer) in enumerate(zip(jpegs, answers, strict=True)):
+        for place, (jpeg, response) in enumerate(zip(jpegs, responses, strict=True)):
             expected = hooked(model, path, preset(decoded(jpeg))[None])
-            assert (answer.outputs[key] - expected).norm() < 1e-5 * expected.norm()  # batch norms are folded
+            assert (response.outputs[key] - expected).norm() < 1e-5 * expected.norm()  # batch norms are folded
             assert (together.outputs[key][place] - expected[0]).norm() < 1e-5 * expected.norm()
         assert together.outputs[key].is_contiguous()
 
@@ -147,16 +147,16 @@ async def test_requests_with_different_options_share_a_batch(engine: MakeEngine,
         tasks = [asyncio.create_task(running.features(record, jpegs[:1], o)) for o in options]
         await waiting(running, len(options))
         watched.open.set()
-        answers = [(await task).outputs for task in tasks]
+        responses = [(await task).outputs for task in tasks]
         await blocker
     assert watched.sizes == [1, 4, 1]  # five are made a batch of a usual size and one more
-    for wanted, answer, expected in zip(options, answers, alone, strict=True):
-        assert list(answer) == (["features.12"] if wanted.keys else ["features.8", "features.12"])
-        for key in answer:
-            assert answer[key].dtype == expected[key].dtype
-            assert_close(answer[key].float(), expected[key].float(), rtol=1e-2, atol=1e-5)
+    for wanted, response, expected in zip(options, responses, alone, strict=True):
+        assert list(response) == (["features.12"] if wanted.keys else ["features.8", "features.12"])
+        for key in response:
+            assert response[key].dtype == expected[key].dtype
+            assert_close(response[key].float(), expected[key].float(), rtol=1e-2, atol=1e-5)
             # Nobody's answer keeps the whole batch in memory.
-            assert answer[key].untyped_storage().nbytes() == answer[key].nbytes
+            assert response[key].untyped_storage().nbytes() == response[key].nbytes
 
 
 async def test_outputs_that_are_not_asked_for_cost_nothing(engine: MakeEngine, jpegs: list[bytes]) -> None:
@@ -191,7 +191,7 @@ async def test_a_detector_pads_to_the_largest(
     pair = [jpegs[0], encoded(np.ascontiguousarray(arrays["chelsea"].transpose(1, 0, 2)))]
     async with engine() as running:
         record = await built(running, "fasterrcnn_mobilenet_v3_large_320_fpn", ["backbone.body.6"])
-        answer = (await running.features(record, pair)).outputs["backbone.body.6"]
+        response = (await running.features(record, pair)).outputs["backbone.body.6"]
         images = [record.preprocessing.image(open_image(data)) for data in pair]
         padded = record.preprocessing.stack(images)
         expected = hooked(
@@ -200,7 +200,7 @@ async def test_a_detector_pads_to_the_largest(
             padded,
         )
     assert images[0].shape != images[1].shape
-    assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+    assert_close(response, expected, rtol=1e-5, atol=1e-5)
 
 
 async def test_half_precision(engine: MakeEngine, jpegs: list[bytes]) -> None:
@@ -298,10 +298,10 @@ async def test_video_models_take_clips(engine: MakeEngine) -> None:
         record = await built(running, "r3d_18", ["layer1"])
         with pytest.raises(BadTensor, match="does not take single images"):
             await running.features(record, [b""])
-        answer = await running.features(record, {"x": clips}, FeatureOptions(pool="avg"))
+        response = await running.features(record, {"x": clips}, FeatureOptions(pool="avg"))
         floats = await running.features(record, {"x": record.preprocessing.tensor(clips)}, FeatureOptions(pool="avg"))
-    assert answer.outputs["layer1"].shape == (2, 64)
-    assert_close(answer.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)
+    assert response.outputs["layer1"].shape == (2, 64)
+    assert_close(response.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -312,13 +312,13 @@ async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, 
         record = await built(running)
         quiet = [(await running.features(record, [jpeg])).outputs for jpeg in jpegs]
         done = asyncio.Event()
-        answers = 0
+        responses = 0
 
         async def hammer(place: int) -> None:
-            nonlocal answers
+            nonlocal responses
             while not done.is_set():
                 outputs = (await running.features(record, [jpegs[place]])).outputs
-                answers += 1
+                responses += 1
                 assert all(torch.equal(outputs[key], quiet[place][key]) for key in outputs)
 
         client = asyncio.create_task(hammer(0))
@@ -329,9 +329,9 @@ async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, 
         made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20
         assert all(built.state == "ready" for built, _ in made)
-        before = answers
+        before = responses
         assert before, "nothing was answered while they were built"
-        while answers < before + 3:
+        while responses < before + 3:
             await asyncio.sleep(0.01)
         done.set()
         await client
@@ -354,7 +354,7 @@ async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[
             await running.extractor(spec("resnet18"))
         assert not closing.done()
         watched.open.set()
-        answers = await asyncio.gather(*accepted)
+        responses = await asyncio.gather(*accepted)
         await closing
-        assert [answer.images for answer in answers] == [1] * 12
+        assert [response.images for response in responses] == [1] * 12
     await until(lambda: not {t for t in threading.enumerate() if t.name.startswith("fxserve")} - before)

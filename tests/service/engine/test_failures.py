@@ -135,10 +135,10 @@ async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Excepti
                 raise error
 
         watched.fault = fault
-        answer = (await running.features(record, tensors(*range(6)))).outputs
+        response = (await running.features(record, tensors(*range(6)))).outputs
         assert watched.sizes == [6, 3, 1, 2, 3, 1, 2]
         for key in expected:
-            assert_close(answer[key], expected[key], rtol=1e-5, atol=1e-5)
+            assert_close(response[key], expected[key], rtol=1e-5, atol=1e-5)
         fits = 0
         with pytest.raises(OutOfMemory):
             await running.features(record, tensors(0))
@@ -170,11 +170,11 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
         watched.open.clear()
         held = asyncio.create_task(running.features(record, [jpegs[1]]))
         await watched.begun()
-        row, answer = 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
+        row, response = 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
         decoded = 4 * 400 * 600
         # The image turned, its columns summed as floats of four channels twice, the crop three times, and a piece.
         resized = 4 * 402 * 600 + 2 * 16 * 400 * 224 + 3 * 16 * 224 * 224 + 16 * 2**15
-        assert running.admission.bytes == len(jpegs[1]) + decoded + resized + row + answer
+        assert running.admission.bytes == len(jpegs[1]) + decoded + resized + row + response
         pooled = FeatureOptions(pool="avg")
         with pytest.raises(AdmissionFull, match="bytes"):
             await running.features(record, [jpegs[1]] * 4, pooled)
@@ -197,11 +197,11 @@ async def test_a_flood_gets_one_response_per_request(engine: MakeEngine, jpegs: 
             sent = [jpegs[place][:500]] if number % 11 == 0 else [jpegs[place]]
             try:
                 async with asyncio.timeout(0.05 if number % 7 == 0 else PATIENCE):
-                    answer = (await running.features(records[which], sent)).outputs
+                    response = (await running.features(records[which], sent)).outputs
             except Exception as error:
                 return type(error).__name__
             for key, values in right[which][place].items():
-                assert_close(answer[key], values, rtol=1e-5, atol=1e-5)
+                assert_close(response[key], values, rtol=1e-5, atol=1e-5)
             return "right"
 
         kinds: list[str] = []
@@ -263,10 +263,10 @@ async def test_batches_have_few_sizes(engine: MakeEngine) -> None:
         tasks.append(asyncio.create_task(running.features(record, tensors(*range(6, 12)))))
         await waiting(running, 2)
         watched.open.set()
-        answers = [(await task).outputs for task in tasks]
+        responses = [(await task).outputs for task in tasks]
     # Eleven rows: of the second request three go with the first, and none is lost or out of order.
     assert [marks(batch) for batch in watched.batches] == [[0], [*range(1, 9)], [*range(9, 12)]]
-    assert [len(next(iter(answer.values()))) for answer in answers] == [1, 5, 6]
+    assert [len(next(iter(response.values()))) for response in responses] == [1, 5, 6]
 
 
 async def test_a_large_request_is_computed_in_parts(engine: MakeEngine) -> None:
@@ -274,11 +274,11 @@ async def test_a_large_request_is_computed_in_parts(engine: MakeEngine) -> None:
         record = await built(running)
         watched = Watched(record)
         values = tensors(*range(10))
-        answer = (await running.features(record, values)).outputs
+        response = (await running.features(record, values)).outputs
         each = [(await running.features(record, {"x": values["x"][i : i + 1]})).outputs for i in range(10)]
     assert watched.sizes[:3] == [4, 4, 2]
-    for key in answer:
-        assert_close(answer[key], torch.cat([one[key] for one in each]), rtol=1e-5, atol=1e-5)
+    for key in response:
+        assert_close(response[key], torch.cat([one[key] for one in each]), rtol=1e-5, atol=1e-5)
 
 
 async def test_batches_are_bounded_by_bytes(engine: MakeEngine) -> None:

@@ -59,17 +59,17 @@ def ask(client, method, path, headers):
 
 def test_without_a_key_only_probes_and_the_reference_are_open(locked, operations):
     for method, path in operations:
-        answer = ask(locked, method, path, {})
+        response = ask(locked, method, path, {})
         if path in OPEN:
-            assert answer.status_code == 200
+            assert response.status_code == 200
             continue
-        assert answer.status_code == 401, path
-        assert answer.headers["www-authenticate"] == 'Bearer realm="fxserve"'
+        assert response.status_code == 401, path
+        assert response.headers["www-authenticate"] == 'Bearer realm="fxserve"'
         if path.startswith("/v2") or path == "/v1/embeddings":
-            assert answer.json().keys() == {"error"}
+            assert response.json().keys() == {"error"}
         else:
-            assert answer.headers["content-type"] == "application/problem+json"
-            assert answer.json()["type"] == "/problems/unauthorized"
+            assert response.headers["content-type"] == "application/problem+json"
+            assert response.json()["type"] == "/problems/unauthorized"
     for path in ("/nothing", "/v1/nothing", "/docs/", "http://test//healthz", "/healthz/../v1/models"):
         assert locked.get(path).status_code == 401, path
     assert locked.get("/docs").status_code == 200
@@ -78,9 +78,9 @@ def test_without_a_key_only_probes_and_the_reference_are_open(locked, operations
 def test_the_page_and_what_it_loads_are_open(locked):
     for headers in ({}, {"authorization": "Bearer wrong"}):
         for path in page.PATHS:
-            answer = locked.get(path, headers=headers)
-            assert answer.status_code == 200, path
-            assert "resnet18" not in answer.text or path.endswith(".js")
+            response = locked.get(path, headers=headers)
+            assert response.status_code == 200, path
+            assert "resnet18" not in response.text or path.endswith(".js")
     assert locked.get("/page/nothing.js").status_code == 401
 
 
@@ -91,18 +91,18 @@ def test_the_page_and_what_it_loads_are_open(locked):
 def test_a_wrong_key(locked, secrets, value):
     key, secret = secrets["read"]
     sent = value.replace("{read}", secret).replace("{hash}", key.digest.hex()).encode("latin-1")
-    answer = locked.get("/v1/models", headers={"authorization": sent})
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"].startswith("Bearer ")
+    response = locked.get("/v1/models", headers={"authorization": sent})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"].startswith("Bearer ")
 
 
 def test_a_key_to_read_changes_nothing(locked, operations, headers):
     for method, path in operations:
-        answer = ask(locked, method, path, headers["read"])
+        response = ask(locked, method, path, headers["read"])
         reads = method == "get" or (method, path) in READS
-        assert (answer.status_code == 403) == (not reads or path == EXPORT), (method, path, answer.text)
-        if answer.status_code == 403:
-            assert 'error="insufficient_scope", scope="admin"' in answer.headers["www-authenticate"]
+        assert (response.status_code == 403) == (not reads or path == EXPORT), (method, path, response.text)
+        if response.status_code == 403:
+            assert 'error="insufficient_scope", scope="admin"' in response.headers["www-authenticate"]
         assert ask(locked, method, path, headers["admin"]).status_code not in (401, 403)
 
 
@@ -146,18 +146,18 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
         query = {"nodes": "features", "weights": "random"} if path.endswith("/features") else {}
         image = photos["chelsea"] if method == "post" and not path.endswith("/load") else b""
         sent = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
-        answer = locked.run(locked.http.request(method, concrete, **sent))
-        assert answer.status_code == 404, (path, answer.text)
+        response = locked.run(locked.http.request(method, concrete, **sent))
+        assert response.status_code == 404, (path, response.text)
     for config in ('{"model": "alexnet", "weights": "random"}', '{"model": "alexnet", "return_nodes": ["features"]}'):
         sent = {"parameters": {"config": config}}
-        answer = locked.post("/v2/repository/models/mine/load", json=sent, headers=headers["admin"])
-        assert answer.status_code == 404, answer.text
-    answer = locked.post("/v1/extractors", json=SPEC | {"model": "alexnet"}, headers=headers["admin"])
-    assert answer.json()["type"] == "/problems/unknown-model"
+        response = locked.post("/v2/repository/models/mine/load", json=sent, headers=headers["admin"])
+        assert response.status_code == 404, response.text
+    response = locked.post("/v1/extractors", json=SPEC | {"model": "alexnet"}, headers=headers["admin"])
+    assert response.json()["type"] == "/problems/unknown-model"
     for path in ("/v1/models", "/v2/repository/index"):
-        answer = (locked.post if "v2" in path else locked.get)(path, headers=headers["admin"])
-        assert "resnet18" in answer.text
-        assert "alexnet" not in answer.text
+        response = (locked.post if "v2" in path else locked.get)(path, headers=headers["admin"])
+        assert "resnet18" in response.text
+        assert "alexnet" not in response.text
 
 
 def test_web_pages_of_listed_origins_only(locked, client):
@@ -173,8 +173,8 @@ def test_web_pages_of_listed_origins_only(locked, client):
     refused = locked.run(locked.http.options("/v1/models", headers=wanted | {"origin": "https://other.example"}))
     assert "access-control-allow-origin" not in refused.headers
     # Without a setting nobody is let in, not even to read.
-    answer = client.get("/v1/models", headers={"origin": "https://lab.example"})
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    response = client.get("/v1/models", headers={"origin": "https://lab.example"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_a_page_of_another_origin_cannot_post_blindly(client, locked, headers):
@@ -214,8 +214,8 @@ def test_a_page_of_another_origin_cannot_post_blindly(client, locked, headers):
     ],
 )
 def test_a_page_of_this_origin_may_post(client, host, origin, allowed):
-    answer = client.post("/v2/repository/index", headers={"host": host, "origin": origin})
-    assert answer.status_code == (200 if allowed else 403)
+    response = client.post("/v2/repository/index", headers={"host": host, "origin": origin})
+    assert response.status_code == (200 if allowed else 403)
 
 
 def test_one_of_two_origins_is_not_this_one(client):
@@ -260,27 +260,27 @@ def test_the_servers_own_host_names_are_accepted(make_client, monkeypatch):
 
 def test_nothing_is_redirected(client):
     for path in ("/v1/models/", "/healthz/", "/v2/", "/docs/"):
-        answer = client.get(path)
-        assert answer.status_code == 404
-        assert "no path here ends in /" in answer.text
+        response = client.get(path)
+        assert response.status_code == 404
+        assert "no path here ends in /" in response.text
 
 
 def test_every_response_has_a_content_security_policy(client):
     for path in ("/v1/models", "/nothing", "/v1/models/squeezenet1_1/graph?format=svg", "/metrics"):
-        answer = client.get(path)
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["content-security-policy"].startswith("default-src 'none';")
-        assert "script-src" not in answer.headers["content-security-policy"]
-        assert answer.headers["x-frame-options"] == "DENY"
+        response = client.get(path)
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["content-security-policy"].startswith("default-src 'none';")
+        assert "script-src" not in response.headers["content-security-policy"]
+        assert response.headers["x-frame-options"] == "DENY"
 
 
 def test_the_pages_run_scripts_of_this_server_only(client):
     for path in page.PATHS:
-        answer = client.get(path)
-        policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+        response = client.get(path)
+        policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
         assert policy["default-src"] == "'none'"
         assert policy["script-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
-        assert answer.headers["x-frame-options"] == "DENY"
+        assert response.headers["x-frame-options"] == "DENY"
     for path in ("/", "/docs"):
         text = client.get(path).text
         assert not re.search(r"<script>|<style>| style=|\son\w+=", text)

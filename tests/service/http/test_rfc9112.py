@@ -132,8 +132,8 @@ def test_a_tunnel_is_refused_and_nothing_behind_it_is_read(echo: Echoing) -> Non
 def test_curl_offers_h2c_and_gets_http_1(echo: Echoing) -> None:
     url = "http://{}:{}/first".format(*echo.address)
     command = ["curl", "-sS", "--http2", "-H", "Expect:", "--data-binary", SMUGGLED.decode(), url]
-    answer = subprocess.run(command, capture_output=True, timeout=60, check=True)
-    assert json.loads(answer.stdout)["body"] == SMUGGLED.decode()
+    response = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert json.loads(response.stdout)["body"] == SMUGGLED.decode()
 
 
 def head_of(size: int) -> bytes:
@@ -261,9 +261,9 @@ def test_how_long_a_body_is_has_one_reading(echo: Echoing, framing: str, body: s
 
 def test_a_target_with_a_host_replaces_the_host(echo: Echoing) -> None:
     for target, path in (("http://other:1/a?b=c", "/a"), ("HTTPS://other:1", "/"), ("http://other:1?b=c", "/")):
-        [answer] = bodies(echo.ask(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()))
-        assert (answer["line"], answer["query"]) == (f"GET {path}", "b=c" if "?" in target else "")
-        assert [value for name, value in answer["headers"] if name == "host"] == ["other:1"]
+        [response] = bodies(echo.ask(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()))
+        assert (response["line"], response["query"]) == (f"GET {path}", "b=c" if "?" in target else "")
+        assert [value for name, value in response["headers"] if name == "host"] == ["other:1"]
 
 
 def test_http_1_0_gets_no_100_continue(echo: Echoing) -> None:

@@ -75,8 +75,8 @@ async def test_every_request_gets_its_own_parameters(client: httpx.AsyncClient) 
                 for timeout in ("1", "2.5"):
                     headers = {"X-Request-Timeout": timeout}
                     url = f"/v1/{place}?word={word}"
-                    answer = await client.post(url, headers=headers, content=body)
-                    assert answer.text == f"{place} {word} {float(timeout)} {body}"
+                    response = await client.post(url, headers=headers, content=body)
+                    assert response.text == f"{place} {word} {float(timeout)} {body}"
     assert (await client.post("/v1/here", content="x")).text == "here none None x"
     assert sorted(validated) == ["no"] * 4 + ["yes"] * 4
 
@@ -113,8 +113,8 @@ async def test_what_is_remembered_is_of_one_method(client: httpx.AsyncClient) ->
 
 async def test_what_is_remembered_can_still_be_refused(client: httpx.AsyncClient) -> None:
     for body, status in (("first", 200), ("refused", 406), ("last", 200)):
-        answer = await client.post("/v1/here?word=yes", content=body)
-        assert answer.status_code == status
+        response = await client.post("/v1/here?word=yes", content=body)
+        assert response.status_code == status
     refused = await client.post("/v1/here?word=yes", content="refused")
     assert refused.headers["content-type"] == "application/problem+json"
     assert refused.json()["detail"] == "this is refused"

@@ -35,11 +35,11 @@ def test_a_request_through_all_stages(make_client, photos):
     client = make_client()
     before = value(samples(client), "fxserve_memory_bytes")  # graphs that other tests traced in this process
     files = [("a", ("a.jpg", photos[name], "image/jpeg")) for name in ("chelsea", "coffee", "rocket")]
-    answer = client.post(FEATURES.format("squeezenet1_1"), files=files)
-    assert answer.status_code == 200
+    response = client.post(FEATURES.format("squeezenet1_1"), files=files)
+    assert response.status_code == 200
     assert client.post(FEATURES.format("squeezenet1_1"), content=b"no", headers=JPEG).status_code == 422
     found = samples(client)
-    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    timing = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
     for stage in ("decode", "queue", "compute", "encode"):
         assert value(found, f"fxserve_{stage}_duration_seconds_count") == 1
         spent = value(found, f"fxserve_{stage}_duration_seconds_sum")

@@ -103,8 +103,8 @@ async def test_a_backend_that_is_named_serves_from_the_start(
         assert [c["state"] for c in record.checks["candidates"]] == ["serving"]
         assert 0 < record.checks["max_rel_error"] < 1e-4
         eager = await built(running, backend="eager")
-        answers = [await running.features(r, jpegs) for r in (record, eager)]
-        assert 0 < far(answers[0].outputs, answers[1].outputs) < 1e-4
+        responses = [await running.features(r, jpegs) for r in (record, eager)]
+        assert 0 < far(responses[0].outputs, responses[1].outputs) < 1e-4
 
 
 async def test_a_search_that_found_nothing_blocks_no_other(

@@ -39,12 +39,12 @@ async def test_a_result_that_cannot_be_assembled_fails_alone(
         monkeypatch.setattr(lost, "deliver", none_left)
         rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
         running._queue.put([Item(of, range(i, i + 1), (tensors(mark)["x"],), 1) for of, i, mark in rows])
-        answer = await whole.result()
+        response = await whole.result()
         with pytest.raises(OutOfMemory):
             await lost.result()
     assert watched.sizes == [2, 1]
     for key, values in expected.items():
-        torch.testing.assert_close(answer[key][1:], values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(response[key][1:], values, rtol=1e-5, atol=1e-5)
 
 
 async def test_results_arrive_while_the_next_batch_is_computed(engine: MakeEngine) -> None:
@@ -183,7 +183,7 @@ async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine
         record = await built(running, nodes=["x"])
         watched = Watched(record)
         watched._module = lambda batch: {"x": batch.permute(0, 2, 3, 1)}  # a view, as models without convolutions may
-        answers = []
+        responses = []
         for pair in (jpegs[:2], jpegs[1:3]):
             watched.entered.clear()
             watched.open.clear()
@@ -193,7 +193,7 @@ async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine
             await waiting(running, 2)
             watched.open.set()
             await held
-            answers.append((await both).outputs["x"])
+            responses.append((await both).outputs["x"])
         rows = torch.stack([record.preprocessing.pixels(decoded(data)) for data in jpegs]).permute(0, 2, 3, 1)
-    assert torch.equal(answers[0], rows[:2])
-    assert torch.equal(answers[1], rows[1:3])
+    assert torch.equal(responses[0], rows[:2])
+    assert torch.equal(responses[1], rows[1:3])

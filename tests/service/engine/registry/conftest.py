@@ -26,8 +26,8 @@ class AtomicPuts:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         with self._turn if environ["REQUEST_METHOD"] == "PUT" else nullcontext():
-            answer: Iterable[bytes] = self._app(environ, start_response)
-            return answer
+            response: Iterable[bytes] = self._app(environ, start_response)
+            return response
 
 
 @pytest.fixture(scope="module")

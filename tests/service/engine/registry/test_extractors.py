@@ -21,10 +21,10 @@ pytestmark = pytest.mark.anyio
 async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
     async with engine() as running:
         nodes = ["features.8", "features.12"]
-        answers = await asyncio.gather(*(running.extractor(spec(nodes=nodes), PATIENCE) for _ in range(10)))
-        assert len({id(record) for record, _ in answers}) == 1
-        assert [created for _, created in answers].count(True) == 1
-        record = answers[0][0]
+        responses = await asyncio.gather(*(running.extractor(spec(nodes=nodes), PATIENCE) for _ in range(10)))
+        assert len({id(record) for record, _ in responses}) == 1
+        assert [created for _, created in responses].count(True) == 1
+        record = responses[0][0]
         as_map, created = await running.extractor(spec(nodes={node: node for node in nodes}), PATIENCE)
         assert (as_map, created) == (record, False)
         others = [

@@ -22,9 +22,9 @@ def features(client: Any, id: str) -> Any:
     body = io.BytesIO()
     np.save(body, PIXELS)
     sent = {"content-type": "application/x-npy", "accept": "application/x-npz"}
-    answer = client.post(f"/v1/extractors/{id}/features", content=body.getvalue(), headers=sent)
-    assert answer.status_code == 200, answer.text
-    return np.load(io.BytesIO(answer.content))
+    response = client.post(f"/v1/extractors/{id}/features", content=body.getvalue(), headers=sent)
+    assert response.status_code == 200, response.text
+    return np.load(io.BytesIO(response.content))
 
 
 def heads(x: Tensor, count: int) -> Tensor:
@@ -130,8 +130,8 @@ def test_the_transform_brings_the_nodes_and_changes_no_other(client: Any, model:
     assert all(n.endswith(".attention") for n in set(more["eval_nodes"]) - set(listed["eval_nodes"]))
     assert node in more["eval_nodes"]
     assert more["fingerprint"] == listed["fingerprint"]
-    answer = client.post("/v1/extractors", json={**spec, "return_nodes": [node, ordinary]}).json()
-    assert (answer["type"], answer["name"]) == ("/problems/unknown-node", node)
+    response = client.post("/v1/extractors", json={**spec, "return_nodes": [node, ordinary]}).json()
+    assert (response["type"], response["name"]) == ("/problems/unknown-node", node)
     opened = {**spec, "return_nodes": [ordinary, node], "transforms": ["attention_maps"]}
     plain = client.post("/v1/extractors?wait=200", json={**spec, "return_nodes": [ordinary]}).json()["id"]
     opened_id = client.post("/v1/extractors?wait=200", json=opened).json()["id"]

@@ -34,10 +34,10 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
     body = io.BytesIO()
     np.save(body, image.numpy())
     headers = {"content-type": "application/x-npy", "accept": "application/x-npy"}
-    answer = client.post(
+    response = client.post(
         f"/v1/extractors/{made['id']}/features?preprocess=none", content=body.getvalue(), headers=headers
     )
-    error = np.abs(np.load(io.BytesIO(answer.content)) - expected).max()
+    error = np.abs(np.load(io.BytesIO(response.content)) - expected).max()
     assert 0 < error < 1e-4
     assert error / 10 < checks["max_abs_error"] < 10 * error
     assert 0 < checks["max_rel_error"] < 1e-5

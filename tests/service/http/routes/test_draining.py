@@ -51,12 +51,12 @@ def test_what_waits_for_its_extractor_is_finished(
             assert not drained.done()
             late = await client.http.post(ONE_STEP, content=b"x", headers={"content-type": "image/jpeg"})
             assert (late.status_code, late.json()["type"]) == (503, "/problems/draining")
-        answer = await asked
+        response = await asked
         await asyncio.wait_for(drained, 60)
-        return answer
+        return response
 
-    answer = client.run(told_to_end())
-    assert answer.status_code == status, answer.text
+    response = client.run(told_to_end())
+    assert response.status_code == status, response.text
 
 
 def test_cancelled_requests_get_a_503(make_client: Callable[..., Client], photos: dict[str, bytes]) -> None:
@@ -74,7 +74,7 @@ def test_cancelled_requests_get_a_503(make_client: Callable[..., Client], photos
             asked.cancel()
             return await asked
 
-    answer = client.run(ended())
-    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/draining")
-    assert answer.headers["x-request-id"] == "abc-1"
-    assert int(answer.headers["retry-after"]) >= 1
+    response = client.run(ended())
+    assert (response.status_code, response.json()["type"]) == (503, "/problems/draining")
+    assert response.headers["x-request-id"] == "abc-1"
+    assert int(response.headers["retry-after"]) >= 1

@@ -33,21 +33,21 @@ def small(client):
 )
 def test_each_format_is_a_download(client, small, format, suffix, kind):
     pytest.importorskip({"onnx": "onnxscript", "openvino": "openvino"}.get(format, "torch"))
-    answer = client.get(f"/v1/extractors/{small}/export", params={"format": format})
-    assert answer.status_code == 200, answer.text
+    response = client.get(f"/v1/extractors/{small}/export", params={"format": format})
+    assert response.status_code == 200, response.text
     name = f"mobilenet_v3_small-{small}-{format}{suffix}"
-    assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
-    assert answer.headers["content-type"] == kind
-    assert int(answer.headers["content-length"]) == len(answer.content) > 100_000
+    assert response.headers["content-disposition"] == f'attachment; filename="{name}"'
+    assert response.headers["content-type"] == kind
+    assert int(response.headers["content-length"]) == len(response.content) > 100_000
     if suffix == ".zip":
-        names = zipfile.ZipFile(io.BytesIO(answer.content)).namelist()
+        names = zipfile.ZipFile(io.BytesIO(response.content)).namelist()
         wanted = {
             "fx": "mobilenet_v3_small_extractor/weights.safetensors",
             "openvino": "model.xml",
         }[format]
         assert wanted in names
     if format == "torch_export":
-        run = torch.export.load(io.BytesIO(answer.content)).module()
+        run = torch.export.load(io.BytesIO(response.content)).module()
         assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
 
 
@@ -58,14 +58,14 @@ def test_int8_is_exported_and_profiled_as_what_serves(client):
     made = client.post("/v1/extractors?wait=300", json=spec)
     assert made.status_code in (200, 201), made.text  # another test may have made it
     url = f"/v1/extractors/{made.json()['id']}"
-    answer = client.get(f"{url}/export", params={"format": "torchscript"})
-    assert answer.status_code == 200, answer.text
+    response = client.get(f"{url}/export", params={"format": "torchscript"})
+    assert response.status_code == 200, response.text
     image = torch.from_numpy(np.array(photos()[0].resize((224, 224)), np.float32) / 128 - 1).permute(2, 0, 1)[None]
     body = io.BytesIO()
     np.save(body, image.numpy())
     sent = {"content-type": "application/x-npy", "accept": "application/x-npy"}
     served = client.post(f"{url}/features?preprocess=none", content=body.getvalue(), headers=sent)
-    elsewhere = torch.jit.load(io.BytesIO(answer.content))(image)["C2"]
+    elsewhere = torch.jit.load(io.BytesIO(response.content))(image)["C2"]
     here = torch.from_numpy(np.load(io.BytesIO(served.content)))
     # Kernels may round a tie in two ways, which is a whole step of int8; int8 itself loses 2e-2.
     assert (elsewhere - here).norm() < 5e-3 * here.norm()
@@ -87,28 +87,28 @@ def test_features_stay_right_while_an_export_runs(client, small, photos):
 
     async def both() -> tuple[httpx.Response, list[httpx.Response]]:
         export = asyncio.create_task(client.http.get(f"/v1/extractors/{small}/export?format=torch_export"))
-        answers = []
+        responses = []
         while not export.done():
-            answers.append(await client.http.post(url, content=photos["chelsea"], headers=headers))
+            responses.append(await client.http.post(url, content=photos["chelsea"], headers=headers))
             await asyncio.sleep(0.2)  # leave the other process a core
-        return await export, answers
+        return await export, responses
 
     expected = client.post(url, content=photos["chelsea"], headers=headers)
-    exported, answers = client.run(both())
+    exported, responses = client.run(both())
     assert exported.status_code == 200, exported.text
-    assert len(answers) > 2
-    assert all((a.status_code, a.content) == (200, expected.content) for a in answers)
+    assert len(responses) > 2
+    assert all((a.status_code, a.content) == (200, expected.content) for a in responses)
 
 
 def test_what_cannot_be_downloaded(client, small, monkeypatch):
-    answer = client.get(f"/v1/extractors/{small}/export", params={"format": "coreml"})
-    assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-request")
+    response = client.get(f"/v1/extractors/{small}/export", params={"format": "coreml"})
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/invalid-request")
     assert client.get("/v1/extractors/nothing/export").status_code == 404
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
-    answer = client.get(f"/v1/extractors/{small}/export", params={"format": "openvino"})
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (422, "/problems/export-unavailable")
+    response = client.get(f"/v1/extractors/{small}/export", params={"format": "openvino"})
+    document = response.json()
+    assert (response.status_code, document["type"]) == (422, "/problems/export-unavailable")
     assert (document["format"], document["missing"]) == ("openvino", ["openvino"])
 
 

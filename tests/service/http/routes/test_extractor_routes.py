@@ -151,10 +151,10 @@ def test_a_failed_extractor_can_be_requested_again_under_its_name(client, name, 
     ],
 )
 def test_specs_that_cannot_be(client, changed, status, kind, fields):
-    answer = client.post("/v1/extractors", json=spec(**changed))
-    assert answer.headers["content-type"] == "application/problem+json"
-    document = answer.json()
-    assert (answer.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}")
+    response = client.post("/v1/extractors", json=spec(**changed))
+    assert response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert (response.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}")
     assert fields <= document.keys()
 
 
@@ -175,16 +175,16 @@ def test_wait_is_bounded(client, wait):
 )
 def test_a_spec_is_json(client, content_type):
     headers = {} if content_type is None else {"content-type": content_type}
-    answer = client.post("/v1/extractors", content=b'{"model": "resnet18"}', headers=headers)
-    assert answer.status_code == 415
-    assert answer.json()["available"] == ["application/json"]
+    response = client.post("/v1/extractors", content=b'{"model": "resnet18"}', headers=headers)
+    assert response.status_code == 415
+    assert response.json()["available"] == ["application/json"]
 
 
 def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    answer = client.post("/v1/extractors", json=spec(weights="DEFAULT"))
-    assert answer.status_code == 503
-    document = answer.json()
+    response = client.post("/v1/extractors", json=spec(weights="DEFAULT"))
+    assert response.status_code == 503
+    document = response.json()
     assert document["type"] == "/problems/weights-unavailable"
     assert document["file"] == "resnet18-f37072fd.pth"
     assert document["folder"] == str(tmp_path / "hub/checkpoints")
@@ -220,9 +220,9 @@ def test_graph_and_code_are_of_what_runs(client):
 def test_accept_chooses_the_format_of_a_graph(client, of):
     url = of.format(id=client.post("/v1/extractors", json=spec()).json()["id"]) + "/graph"
     for lines in (["text/vnd.mermaid"], ["text/html", "text/vnd.mermaid"], ["text/html, text/vnd.mermaid"]):
-        answer = client.get(url, headers=[("accept", line) for line in lines])
-        assert answer.headers["content-type"].partition(";")[0] == "text/vnd.mermaid"
-        assert answer.headers["vary"] == "Accept"
+        response = client.get(url, headers=[("accept", line) for line in lines])
+        assert response.headers["content-type"].partition(";")[0] == "text/vnd.mermaid"
+        assert response.headers["vary"] == "Accept"
     asked = client.get(f"{url}?format=dot", headers={"accept": "text/vnd.mermaid"})
     assert asked.headers["content-type"].partition(";")[0] == "text/vnd.graphviz"
     assert "vary" not in asked.headers
@@ -235,13 +235,13 @@ def test_a_profile_has_each_nodes_time_and_memory_and_serving_continues(client, 
 
     async def both():
         graph = asyncio.create_task(client.http.get(f"{url}/graph?profile=true"))
-        answers = [await client.http.post(f"{url}/features", content=photos["chelsea"], headers=jpeg)]
-        return await graph, answers[0]
+        responses = [await client.http.post(f"{url}/features", content=photos["chelsea"], headers=jpeg)]
+        return await graph, responses[0]
 
-    answer, features = client.run(both())
+    response, features = client.run(both())
     assert features.status_code == 200
-    assert answer.status_code == 200, answer.text
-    document = answer.json()
+    assert response.status_code == 200, response.text
+    document = response.json()
     nodes = {node["name"]: node for node in document["profile"]["nodes"]}
     assert set(nodes) == {node["name"] for node in document["nodes"]}
     for node in document["nodes"]:
@@ -253,7 +253,7 @@ def test_a_profile_has_each_nodes_time_and_memory_and_serving_continues(client, 
     assert (document["profile"]["backend"], document["profile"]["precision"]) == ("eager", "float32")
     assert document["profile"]["serving"]["backend"] == "eager"
     assert document["profile"]["serving"]["milliseconds"] > 0
-    assert client.get(f"{url}/graph?profile=true").content == answer.content  # measured once
+    assert client.get(f"{url}/graph?profile=true").content == response.content  # measured once
     assert "profile" not in client.get(f"{url}/graph").json()
     refused = client.get(f"{url}/graph?profile=true&format=svg")
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/invalid-request")

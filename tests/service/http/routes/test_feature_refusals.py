@@ -45,18 +45,18 @@ BAD = [b"", b"no image", b"\x89PNG\r\n\x1a\n"]
 @pytest.mark.parametrize("body", [_multipart, _json])
 def test_one_bad_image_of_several(client, extractor, photos, bad, body):
     bad = photos["coffee"][:2000] if bad == "truncated" else bad
-    answer = client.post(extractor, **body([photos["chelsea"], bad, photos["rocket"]]))
-    assert answer.status_code == 422
-    assert answer.json()["type"] == "/problems/bad-image"
-    assert answer.json()["index"] == 1
+    response = client.post(extractor, **body([photos["chelsea"], bad, photos["rocket"]]))
+    assert response.status_code == 422
+    assert response.json()["type"] == "/problems/bad-image"
+    assert response.json()["index"] == 1
 
 
 def test_base64_is_strict(client, extractor, photos):
     """Line breaks, or anything else that a lenient decoder would skip, may be a sign of damage."""
     lines = base64.encodebytes(photos["chelsea"]).decode()
-    answer = client.post(extractor, json={"images": [b64(photos["chelsea"]), lines]})
-    assert (answer.status_code, answer.json()["type"], answer.json()["index"]) == (422, "/problems/bad-image", 1)
-    assert "base64" in answer.json()["detail"]
+    response = client.post(extractor, json={"images": [b64(photos["chelsea"]), lines]})
+    assert (response.status_code, response.json()["type"], response.json()["index"]) == (422, "/problems/bad-image", 1)
+    assert "base64" in response.json()["detail"]
 
 
 def _post(path, status, kind, **options):
@@ -156,10 +156,12 @@ def _post(path, status, kind, **options):
 def test_bad_requests_get_problem_documents(client, photos, path, status, kind, options):
     if options.get("json") == {"images": "photo"}:
         options = _json([photos["chelsea"]])
-    answer = client.post(path, **options)
-    assert answer.headers["content-type"] == "application/problem+json"
-    document = answer.json()
-    assert (answer.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}"), document
+    response = client.post(path, **options)
+    assert response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert (response.status_code, document["status"], document["type"]) == (status, status, f"/problems/{kind}"), (
+        document
+    )
     assert document["detail"]
     assert document["title"]
     if status in (406, 415):
@@ -168,42 +170,42 @@ def test_bad_requests_get_problem_documents(client, photos, path, status, kind, 
 
 def test_a_second_choice_is_taken_where_the_first_is_impossible(client, extractor, photos):
     headers = {**JPEG, "accept": "application/x-npy, application/x-npz;q=0.5"}
-    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert answer.headers["content-type"] == "application/x-npz"
+    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert response.headers["content-type"] == "application/x-npz"
 
 
 def test_accept_on_two_lines_is_the_same_as_on_one(client, extractor, photos):
     headers = [*JPEG.items(), ("accept", "text/html"), ("accept", "application/x-npz")]
-    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-npz")
+    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/x-npz")
 
 
 def test_an_encoding_on_a_second_line_is_refused_too(client, extractor, photos):
     headers = [*JPEG.items(), ("content-encoding", "identity"), ("content-encoding", "gzip")]
-    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert (answer.status_code, answer.json()["type"]) == (415, "/problems/unsupported-media-type")
+    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert (response.status_code, response.json()["type"]) == (415, "/problems/unsupported-media-type")
 
 
 def test_a_heat_map_is_of_one_encoded_image(client, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=C4"
-    answer = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
-    assert (answer.status_code, answer.json()["type"]) == (406, "/problems/not-acceptable")
+    response = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
+    assert (response.status_code, response.json()["type"]) == (406, "/problems/not-acceptable")
 
 
 def test_too_many_pixels(make_client, photos):
     client = make_client(max_pixels=450 * 300)
-    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"][:100_000], photos["rocket"]]))
-    assert answer.status_code == 413
-    document = answer.json()
+    response = client.post(ONE_STEP, **_multipart([photos["chelsea"][:100_000], photos["rocket"]]))
+    assert response.status_code == 413
+    document = response.json()
     assert document["type"] == "/problems/image-too-large"
     assert (document["index"], document["pixels"], document["limit"]) == (0, 451 * 300, 450 * 300)
 
 
 def test_a_response_that_is_too_large(make_client, photos):
     client = make_client(max_response_bytes=1_000_000)
-    answer = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
-    assert answer.status_code == 413
-    document = answer.json()
+    response = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
+    assert response.status_code == 413
+    document = response.json()
     assert document["type"] == "/problems/response-too-large"
     assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
     assert "pool=avg" in document["ways"]
@@ -214,18 +216,18 @@ def test_a_response_that_is_too_large(make_client, photos):
 def test_a_deadline(make_client, photos, where):
     client = make_client(request_timeout=0.005) if where == "setting" else make_client()
     headers = {**JPEG, "x-request-timeout": "0.005"} if where == "header" else JPEG
-    answer = client.post(
+    response = client.post(
         "/v1/models/resnet50/features?weights=random&nodes=C4", content=photos["chelsea"], headers=headers
     )
-    assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+    assert (response.status_code, response.json()["type"]) == (504, "/problems/deadline-exceeded")
 
 
 def test_deadline_exceeded_during_the_lookup(make_client, photos):
     client = make_client()
     began = time.monotonic()
     with client.builders_busy():
-        answer = client.post(ONE_STEP, content=photos["chelsea"], headers={**JPEG, "x-request-timeout": "0.2"})
-    assert (answer.status_code, answer.json()["type"]) == (504, "/problems/deadline-exceeded")
+        response = client.post(ONE_STEP, content=photos["chelsea"], headers={**JPEG, "x-request-timeout": "0.2"})
+    assert (response.status_code, response.json()["type"]) == (504, "/problems/deadline-exceeded")
     assert time.monotonic() - began < 50
 
 
@@ -256,8 +258,8 @@ def test_while_draining(make_client, photos):
     client = make_client()
     assert client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG).status_code == 200
     client.run(client.app.state.fxserve.engine.close())
-    answer = client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG)
-    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/draining")
-    assert int(answer.headers["retry-after"]) >= 1
+    response = client.post(ONE_STEP, content=photos["chelsea"], headers=JPEG)
+    assert (response.status_code, response.json()["type"]) == (503, "/problems/draining")
+    assert int(response.headers["retry-after"]) >= 1
     assert client.get("/readyz").status_code == 503
     assert client.get("/healthz").status_code == 200

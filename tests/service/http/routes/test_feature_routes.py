@@ -36,10 +36,10 @@ def close(actual, expected, tolerance=1e-5):
     assert (actual.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
 
 
-def tensors(answer):
+def tensors(response):
     """The outputs of a JSON answer."""
-    assert answer.status_code == 200, answer.text
-    return {o["name"]: torch.tensor(o["data"]).reshape(o["shape"]) for o in answer.json()["outputs"]}
+    assert response.status_code == 200, response.text
+    return {o["name"]: torch.tensor(o["data"]).reshape(o["shape"]) for o in response.json()["outputs"]}
 
 
 def b64(data):
@@ -47,9 +47,9 @@ def b64(data):
 
 
 def test_one_image(client, extractor, photos, reference):
-    answer = client.post(extractor, content=photos["chelsea"], headers=JPEG)
-    document = answer.json()
-    assert answer.headers["content-type"] == "application/json"
+    response = client.post(extractor, content=photos["chelsea"], headers=JPEG)
+    document = response.json()
+    assert response.headers["content-type"] == "application/json"
     assert (document["model"], document["weights"], document["images"]) == ("resnet18", "random", 1)
     assert document["extractor"] == client.get("/v1/extractors/r18").json()["id"]
     assert [(o["name"], o["node"], o["shape"], o["datatype"]) for o in document["outputs"]] == [
@@ -57,7 +57,7 @@ def test_one_image(client, extractor, photos, reference):
         ("C5", C5, [1, 512, 7, 7], "FP32"),
     ]
     for key, node in (("C4", C4), ("C5", C5)):
-        close(tensors(answer)[key], reference("resnet18", node, [photos["chelsea"]]))
+        close(tensors(response)[key], reference("resnet18", node, [photos["chelsea"]]))
 
 
 def _multipart(images):
@@ -75,9 +75,9 @@ def _pixels(images):
 
 @pytest.mark.parametrize("body", [_multipart, _json])
 def test_several_images_in_the_order_sent(client, extractor, photos, expected, body):
-    answer = client.post(extractor, **body(list(photos.values())))
-    assert answer.json()["images"] == 3
-    for key, value in tensors(answer).items():
+    response = client.post(extractor, **body(list(photos.values())))
+    assert response.json()["images"] == 3
+    for key, value in tensors(response).items():
         close(value, expected[key])
     backwards = client.post(extractor, **body(list(photos.values())[::-1]))
     for key, value in tensors(backwards).items():
@@ -86,16 +86,16 @@ def test_several_images_in_the_order_sent(client, extractor, photos, expected, b
 
 @pytest.mark.parametrize("content_type", ["Image/JPEG; charset=binary", "image/anything"])
 def test_content_type_is_read_kindly(client, extractor, photos, expected, content_type):
-    answer = client.post(extractor, content=photos["chelsea"], headers={"content-type": content_type})
-    close(tensors(answer)["C5"], expected["C5"][:1])
+    response = client.post(extractor, content=photos["chelsea"], headers={"content-type": content_type})
+    close(tensors(response)["C5"], expected["C5"][:1])
 
 
 @pytest.mark.parametrize("kind", ["x-npy", "x-safetensors"])
 def test_preprocessed_tensors(client, extractor, photos, expected, kind):
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     batch = torch.stack([transform(decoded(data)) for data in photos.values()]).numpy()
-    answer = client.post(extractor, content=_file(kind, batch), headers={"content-type": f"application/{kind}"})
-    for key, value in tensors(answer).items():
+    response = client.post(extractor, content=_file(kind, batch), headers={"content-type": f"application/{kind}"})
+    for key, value in tensors(response).items():
         close(value, expected[key])
 
 
@@ -103,14 +103,14 @@ def test_preprocessed_tensors(client, extractor, photos, expected, kind):
 def test_images_as_uint8_tensors(client, extractor, photos, kind):
     """As the same pixels in a lossless file."""
     pixels = _pixels(photos.values())
-    answer = client.post(extractor, content=_file(kind, pixels), headers={"content-type": f"application/{kind}"})
+    response = client.post(extractor, content=_file(kind, pixels), headers={"content-type": f"application/{kind}"})
     files = []
     for image in pixels:
         buffer = io.BytesIO()
         PIL.Image.fromarray(image).save(buffer, "PNG")
         files.append(buffer.getvalue())
     for key, value in tensors(client.post(extractor, **_multipart(files))).items():
-        close(tensors(answer)[key], value)
+        close(tensors(response)[key], value)
 
 
 def _file(kind, array):
@@ -123,23 +123,23 @@ def _file(kind, array):
 
 def test_safetensors(client, extractor, photos, expected):
     headers = {**JPEG, "accept": "application/x-safetensors"}
-    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert answer.headers["content-type"] == "application/x-safetensors"
-    assert int(answer.headers["content-length"]) == len(answer.content)
-    loaded = safetensors.torch.load(answer.content)
+    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert response.headers["content-type"] == "application/x-safetensors"
+    assert int(response.headers["content-length"]) == len(response.content)
+    loaded = safetensors.torch.load(response.content)
     for key in ("C4", "C5"):
         close(loaded[key], expected[key][:1])
-    length = int.from_bytes(answer.content[:8], "little")
-    metadata = json.loads(answer.content[8 : 8 + length])["__metadata__"]
+    length = int.from_bytes(response.content[:8], "little")
+    metadata = json.loads(response.content[8 : 8 + length])["__metadata__"]
     assert (metadata["model"], metadata["weights"]) == ("resnet18", "random")
     assert json.loads(metadata["nodes"]) == {"C4": C4, "C5": C5}
     assert metadata["fingerprint"] == client.get("/v1/models/resnet18/nodes").json()["fingerprint"]
 
 
 def test_npz(client, extractor, photos, expected):
-    answer = client.post(extractor, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npz"})
-    assert answer.headers["content-type"] == "application/x-npz"
-    loaded = np.load(io.BytesIO(answer.content), allow_pickle=False)
+    response = client.post(extractor, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npz"})
+    assert response.headers["content-type"] == "application/x-npz"
+    loaded = np.load(io.BytesIO(response.content), allow_pickle=False)
     assert loaded.files == ["C4", "C5"]
     for key in loaded.files:
         close(loaded[key], expected[key][:1])
@@ -147,23 +147,23 @@ def test_npz(client, extractor, photos, expected):
 
 def test_npy_of_one_node(client, photos, expected):
     url = "/v1/models/resnet18/features?weights=random&nodes=C5"
-    answer = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npy"})
-    assert answer.headers["content-type"] == "application/x-npy"
-    close(np.load(io.BytesIO(answer.content), allow_pickle=False), expected["C5"][:1])
+    response = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npy"})
+    assert response.headers["content-type"] == "application/x-npy"
+    close(np.load(io.BytesIO(response.content), allow_pickle=False), expected["C5"][:1])
 
 
 def test_base64(client, extractor, photos, expected):
-    answer = client.post(f"{extractor}?encoding=base64", content=photos["chelsea"], headers=JPEG)
-    for output in answer.json()["outputs"]:
+    response = client.post(f"{extractor}?encoding=base64", content=photos["chelsea"], headers=JPEG)
+    for output in response.json()["outputs"]:
         read = np.frombuffer(base64.b64decode(output["data"], validate=True), "<f4").reshape(output["shape"])
         close(read, expected[output["name"]][:1])
 
 
 def test_heat_map(client, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=C4"
-    answer = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
-    assert answer.headers["content-type"] == "image/png"
-    image = PIL.Image.open(io.BytesIO(answer.content))
+    response = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
+    assert response.headers["content-type"] == "image/png"
+    image = PIL.Image.open(io.BytesIO(response.content))
     assert (image.format, image.mode, image.size) == ("PNG", "RGB", (224, 224))
 
 
@@ -176,14 +176,14 @@ def test_heat_map(client, photos):
     ],
 )
 def test_pooling(client, extractor, photos, expected, pool, function):
-    answer = client.post(f"{extractor}?pool={pool}", content=photos["chelsea"], headers=JPEG)
-    for key, value in tensors(answer).items():
+    response = client.post(f"{extractor}?pool={pool}", content=photos["chelsea"], headers=JPEG)
+    for key, value in tensors(response).items():
         close(value, function(expected[key][:1]))
 
 
 def test_unit_length(client, extractor, photos, expected):
-    answer = client.post(f"{extractor}?pool=avg&normalize=l2", content=photos["chelsea"], headers=JPEG)
-    for key, value in tensors(answer).items():
+    response = client.post(f"{extractor}?pool=avg&normalize=l2", content=photos["chelsea"], headers=JPEG)
+    for key, value in tensors(response).items():
         close(value, torch.nn.functional.normalize(expected[key][:1].mean((2, 3)), dim=1))
         assert value.norm().item() == pytest.approx(1.0, abs=1e-5)
 
@@ -191,8 +191,8 @@ def test_unit_length(client, extractor, photos, expected):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float16", 1e-3), ("bfloat16", 1e-2)])
 def test_cast(client, extractor, photos, expected, dtype, tolerance):
     headers = {**JPEG, "accept": "application/x-safetensors"}
-    answer = client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=headers)
-    for key, value in safetensors.torch.load(answer.content).items():
+    response = client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=headers)
+    for key, value in safetensors.torch.load(response.content).items():
         assert str(value.dtype) == f"torch.{dtype}"
         close(value, expected[key][:1], tolerance)
     names = [
@@ -210,8 +210,8 @@ def test_without_preprocessing(client, extractor, photos):
     with torch.inference_mode():
         for layer in (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3):
             pixels = layer(pixels)
-    answer = client.post(f"{extractor}?preprocess=none", content=photos["chelsea"], headers=JPEG)
-    close(tensors(answer)["C4"], pixels)
+    response = client.post(f"{extractor}?preprocess=none", content=photos["chelsea"], headers=JPEG)
+    close(tensors(response)["C4"], pixels)
 
 
 def test_one_step_is_the_extractor(client, extractor, photos):
@@ -222,8 +222,8 @@ def test_one_step_is_the_extractor(client, extractor, photos):
 
 def test_any_names_of_a_node_give_its_values(client, photos, expected):
     url = f"/v1/models/resnet18/features?weights=random&nodes=layer4:a,C5:b,{C5}:c,layer3"
-    answer = client.post(url, content=photos["chelsea"], headers=JPEG)
-    found = tensors(answer)
+    response = client.post(url, content=photos["chelsea"], headers=JPEG)
+    found = tensors(response)
     assert list(found) == ["a", "b", "c", "layer3"]
     assert torch.equal(found["a"], found["b"])
     assert torch.equal(found["a"], found["c"])
@@ -233,9 +233,9 @@ def test_any_names_of_a_node_give_its_values(client, photos, expected):
 
 def test_tokens_and_the_class_token(client, photos, reference):
     url = "/v1/models/vit_b_32/features?weights=random&nodes=encoder.ln"
-    answer = client.post(f"{url}&pool=cls", content=photos["rocket"], headers=JPEG)
+    response = client.post(f"{url}&pool=cls", content=photos["rocket"], headers=JPEG)
     value = reference("vit_b_32", "encoder.ln", [photos["rocket"]])
-    close(tensors(answer)["encoder.ln"], value[:, 0])
+    close(tensors(response)["encoder.ln"], value[:, 0])
     picture = client.post(url, content=photos["rocket"], headers={**JPEG, "accept": "image/png"})
     assert PIL.Image.open(io.BytesIO(picture.content)).size == (224, 224)
 
@@ -247,12 +247,12 @@ def test_published_weights_from_the_cache(make_client, photos, reference, tmp_pa
     folder = tmp_path / "hub/checkpoints"
     folder.mkdir(parents=True)
     torch.save(state, folder / "squeezenet1_1-b8a52dc0.pth")
-    answer = make_client().post(
+    response = make_client().post(
         "/v1/models/squeezenet1_1/features?nodes=features.5", content=photos["chelsea"], headers=JPEG
     )
-    assert answer.json()["weights"] == answer.headers["x-fxserve-weights"] == "IMAGENET1K_V1"
-    node = answer.json()["outputs"][0]["node"]
-    close(tensors(answer)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+    assert response.json()["weights"] == response.headers["x-fxserve-weights"] == "IMAGENET1K_V1"
+    node = response.json()["outputs"][0]["node"]
+    close(tensors(response)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
 
 
 def test_weights_from_a_file(make_client, photos, reference, tmp_path):
@@ -261,10 +261,10 @@ def test_weights_from_a_file(make_client, photos, reference, tmp_path):
     safetensors.torch.save_file(state, tmp_path / "mine.safetensors")
     client = make_client(weights_dir=tmp_path)
     url = "/v1/models/squeezenet1_1/features?nodes=features.5&weights=file:mine.safetensors"
-    answer = client.post(url, content=photos["chelsea"], headers=JPEG)
-    assert answer.json()["weights"] == answer.headers["x-fxserve-weights"] == "file:mine.safetensors"
-    node = answer.json()["outputs"][0]["node"]
-    close(tensors(answer)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+    response = client.post(url, content=photos["chelsea"], headers=JPEG)
+    assert response.json()["weights"] == response.headers["x-fxserve-weights"] == "file:mine.safetensors"
+    node = response.json()["outputs"][0]["node"]
+    close(tensors(response)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
 
 
 def test_weights_files_of_any_name(make_client, photos, tmp_path):
@@ -277,10 +277,10 @@ def test_weights_files_of_any_name(make_client, photos, tmp_path):
     assert client.post("/v1/extractors", json=spec).json()["weights"] == f"file:{name}"
     for path in ("/v1/extractors/odd/features", "/v2/models/odd/infer"):
         for accept in ("application/json", "application/x-safetensors"):
-            answer = client.post(path, content=photos["chelsea"], headers=JPEG | {"accept": accept})
-            assert answer.status_code == 200, answer.text
-            assert answer.headers["x-fxserve-weights"].isascii()
-            assert urllib.parse.unquote(answer.headers["x-fxserve-weights"]) == f"file:{name}"
+            response = client.post(path, content=photos["chelsea"], headers=JPEG | {"accept": accept})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-fxserve-weights"].isascii()
+            assert urllib.parse.unquote(response.headers["x-fxserve-weights"]) == f"file:{name}"
     refused = client.post("/v1/extractors", json=spec | {"weights": "file:gone", "name": "other"})
     assert refused.status_code == 422
     assert f"file:{name}" in refused.json()["available"]
@@ -289,10 +289,10 @@ def test_weights_files_of_any_name(make_client, photos, tmp_path):
 @pytest.mark.parametrize("accept", ["application/json", "application/x-safetensors", "application/x-npz"])
 def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, accept):
     headers = {**JPEG, "accept": accept, "x-request-id": "my-id"}
-    answer = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert answer.headers["x-fxserve-weights"] == "random"
-    assert answer.headers["x-request-id"] == "my-id"
-    timing = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
+    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    assert response.headers["x-fxserve-weights"] == "random"
+    assert response.headers["x-request-id"] == "my-id"
+    timing = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
     assert list(timing) == ["decode", "queue", "compute", "encode"]
     assert float(timing["compute"]) > 0
 

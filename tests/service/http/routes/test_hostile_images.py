@@ -24,9 +24,9 @@ def small():
 
 @pytest.fixture(scope="module")
 def usual(small):
-    answer = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
-    assert answer.status_code == 200
-    return answer.json()["outputs"]
+    response = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
+    assert response.status_code == 200
+    return response.json()["outputs"]
 
 
 @pytest.mark.parametrize("preprocess", ["default", "fast"])
@@ -35,14 +35,14 @@ def test_right_features_or_clear_error(small, usual, name, preprocess):
     make, expected = HOSTILE[name]
     data = make()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    answer = small.post(f"{FEATURES}&preprocess={preprocess}", content=data, headers=JPEG)
-    assert answer.status_code == expected, answer.text[:500]
+    response = small.post(f"{FEATURES}&preprocess={preprocess}", content=data, headers=JPEG)
+    assert response.status_code == expected, response.text[:500]
     if expected == 200:
-        assert np.isfinite(answer.json()["outputs"][0]["data"]).all()
+        assert np.isfinite(response.json()["outputs"][0]["data"]).all()
     else:
         kind = {413: "image-too-large", 422: "bad-image"}[expected]
-        assert answer.json()["type"] == f"/problems/{kind}"
-        assert answer.json()["index"] == 0
+        assert response.json()["type"] == f"/problems/{kind}"
+        assert response.json()["index"] == 0
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 150_000  # KiB: an image of a million pixels, several times
     following = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
@@ -52,11 +52,11 @@ def test_right_features_or_clear_error(small, usual, name, preprocess):
 @pytest.mark.parametrize("name", ["palette", "cmyk", "one pixel", "animated gif", "grey with alpha", "lab profile"])
 def test_odd_images_have_the_values_of_what_they_show(small, name):
     data = HOSTILE[name][0]()
-    answer = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
+    response = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1(weights=None).eval()
     transform = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.transforms()
     with torch.inference_mode():
         value = model.features[:3](transform(decoded(data))[None])
-    got = torch.tensor(answer.json()["outputs"][0]["data"]).reshape(value.shape)
+    got = torch.tensor(response.json()["outputs"][0]["data"]).reshape(value.shape)
     torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5)

@@ -24,8 +24,8 @@ INFER = "/v2/models/tiny/infer"
 def tiny(client):
     """The service with an extractor ``tiny``."""
     config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "features.3": "b"}}
-    answer = client.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}})
-    assert answer.status_code == 200, answer.text
+    response = client.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}})
+    assert response.status_code == 200, response.text
     return client
 
 
@@ -91,11 +91,11 @@ def test_a_models_name_is_compared_with_no_extractors(tiny, monkeypatch):
     ],
 )
 def test_metadata_of_models(client, model, inputs, outputs):
-    answer = client.get(f"/v2/models/{model}").json()
-    found = [(i["name"], i["datatype"], i["shape"]) for i in answer["inputs"]]
+    response = client.get(f"/v2/models/{model}").json()
+    found = [(i["name"], i["datatype"], i["shape"]) for i in response["inputs"]]
     assert found == inputs
     if outputs is not None:
-        assert {o["name"]: o["shape"] for o in answer["outputs"]} == outputs
+        assert {o["name"]: o["shape"] for o in response["outputs"]} == outputs
 
 
 def test_metadata_is_what_inference_gives(tiny):
@@ -110,15 +110,15 @@ def test_json_and_raw_bytes_give_the_same(tiny):
     values = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0)).numpy()
     wanted = [{"name": "b", "parameters": {"binary_data": True}}]
     in_json = x_input(parameters={}, data=values.tolist())
-    answers = [
+    responses = [
         tiny.post(INFER, json={"inputs": [in_json], "outputs": wanted}),
         tiny.post(INFER, **binary({"inputs": [x_input()], "outputs": wanted}, values.tobytes())),
         tiny.post(INFER, json={"inputs": [in_json], "outputs": [{"name": "b"}]}),
     ]
-    [first, second] = [a.content[int(a.headers["inference-header-content-length"]) :] for a in answers[:2]]
-    assert answers[0].headers["content-type"] == "application/octet-stream"
+    [first, second] = [a.content[int(a.headers["inference-header-content-length"]) :] for a in responses[:2]]
+    assert responses[0].headers["content-type"] == "application/octet-stream"
     assert first == second != b""
-    [output] = answers[2].json()["outputs"]
+    [output] = responses[2].json()["outputs"]
     assert np.array_equal(np.array(output["data"], np.float32), np.frombuffer(first, "<f4"))
 
 
@@ -147,11 +147,11 @@ def test_a_raw_tensor_and_a_raw_image(tiny):
 def test_what_says_it_is_an_image_is_one_whatever_its_size(tiny, length):
     file = png()
     file += bytes(-len(file) % (4 * 3 * 224**2))  # a row of the model's input; what follows its end is not of a PNG
-    answers = [
+    responses = [
         tiny.post(INFER, content=data, headers={"content-type": "image/png", **length}) for data in (png(), file)
     ]
-    assert answers[0].status_code == 200
-    assert answers[0].content == answers[1].content
+    assert responses[0].status_code == 200
+    assert responses[0].content == responses[1].content
 
 
 @pytest.mark.parametrize("sent", ["gzip", "deflate", "raw deflate", ""])
@@ -169,18 +169,18 @@ def test_compression(tiny, sent, asked):
     request["headers"] |= {"Accept-Encoding": asked}
     if sent:
         request["headers"]["Content-Encoding"] = sent.split()[-1]
-    answer = tiny.post(INFER, **request)
-    assert answer.status_code == 200
-    assert answer.headers.get("content-encoding") == (asked if asked in ("gzip", "deflate") else None)
-    assert [o["name"] for o in answer.json()["outputs"]] == ["a", "b"]
+    response = tiny.post(INFER, **request)
+    assert response.status_code == 200
+    assert response.headers.get("content-encoding") == (asked if asked in ("gzip", "deflate") else None)
+    assert [o["name"] for o in response.json()["outputs"]] == ["a", "b"]
 
 
 def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
     request = binary({"inputs": [x_input()]}, RAW)
     lines = [("accept-encoding", "gzip"), ("accept-encoding", "deflate")]
-    answer = tiny.post(INFER, content=request["content"], headers=[*request["headers"].items(), *lines])
-    assert answer.status_code == 200
-    assert "content-encoding" not in answer.headers
+    response = tiny.post(INFER, content=request["content"], headers=[*request["headers"].items(), *lines])
+    assert response.status_code == 200
+    assert "content-encoding" not in response.headers
     lines = [("content-encoding", "gzip"), ("content-encoding", "gzip")]
     packed = gzip.compress(gzip.compress(request["content"]))
     assert tiny.post(INFER, content=packed, headers=[*request["headers"].items(), *lines]).status_code == 415
@@ -255,10 +255,10 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_faults_of_clients(tiny, what):
     began = time.process_time()
-    answer = tiny.post(INFER, **BAD[what])
-    assert answer.status_code == 400, answer.text
-    assert set(answer.json()) == {"error"}
-    assert answer.json()["error"]
+    response = tiny.post(INFER, **BAD[what])
+    assert response.status_code == 400, response.text
+    assert set(response.json()) == {"error"}
+    assert response.json()["error"]
     assert time.process_time() - began < 5
 
 
@@ -310,11 +310,11 @@ def test_decompression_bombs_are_refused_early(make_client):
     assert len(bomb) < 1_000_000
     tracemalloc.start()
     try:
-        answer = small.post("/v2/models/resnet18/infer", content=bomb, headers={"Content-Encoding": "gzip"})
+        response = small.post("/v2/models/resnet18/infer", content=bomb, headers={"Content-Encoding": "gzip"})
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert answer.status_code == 413
+    assert response.status_code == 413
     assert most < 20_000_000
 
 
@@ -336,12 +336,12 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
     busy = tiny.run(lookups_busy())
     try:
         with tiny.builders_busy():
-            answers = [
+            responses = [
                 tiny.post(INFER, **binary(document, element, **soon)),
                 tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
                 tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
             ]
-            assert [answer.status_code for answer in answers] == [200, 200, 200]
+            assert [response.status_code for response in responses] == [200, 200, 200]
             paths = ("/v2/models/tiny", model)
             assert [tiny.run(asyncio.wait_for(tiny.http.get(path), 20)).json() for path in paths] == metadata
     finally:
@@ -354,7 +354,7 @@ def test_null_is_what_is_not_set(tiny):
     image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": None}
     image["data"] = [base64.b64encode(png()).decode()]
     document = {"id": None, "parameters": None, "inputs": [image], "outputs": [{"name": "a", "parameters": None}]}
-    answer = tiny.post(INFER, json=document)
-    assert answer.status_code == 200, answer.text
-    assert [output["name"] for output in answer.json()["outputs"]] == ["a"]
+    response = tiny.post(INFER, json=document)
+    assert response.status_code == 200, response.text
+    assert [output["name"] for output in response.json()["outputs"]] == ["a"]
     assert tiny.post("/v2/repository/models/tiny/load", json={"parameters": None}).status_code == 200

@@ -27,14 +27,14 @@ def test_allow_has_every_method_of_a_path(client, paths):
     for path, methods in paths.items():
         allowed = methods | {"HEAD"} if "GET" in methods else methods
         for method in ("PUT", "PATCH", "BREW", "OPTIONS", *({"HEAD", "DELETE", "POST", "GET"} - allowed)):
-            answer = ask(client, method, path)
-            assert answer.status_code == 405, (method, path)
-            assert set(re.split(", ", answer.headers["allow"])) == allowed, (method, path)
+            response = ask(client, method, path)
+            assert response.status_code == 405, (method, path)
+            assert set(re.split(", ", response.headers["allow"])) == allowed, (method, path)
             if method != "HEAD":
-                document = answer.json()
+                document = response.json()
                 said = document["error"] if "error" in document else document["detail"]
                 said = said["message"] if path == "/v1/embeddings" else said
-                assert said == f"{method} is not allowed on {path}; allowed: {answer.headers['allow']}"
+                assert said == f"{method} is not allowed on {path}; allowed: {response.headers['allow']}"
     assert ask(client, "PUT", "/docs").headers["allow"] == "GET, HEAD"
 
 
@@ -46,7 +46,7 @@ def test_a_head_is_that_of_the_get(client, paths):
         assert head.content == b""
         changing = CHANGING | {"content-length"} if path == "/metrics" else CHANGING
         assert int(head.headers["content-length"]) > 0, path
-        without = [{k: v for k, v in answer.headers.items() if k not in changing} for answer in (head, get)]
+        without = [{k: v for k, v in response.headers.items() if k not in changing} for response in (head, get)]
         assert without[0] == without[1], path
 
 

@@ -66,8 +66,8 @@ def test_what_default_preprocessing_means_on_this_server(make_client, photos, pr
     assert told["way"] == preprocess
     path = "/v1/models/resnet18/features?nodes=x&weights=random"
     headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-    answer = client.post(path, content=photos["chelsea"], headers=headers)
-    made = np.load(io.BytesIO(answer.content))
+    response = client.post(path, content=photos["chelsea"], headers=headers)
+    made = np.load(io.BytesIO(response.content))
     # Python, but for the PIL image.
     names = {
         "torchvision": torchvision,
@@ -93,11 +93,11 @@ def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", ["resnet18", "vit_b_16", "googlenet"])
 def test_nodes_are_torchvisions(client, model):
     train, evaluated = get_graph_node_names(torchvision.models.get_model(model, weights=None))
-    answer = client.get(f"/v1/models/{model}/nodes?weights=random").json()
-    assert answer["train_nodes"] == train
-    assert answer["eval_nodes"] == evaluated
-    assert answer["model"] == model
-    assert answer["fingerprint"]
+    response = client.get(f"/v1/models/{model}/nodes?weights=random").json()
+    assert response["train_nodes"] == train
+    assert response["eval_nodes"] == evaluated
+    assert response["model"] == model
+    assert response["fingerprint"]
 
 
 def test_the_default_weights_decide_what_is_listed(client):
@@ -134,18 +134,18 @@ def test_what_is_listed_is_what_an_extractor_has(client, model):
 
 def test_weights_that_there_are_not(client):
     for path in ("nodes", "graph"):
-        answer = client.get(f"/v1/models/resnet18/{path}?weights=V9")
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/unknown-weights")
-        assert answer.json()["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
+        response = client.get(f"/v1/models/resnet18/{path}?weights=V9")
+        assert (response.status_code, response.json()["type"]) == (422, "/problems/unknown-weights")
+        assert response.json()["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
 
 
 def test_nodes_are_written_once(client):
-    answer = client.get("/v1/models/resnet50/nodes").content
+    response = client.get("/v1/models/resnet50/nodes").content
     key = ("resnet50", "IMAGENET1K_V2", None)
-    assert client.app.state.fxserve.nodes.get(key) == answer
+    assert client.app.state.fxserve.nodes.get(key) == response
     client.app.state.fxserve.nodes.put(key, b"kept")
     assert client.get("/v1/models/resnet50/nodes").content == b"kept"
-    client.app.state.fxserve.nodes.put(key, answer)
+    client.app.state.fxserve.nodes.put(key, response)
 
 
 def test_untraceable_parts_are_named(client):
@@ -190,18 +190,18 @@ def test_graph_for_another_size(client):
 def test_graph_formats(client, format, accept, media_type, begins):
     by_query = client.get(f"/v1/models/resnet18/graph?format={format}", headers={"accept": "text/html, */*;q=0.1"})
     by_accept = client.get("/v1/models/resnet18/graph", headers={"accept": accept})
-    for answer in (by_query, by_accept):
-        assert answer.status_code == 200
-        assert answer.headers["content-type"].partition(";")[0] == media_type
-        assert answer.text.startswith(begins)
+    for response in (by_query, by_accept):
+        assert response.status_code == 200
+        assert response.headers["content-type"].partition(";")[0] == media_type
+        assert response.text.startswith(begins)
     assert by_query.content == by_accept.content
 
 
 def test_graph_as_code(client):
-    answer = client.get("/v1/models/resnet18/graph?format=code")
-    assert answer.headers["content-type"].startswith("text/plain")
-    assert "def forward(self, x" in answer.text
-    compile(answer.text, "code", "exec")
+    response = client.get("/v1/models/resnet18/graph?format=code")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "def forward(self, x" in response.text
+    compile(response.text, "code", "exec")
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_graph_as_code(client):
     ],
 )
 def test_bad_requests_get_problem_documents(client, path, headers, status, kind):
-    answer = client.get(path, headers=headers)
-    assert answer.status_code == status
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["type"] == f"/problems/{kind}"
-    assert answer.json()["status"] == status
+    response = client.get(path, headers=headers)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json()["type"] == f"/problems/{kind}"
+    assert response.json()["status"] == status
     if kind == "unknown-model":
-        assert "resnet50" in answer.json()["suggestions"]
+        assert "resnet50" in response.json()["suggestions"]
     if status == 406:
-        assert "image/svg+xml" in answer.json()["available"]
+        assert "image/svg+xml" in response.json()["available"]
 
 
 def test_only_the_allowed_models(make_client):
@@ -257,5 +257,5 @@ def test_a_layout_opens_the_modules_that_are_named(client):
     assert opened["layer3.0.conv1"] == "call_module"
     assert sum(kind not in ("frame", "module") for kind in kinds("").values()) == len(client.get(graph).json()["nodes"])
     for query in ("format=svg&open=layer3", "format=layout&depth=1&open=layer3"):
-        answer = client.get(f"{graph}?{query}")
-        assert (answer.status_code, answer.json()["field"]) == (422, "open")
+        response = client.get(f"{graph}?{query}")
+        assert (response.status_code, response.json()["field"]) == (422, "open")

@@ -134,12 +134,12 @@ def test_the_responses_of_a_failed_extractor_are_documented(client, document, ph
     for method, path in BUILDING:
         if method == "get" or path in sent:
             url = path.format(extractor="failed", name="failed")
-            answer = client.run(client.http.request(method, url, **sent.get(path, {})))
-            assert kind in shown(document["paths"][path][method], answer.status_code), (path, answer.text)
+            response = client.run(client.http.request(method, url, **sent.get(path, {})))
+            assert kind in shown(document["paths"][path][method], response.status_code), (path, response.text)
             if path == "/v1/embeddings":
-                assert answer.json()["error"]["code"] == kind.replace("-", "_")
+                assert response.json()["error"]["code"] == kind.replace("-", "_")
             elif not path.startswith("/v2"):
-                assert answer.json()["type"] == f"/problems/{kind}"
+                assert response.json()["type"] == f"/problems/{kind}"
     client.delete("/v1/extractors/failed")
 
 

@@ -5,27 +5,27 @@ def test_health_and_readiness(client):
 
 def test_not_ready_says_why(make_client):
     client = make_client(preload=["resnet18:no-such-node"])
-    answer = client.get("/readyz")
-    while "no-such-node" not in answer.json().get("reason", "failed: no-such-node"):
-        answer = client.get("/readyz")
-    assert answer.status_code == 503
-    assert answer.json()["type"] == "/problems/not-ready"
-    assert int(answer.headers["retry-after"]) >= 1
+    response = client.get("/readyz")
+    while "no-such-node" not in response.json().get("reason", "failed: no-such-node"):
+        response = client.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["type"] == "/problems/not-ready"
+    assert int(response.headers["retry-after"]) >= 1
 
 
 def test_metrics_by_route_template(client):
     client.get("/v1/models/alexnet/nodes")
     client.get("/v1/models/unheard-of/nodes")
     client.get("/nowhere")
-    answer = client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
     for route, status in (("/v1/models/{model}/nodes", 200), ("/v1/models/{model}/nodes", 404), ("unmatched", 404)):
-        assert f'fxserve_requests_total{{method="GET",route="{route}",status="{status}"}}' in answer.text
+        assert f'fxserve_requests_total{{method="GET",route="{route}",status="{status}"}}' in response.text
     assert (
         'fxserve_request_duration_seconds_bucket{le="0.001",method="GET",route="/v1/models/{model}/nodes"}'
-        in answer.text
+        in response.text
     )
-    assert "unheard-of" not in answer.text
+    assert "unheard-of" not in response.text
 
 
 def test_two_services_do_not_share_metrics(client, make_client):

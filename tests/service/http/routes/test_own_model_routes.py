@@ -122,13 +122,13 @@ def test_a_model_of_ones_own_is_served(
     assert "blocks.2" in {name.rpartition(".")[0].rpartition(".")[0] for name in nodes["eval_nodes"]}
     assert nodes["levels"]["C5"]["stride"] == 32
     assert client.get("/v1/models/mine/graph?format=svg").text.startswith("<svg")
-    answer = client.post(
+    response = client.post(
         "/v1/models/mine/features?nodes=blocks.2:map,C4",
         content=photos["chelsea"],
         headers={"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"},
     )
-    assert answer.status_code == 200, answer.text
-    values = safetensors.numpy.load(answer.content)
+    assert response.status_code == 200, response.text
+    values = safetensors.numpy.load(response.content)
     np.testing.assert_allclose(values["map"], expected(photos["chelsea"], folder, "blocks.2"), rtol=1e-3, atol=1e-4)
     metadata = client.get("/v2/models/mine").json()
     assert metadata["inputs"][1] == {"name": "x", "datatype": "FP32", "shape": [-1, 3, 64, 64]}
@@ -159,9 +159,11 @@ def test_a_module_written_by_hand_that_takes_clips(
     }
     path = "/v1/models/clip/features?nodes=C1,C2,head"
     for kind, (body, given) in bodies.items():
-        answer = client.post(path, content=body, headers={"Content-Type": kind, "Accept": "application/x-safetensors"})
-        assert answer.status_code == 200, answer.text
-        values = safetensors.torch.load(answer.content)
+        response = client.post(
+            path, content=body, headers={"Content-Type": kind, "Accept": "application/x-safetensors"}
+        )
+        assert response.status_code == 200, response.text
+        values = safetensors.torch.load(response.content)
         with torch.inference_mode():
             stem = clips.stem(given)
             for key, wanted in (("C1", stem), ("C2", clips.body(stem)), ("head", clips(given))):
@@ -180,12 +182,12 @@ def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client
         wanted = (clips.body(clips.stem(x)) > 0.1).numpy()
     for binary in (True, False):
         asked = [{"name": "gt", "parameters": {"binary_data": binary}}]
-        answer = client.post("/v2/models/bright/infer", json={"inputs": [given], "outputs": asked})
+        response = client.post("/v2/models/bright/infer", json={"inputs": [given], "outputs": asked})
         if binary:
-            raw = answer.content[int(answer.headers["Inference-Header-Content-Length"]) :]
+            raw = response.content[int(response.headers["Inference-Header-Content-Length"]) :]
             found = np.frombuffer(raw, np.bool_)
         else:
-            found = np.array(answer.json()["outputs"][0]["data"])
+            found = np.array(response.json()["outputs"][0]["data"])
         assert found.dtype == np.bool_
         assert np.array_equal(found, wanted.ravel())
 

@@ -11,10 +11,10 @@ from service import page
 
 def test_every_file_is_sent_as_it_is(client):
     for path, file in page.PATHS.items():
-        answer = client.get(path)
-        assert answer.status_code == 200
-        assert answer.content == file.read_bytes()  # whatever its encoding
-        assert answer.headers["content-type"].startswith(
+        response = client.get(path)
+        assert response.status_code == 200
+        assert response.content == file.read_bytes()  # whatever its encoding
+        assert response.headers["content-type"].startswith(
             {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}.get(
                 file.suffix, "image/jpeg"
             )
@@ -25,9 +25,9 @@ def test_every_file_is_sent_as_it_is(client):
 
 
 def test_browsers_keep_files_until_they_change(client):
-    answer = client.get("/page/main.js")
-    tag = answer.headers["etag"]
-    assert answer.headers["cache-control"] == "no-cache"
+    response = client.get("/page/main.js")
+    tag = response.headers["etag"]
+    assert response.headers["cache-control"] == "no-cache"
     for known in (tag, f'"other", {tag}', "*"):
         again = client.get("/page/main.js", headers={"if-none-match": known})
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
@@ -39,9 +39,9 @@ def test_browsers_keep_files_until_they_change(client):
     ("accepted", "zipped"), [("gzip", True), ("br, gzip;q=0.5", True), ("gzip;q=0", False), ("identity", False)]
 )
 def test_files_are_compressed_for_those_who_take_that(client, accepted, zipped):
-    answer = client.get("/page/style.css", headers={"accept-encoding": accepted})
-    assert (answer.headers.get("content-encoding") == "gzip") == zipped
-    assert "accept-encoding" in answer.headers["vary"].lower()
+    response = client.get("/page/style.css", headers={"accept-encoding": accepted})
+    assert (response.headers.get("content-encoding") == "gzip") == zipped
+    assert "accept-encoding" in response.headers["vary"].lower()
     assert "content-encoding" not in client.get("/page/chelsea.jpg").headers
 
 

@@ -26,13 +26,13 @@ def png():
 )
 def test_every_route_of_v1_lists_what_it_knows(client, method, path, known):
     path = path.format(model="resnet18", extractor="none-such")
-    answer = client.run(client.http.request(method, f"{path}?weigths=random"))
-    document = answer.json()
+    response = client.run(client.http.request(method, f"{path}?weigths=random"))
+    document = response.json()
     if path == "/v1/embeddings":  # in OpenAI's shape
-        assert answer.status_code == 400
+        assert response.status_code == 400
         assert "'weigths': unknown parameter, this route takes none" in document["error"]["message"]
         return
-    assert (answer.status_code, document["type"]) == (422, "/problems/invalid-request")
+    assert (response.status_code, document["type"]) == (422, "/problems/invalid-request")
     assert "'weigths'" in document["detail"]
     assert set(document["known"]) == known
     assert document["errors"][0]["in"] == "query"
@@ -42,9 +42,9 @@ def test_every_route_of_v1_lists_what_it_knows(client, method, path, known):
 
 
 def test_one_that_is_given_twice(client):
-    answer = client.get("/v1/models/googlenet/nodes?weights=DEFAULT&weights=random")
-    assert answer.status_code == 422
-    assert "given 2 times" in answer.json()["detail"]
+    response = client.get("/v1/models/googlenet/nodes?weights=DEFAULT&weights=random")
+    assert response.status_code == 422
+    assert "given 2 times" in response.json()["detail"]
 
 
 def test_what_was_asked_before_is_held_to_it_too(client):
@@ -63,6 +63,6 @@ def test_what_probes_browsers_and_gateways_add_is_left_alone(client, path):
 
 def test_parameters_of_v2_belong_into_the_body(client):
     raw = {**png(), "headers": {"Inference-Header-Content-Length": "0"}}
-    answer = client.post("/v2/models/squeezenet1_1/infer?weights=random", **raw)
-    assert answer.status_code == 400
-    assert "'weights' is not supported" in answer.json()["error"]
+    response = client.post("/v2/models/squeezenet1_1/infer?weights=random", **raw)
+    assert response.status_code == 400
+    assert "'weights' is not supported" in response.json()["error"]

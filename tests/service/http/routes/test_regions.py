@@ -31,9 +31,9 @@ def ask(client, model, node, document, query="", **options):
     return client.post(url, json=document, **options)
 
 
-def tensors(answer):
-    assert answer.status_code == 200, answer.text
-    return {one["name"]: torch.tensor(one["data"]).reshape(one["shape"]) for one in answer.json()["outputs"]}
+def tensors(response):
+    assert response.status_code == 200, response.text
+    return {one["name"]: torch.tensor(one["data"]).reshape(one["shape"]) for one in response.json()["outputs"]}
 
 
 def close(actual, expected, tolerance=1e-5):
@@ -55,40 +55,40 @@ def by_hand(name, resize, crop, boxes=BOXES):
 
 @pytest.mark.parametrize("size", [7, 3])
 def test_as_roi_align_on_the_whole_map(client, photos, reference, size):
-    answer = tensors(ask(client, "resnet18", "C4", body(photos), "" if size == 7 else f"&roi_size={size}"))
+    response = tensors(ask(client, "resnet18", "C4", body(photos), "" if size == 7 else f"&roi_size={size}"))
     maps = reference("resnet18", "layer3.1.relu_1", [photos[name] for name in BOXES])
     rois = [by_hand(name, 256, 224) for name in BOXES]
-    close(answer["C4"], roi_align(maps, rois, size, spatial_scale=1 / 16, aligned=True))
-    assert answer["box_image"].tolist() == [0, 0, 2]
+    close(response["C4"], roi_align(maps, rois, size, spatial_scale=1 / 16, aligned=True))
+    assert response["box_image"].tolist() == [0, 0, 2]
 
 
 def test_several_maps_each_at_its_stride_and_vectors(client, photos, reference):
-    answer = tensors(ask(client, "resnet18", "C3,layer4:last", body(photos), "&roi_size=1&normalize=l2"))
+    response = tensors(ask(client, "resnet18", "C3,layer4:last", body(photos), "&roi_size=1&normalize=l2"))
     rois = [by_hand(name, 256, 224) for name in BOXES]
     for key, node, stride in (("C3", "layer2.1.relu_1", 8), ("last", "layer4.1.relu_1", 32)):
         maps = reference("resnet18", node, [photos[name] for name in BOXES])
         pooled = roi_align(maps, rois, 1, spatial_scale=1 / stride, aligned=True).flatten(1)
-        close(answer[key], torch.nn.functional.normalize(pooled, dim=1))
+        close(response[key], torch.nn.functional.normalize(pooled, dim=1))
 
 
 def test_channels_last_maps(client, photos, reference):
-    answer = tensors(ask(client, "swin_t", "features.3", body(photos)))
+    response = tensors(ask(client, "swin_t", "features.3", body(photos)))
     maps = reference("swin_t", "features.3.1.add_1", [photos[name] for name in BOXES]).permute(0, 3, 1, 2)
     rois = [by_hand(name, 232, 224) for name in BOXES]
-    close(answer["features.3"], roi_align(maps, rois, 7, spatial_scale=1 / 8, aligned=True))
+    close(response["features.3"], roi_align(maps, rois, 7, spatial_scale=1 / 8, aligned=True))
 
 
 def test_tokens_on_their_grid(client, photos, reference):
-    answer = tensors(ask(client, "vit_b_32", "encoder.ln", body(photos)))
+    response = tensors(ask(client, "vit_b_32", "encoder.ln", body(photos)))
     tokens = reference("vit_b_32", "encoder.ln", [photos[name] for name in BOXES])
     maps = tokens[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7)
     rois = [by_hand(name, 256, 224) for name in BOXES]
-    close(answer["encoder.ln"], roi_align(maps, rois, 7, spatial_scale=1 / 32, aligned=True))
+    close(response["encoder.ln"], roi_align(maps, rois, 7, spatial_scale=1 / 32, aligned=True))
 
 
 def test_letterboxed_images_of_a_detector(client, photos):
     """Of different sizes, padded to one."""
-    answer = tensors(ask(client, "fasterrcnn_mobilenet_v3_large_320_fpn", "C4", body(photos)))
+    response = tensors(ask(client, "fasterrcnn_mobilenet_v3_large_320_fpn", "C4", body(photos)))
     torch.manual_seed(0)
     detector = torchvision.models.get_model("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None).eval()
     kept = []
@@ -105,10 +105,10 @@ def test_letterboxed_images_of_a_detector(client, photos):
         * torch.tensor([size[1] / image.shape[2], size[0] / image.shape[1]] * 2)
         for image, size, boxes in zip(images, resized.image_sizes, BOXES.values(), strict=True)
     ]
-    shape = answer["C4"].shape
+    shape = response["C4"].shape
     maps = next(value for pair in kept for value in pair if value.shape[1] == shape[1])
     pooled = roi_align(maps, [roi.float() for roi in rois], 7, spatial_scale=1 / 16, aligned=True)
-    close(answer["C4"], pooled, 1e-4)
+    close(response["C4"], pooled, 1e-4)
 
 
 def test_a_region_is_about_what_its_crop_gives(client, photos):
@@ -117,10 +117,10 @@ def test_a_region_is_about_what_its_crop_gives(client, photos):
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     document = {"images": [base64.b64encode(buffer.getvalue()).decode()], "boxes": [[[40, 60, 104, 124]]]}
-    answer = tensors(ask(client, "squeezenet1_1", "x", document, "&roi_size=64"))
+    response = tensors(ask(client, "squeezenet1_1", "x", document, "&roi_size=64"))
     pixels = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
     mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
-    close(answer["x"][0], ((pixels - mean) / std)[:, 60:124, 40:104])
+    close(response["x"][0], ((pixels - mean) / std)[:, 60:124, 40:104])
 
 
 def test_exif_orientation_comes_first(client, photos, reference):
@@ -158,9 +158,9 @@ def test_all_formats(client, photos):
 
 
 def test_no_box_at_all(client, photos):
-    answer = tensors(ask(client, "resnet18", "C5", body(photos, {"coffee": []})))
-    assert answer["C5"].shape == (0, 512, 7, 7)
-    assert answer["box_image"].shape == (0,)
+    response = tensors(ask(client, "resnet18", "C5", body(photos, {"coffee": []})))
+    assert response["C5"].shape == (0, 512, 7, 7)
+    assert response["box_image"].shape == (0,)
 
 
 def test_batches_of_several_requests(client, photos):
@@ -172,8 +172,8 @@ def test_batches_of_several_requests(client, photos):
         url = "/v1/models/resnet18/features?weights=random&nodes=C5&pool=roi"
         return await asyncio.gather(*(client.http.post(url, json=document) for document in documents))
 
-    for answer, expected in zip(client.run(at_once()), alone, strict=True):
-        close(tensors(answer)["C5"], expected, 1e-4)
+    for response, expected in zip(client.run(at_once()), alone, strict=True):
+        close(tensors(response)["C5"], expected, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_batches_of_several_requests(client, photos):
 )
 def test_boxes_that_are_none(client, photos, boxes, index, box, said):
     document = body(photos, {"chelsea": [], "rocket": []}) | {"boxes": boxes}
-    answer = ask(client, "resnet18", "C4", document)
-    problem = answer.json()
-    assert (answer.status_code, problem["type"]) == (422, "/problems/bad-box")
+    response = ask(client, "resnet18", "C4", document)
+    problem = response.json()
+    assert (response.status_code, problem["type"]) == (422, "/problems/bad-box")
     assert said in problem["detail"]
     assert (problem.get("index"), problem.get("box")) == (index, box)
 
@@ -208,9 +208,9 @@ def test_infinite_numbers_are_no_json_or_no_box(client, photos):
 
 @pytest.mark.parametrize("node", ["avgpool", "flatten", "fc"])
 def test_outputs_that_are_no_maps(client, photos, node):
-    answer = ask(client, "resnet18", node, body(photos))
-    assert (answer.status_code, answer.json()["type"]) == (422, "/problems/bad-tensor")
-    assert "needs a feature map" in answer.json()["detail"]
+    response = ask(client, "resnet18", node, body(photos))
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-tensor")
+    assert "needs a feature map" in response.json()["detail"]
 
 
 def test_boxes_and_pool_go_together(client, photos):
@@ -221,9 +221,9 @@ def test_boxes_and_pool_go_together(client, photos):
         (f"{url}&pool=roi", {"content": photos["chelsea"], "headers": {"content-type": "image/jpeg"}}),
         (f"{url}&pool=avg", {"json": body(photos)}),
     ):
-        answer = client.post(path, **sent)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/bad-box")
-        assert "pool=roi and boxes go together" in answer.json()["detail"]
+        response = client.post(path, **sent)
+        assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-box")
+        assert "pool=roi and boxes go together" in response.json()["detail"]
 
 
 def test_they_are_refused_before_anything_is_built(client, photos):
@@ -234,9 +234,9 @@ def test_they_are_refused_before_anything_is_built(client, photos):
     document |= {"parameters": {"weights": "random", "pool": "roi"}, "outputs": [{"name": "layer2.0.conv1"}]}
     assert client.post(f"/v1/models/resnet18/features?{asked}&pool=avg", json=body(photos)).status_code == 422
     assert client.post(f"/v1/models/resnet18/features?{asked}&pool=roi", **jpeg).status_code == 422
-    answer = client.post("/v2/models/resnet18/infer", json=document)
-    assert answer.status_code == 400
-    assert "pool=roi and boxes go together" in answer.json()["error"]
+    response = client.post("/v2/models/resnet18/infer", json=document)
+    assert response.status_code == 400
+    assert "pool=roi and boxes go together" in response.json()["error"]
     assert not any("layer2.0.conv1" in str(one["outputs"]) for one in client.get("/v1/extractors").json()["extractors"])
 
 
@@ -245,18 +245,18 @@ def test_the_response_limit_counts_boxes(make_client, photos):
     client = make_client(max_response_bytes=limit)
     enough = body(photos, {"rocket": BOXES["rocket"] * 10})
     assert ask(client, "resnet18", "C5", enough).status_code == 200
-    answer = ask(client, "resnet18", "C5", body(photos, {"rocket": BOXES["rocket"] * 11}))
-    assert (answer.status_code, answer.json()["type"]) == (413, "/problems/response-too-large")
-    assert answer.json()["bytes"] == limit // 10 * 11
-    assert "roi_size=1" in answer.json()["ways"]
+    response = ask(client, "resnet18", "C5", body(photos, {"rocket": BOXES["rocket"] * 11}))
+    assert (response.status_code, response.json()["type"]) == (413, "/problems/response-too-large")
+    assert response.json()["bytes"] == limit // 10 * 11
+    assert "roi_size=1" in response.json()["ways"]
 
 
 def test_boxes_that_would_hold_up_the_device(client, photos):
     """Small answers of large boxes on a fine map: each takes all of its positions."""
     document = body(photos, {"chelsea": [[0, 0, 451, 300]] * 4000})
-    answer = ask(client, "resnet18", "C1", document, "&roi_size=1")
-    assert (answer.status_code, answer.json()["type"]) == (422, "/problems/bad-box")
-    assert "coarser level" in answer.json()["detail"]
+    response = ask(client, "resnet18", "C1", document, "&roi_size=1")
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-box")
+    assert "coarser level" in response.json()["detail"]
 
 
 def test_patches_of_14_pixels(tmp_path, make_client, photos):
@@ -269,7 +269,7 @@ def test_patches_of_14_pixels(tmp_path, make_client, photos):
     client = make_client(models_dir=tmp_path)
     torch.manual_seed(0)
     url = "/v1/models/dino/features?nodes=patch_embed.proj:map,norm&pool={}"
-    answer = tensors(client.post(url.format("roi"), json=body(photos)))
+    response = tensors(client.post(url.format("roi"), json=body(photos)))
     whole = {"images": body(photos)["images"]}
     maps = tensors(client.post(url.format("none"), json=whole))
     rois = [by_hand(name, 128, 112) for name in BOXES]
@@ -277,4 +277,4 @@ def test_patches_of_14_pixels(tmp_path, make_client, photos):
     assert timm.create_model("vit_small_patch14_reg4_dinov2", img_size=112, depth=1).num_prefix_tokens == 5
     assert math.isqrt(maps["norm"].shape[1] - 5) == 8
     for key, value in (("map", maps["map"]), ("norm", grid)):
-        close(answer[key], roi_align(value, rois, 7, spatial_scale=1 / 14, aligned=True))
+        close(response[key], roi_align(value, rois, 7, spatial_scale=1 / 14, aligned=True))

@@ -56,7 +56,7 @@ def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
         client.post("/v1/extractors?wait=60", json=SPEC),
         client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image}),
     ]
-    assert {answer.status_code for answer in asked} <= {200, 201}
+    assert {response.status_code for response in asked} <= {200, 201}
     assert len(threads) >= len(asked)
     assert client.run(running_thread()) not in threads
 
@@ -83,7 +83,7 @@ def test_features_are_timms(client):
     data = PHOTO.read_bytes()
     made = client.post("/v1/extractors?wait=60", json=SPEC).json()
     assert made["state"] == "ready", made
-    answer = client.post(
+    response = client.post(
         f"/v1/extractors/{made['id']}/features",
         content=data,
         headers={"content-type": "image/jpeg", "accept": "application/json"},
@@ -94,18 +94,18 @@ def test_features_are_timms(client):
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as image:
         expected = model.forward_features(transform(image.convert("RGB"))[None])
-    assert answer["shape"] == list(expected.shape)
-    assert np.allclose(np.array(answer["data"]).reshape(expected.shape), expected.numpy(), atol=1e-4)
+    assert response["shape"] == list(expected.shape)
+    assert np.allclose(np.array(response["data"]).reshape(expected.shape), expected.numpy(), atol=1e-4)
 
 
 def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    answer = client.post("/v1/models/timm.test_vit2/features?nodes=norm", content=PHOTO.read_bytes(),
+    response = client.post("/v1/models/timm.test_vit2/features?nodes=norm", content=PHOTO.read_bytes(),
                          headers={"content-type": "image/jpeg"})  # fmt: skip
-    assert answer.status_code == 503
-    assert answer.json()["file"] == "model.safetensors"
-    assert answer.json()["folder"].startswith(str(tmp_path))
+    assert response.status_code == 503
+    assert response.json()["file"] == "model.safetensors"
+    assert response.json()["folder"].startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
     ],
 )
 def test_names_that_are_wrong(client, path, status, says):
-    answer = client.get(path)
-    assert answer.status_code == status
-    assert says in answer.text
+    response = client.get(path)
+    assert response.status_code == status
+    assert says in response.text
 
 
 def test_patterns_say_which_are_served(make_client):
@@ -149,19 +149,21 @@ def test_what_is_wrong_with_an_embedding_is_said_in_openais_shape(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    answer = client.post("/v1/embeddings", json={"model": model, "input": image})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (status, code)
+    response = client.post("/v1/embeddings", json={"model": model, "input": image})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code)
     assert says in error["message"]
 
 
 def test_an_embedding_is_the_class_token(client):
     image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    answer = client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image, "dimensions": 8})
+    response = client.post(
+        "/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image, "dimensions": 8}
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = timm.create_model("test_vit").eval()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
         token = model.forward_features(transform(photo.convert("RGB"))[None])[0, 0, :8]
-    assert np.allclose(answer.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
+    assert np.allclose(response.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)

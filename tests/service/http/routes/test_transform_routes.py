@@ -26,11 +26,11 @@ def features(client: Any, id: str) -> dict[str, np.ndarray]:
     pixels = np.array(photos()[0].resize((224, 224)))[None]
     body = io.BytesIO()
     np.save(body, pixels)
-    answer = client.post(
+    response = client.post(
         f"/v1/extractors/{id}/features", content=body.getvalue(), headers={"content-type": "application/x-npy"}
     )
-    assert answer.status_code == 200, answer.text
-    return {o["name"]: np.array(o["data"]).reshape(o["shape"]) for o in answer.json()["outputs"]}
+    assert response.status_code == 200, response.text
+    return {o["name"]: np.array(o["data"]).reshape(o["shape"]) for o in response.json()["outputs"]}
 
 
 def test_all_passes_are_listed_with_their_parameters(client):
@@ -88,9 +88,9 @@ def test_int8_on_eager_says_what_each_layer_costs_and_keeps_the_named_ones_in_fl
 def test_int8_that_is_too_far_is_refused_with_its_figures(client):
     """MobileNet v2 with fresh batch norms fades to nothing: int8 gives zeros."""
     far = spec(model="mobilenet_v2", precision="int8", return_nodes=["C5"])
-    answer = client.post("/v1/extractors?wait=300", json=far)
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (422, "/problems/backend-refused"), document
+    response = client.post("/v1/extractors?wait=300", json=far)
+    document = response.json()
+    assert (response.status_code, document["type"]) == (422, "/problems/backend-refused"), document
     assert document["min_cosine"] < 0.98
     assert f"{document['min_cosine']:.4f}" in document["detail"]
     assert document["layers"][0]["sqnr"] < document["layers"][-1]["sqnr"]
@@ -128,8 +128,8 @@ def test_folded_normalisation_leaves_it_out_of_the_preprocessing(client, photos)
     [("fasterrcnn_mobilenet_v3_large_fpn", "backbone.body.0"), ("raft_small", "feature_encoder.convnormrelu")],
 )
 def test_normalisation_that_cannot_be_folded_is_said(client, model, node):
-    answer = client.post("/v1/extractors", json=spec("fold_normalization", model=model, return_nodes=[node])).json()
-    assert (answer["type"], answer["transform"]) == ("/problems/cannot-transform", "fold_normalization")
+    response = client.post("/v1/extractors", json=spec("fold_normalization", model=model, return_nodes=[node])).json()
+    assert (response["type"], response["transform"]) == ("/problems/cannot-transform", "fold_normalization")
 
 
 def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client):
@@ -153,9 +153,9 @@ def test_a_transform_that_finds_nothing_is_refused_unless_it_is_optional(client,
     step = {"name": idle} if isinstance(idle, str) else idle
     change = {"name": "replace_activation", "params": {"old": "relu", "new": "silu"}}
     for transforms in ([step], [step, "fuse_conv_bn"], ["fuse_conv_bn", step, change], ["fuse_conv_bn", step]):
-        answer = client.post("/v1/extractors", json=spec(*transforms))
-        document = answer.json()
-        assert (answer.status_code, document["type"]) == (422, "/problems/cannot-transform"), document
+        response = client.post("/v1/extractors", json=spec(*transforms))
+        document = response.json()
+        assert (response.status_code, document["type"]) == (422, "/problems/cannot-transform"), document
         assert (document["transform"], document["changes"]) == (step["name"], 0)
         assert '"optional": true' in document["detail"]
     made = client.post("/v1/extractors", json=spec("fuse_conv_bn", step | {"optional": True}))
@@ -230,9 +230,9 @@ def test_levels_and_paths_name_nodes_to_transforms(client, name):
     ],
 )
 def test_what_is_refused(client, wrong, kind, fields):
-    answer = client.post("/v1/extractors", json=spec(wrong))
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (422, f"/problems/{kind}"), document
+    response = client.post("/v1/extractors", json=spec(wrong))
+    document = response.json()
+    assert (response.status_code, document["type"]) == (422, f"/problems/{kind}"), document
     assert {key: document[key] for key in fields} == fields
     assert kind != "unknown-transform" or document["suggestions"][0] == "fuse_conv_bn"
 
@@ -251,7 +251,7 @@ def test_a_pass_that_loses_a_node_is_refused_by_the_nodes_name(client, monkeypat
         return made
 
     monkeypatch.setitem(registry._BY_NAME, "forget", Transform("forget", "Wrong.", {}, forget))
-    answer = client.post("/v1/extractors", json=spec("forget", return_nodes=["conv1", "layer1.0.relu"]))
-    document = answer.json()
-    assert (answer.status_code, document["type"]) == (422, "/problems/cannot-keep"), document
+    response = client.post("/v1/extractors", json=spec("forget", return_nodes=["conv1", "layer1.0.relu"]))
+    document = response.json()
+    assert (response.status_code, document["type"]) == (422, "/problems/cannot-keep"), document
     assert document["node"] == "layer1.0.relu"
