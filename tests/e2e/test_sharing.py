@@ -19,6 +19,9 @@ import torch
 
 from tests.conftest import Reference
 from tests.e2e.conftest import Server, until
+from tests.service.engine.registry.conftest import bucket
+
+__all__ = ["bucket"]
 
 MODEL = "squeezenet1_1"
 KINDS = [{"return_nodes": {f"features.{number}": "map"}} for number in (3, 6, 8, 9)]
@@ -228,7 +231,7 @@ def test_two_servers_over_one_folder(start: Callable[..., Server], tmp_path: Pat
     folder = tmp_path / "extractors"
     preload = f"{MODEL}@random:features.4"
     one = start(extractors=folder, preload=preload)
-    other = start(extractors=folder, preload=preload)
+    other = start(extractors=f"file://{folder}", preload=preload)
     both = (one, other)
 
     def asked(server: Server, id: str) -> int:
@@ -267,6 +270,38 @@ def test_two_servers_over_one_folder(start: Callable[..., Server], tmp_path: Pat
     assert [asked(other, id) for id in (ids[0], "r1")] == [200] * 2
     assert one.http.delete("/v1/extractors/r1").status_code == 204
     until(lambda: [asked(server, id) for server in both for id in (ids[0], "r1")] == [404] * 4)
+
+
+@pytest.mark.exhaustive
+def test_processes_of_two_servers_share_extractors_by_a_bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, photos: dict[str, bytes]
+) -> None:
+    url = f"{request.getfixturevalue('bucket')}/e2e"
+    three, one = Workers(tmp_path, extractors=url), Server(tmp_path, extractors=url)
+    try:
+        for server in (three, one):
+            server.wait()
+        until(lambda: three.metric("fxserve_ready") == 3)
+        ids = [made(three, **KINDS[0], name="r0")["id"], made(one, **KINDS[1], name="r1")["id"]]
+        body = {"content": photos["coffee"], "headers": {"content-type": "image/jpeg"}}
+
+        def statuses(name: str, server: Server) -> set[int]:
+            path = f"{server.url}/v1/extractors/{name}/features?pool=avg"
+            return {httpx.post(path, timeout=120, **body).status_code for _ in range(6)}
+
+        for name in (*ids, "r0", "r1"):
+            assert statuses(name, three) == statuses(name, one) == {200}
+        before = three.children()
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: len(set(three.children()) - set(before)) == 1 and three.metric("fxserve_ready") == 3)
+        assert statuses("r1", three) == {200}
+        assert one.http.delete("/v1/extractors/r0").status_code == 204
+        until(lambda: statuses("r0", three) == statuses(ids[0], three) == {404}, 30)
+        assert made(three, **KINDS[2], name="r0")["id"] not in ids  # the name is free
+        assert statuses("r0", one) == {200}
+    finally:
+        three.stop()
+        one.stop()
 
 
 def test_a_store_that_is_away_takes_nothing_from_memory(
