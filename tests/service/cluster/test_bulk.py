@@ -118,14 +118,14 @@ def test_boxes_are_those_of_a_run_without_ray(folder: Callable[..., Path], tmp_p
             for key in ("C4", "C5"):
                 values = np.reshape(row[key], expected[key].shape)
                 np.testing.assert_allclose(values, expected[key], rtol=1e-4, atol=1e-5, err_msg=path)
-    assert errors["gone.png"] == "it has boxes, and is not among the images"
+    assert errors["gone.png"] == "it has boxes but is not among the images"
     assert "reaches out of its image" in errors["010.png"]
 
     csv(file, {**wanted, "001.png": BOXES[:1]})
     run = begin(root, tmp_path / "ray", *options)
     _, complaint = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert "001.png was done with other boxes: extract into a new folder" in complaint
+    assert "001.png was extracted with other boxes; use a new folder" in complaint
 
 
 @pytest.mark.exhaustive
