@@ -7,6 +7,7 @@ any size in memory. It also loses the body of a request that offers an upgrade, 
 from __future__ import annotations
 
 import asyncio
+import select
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
@@ -18,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from fxcore.errors import FxError
 from service.engine.errors import Draining
 from service.http import heads
-from service.http.middleware import HAS_PLACE, LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
+from service.http.middleware import LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
 from service.http.problem_responses import error_response
 from service.http.send_timeout import SendTimeout
 from service.http.transport import HeadWithBody
@@ -36,11 +37,7 @@ LAST_SECONDS = 0.1
 
 HOLD_SECONDS = 5.0
 """Longest time that a connection is not read after admission refused its request, as its ``Retry-After`` asks. Clients
-that retry at once would keep the server busy with refusals. While admission has no place for its client, it is not read
-for as long again."""
-
-POLL_SECONDS = 0.5
-"""How often a connection that is not read looks for a place."""
+that retry at once would keep the server busy with refusals; they wait for so long again."""
 
 
 class Phase(Enum):
@@ -187,15 +184,16 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             # Closing an idle connection would reset it, where its next request waits unread.
             self._unset_keepalive_if_required()
-            seconds = min(wait, HOLD_SECONDS)
-            self._hold = self.loop.call_later(seconds, self._resume, self.loop.time() + seconds + HOLD_SECONDS)
+            self._hold = self.loop.call_later(min(wait, HOLD_SECONDS), self._end_hold)
 
-    def _resume(self, latest: float) -> None:
-        """Read the next request, which may have come already, once there is a place for it or it is ``latest``."""
-        has_place: Any = self.cycle.scope.get(HAS_PLACE)
-        if has_place is not None and not has_place() and self.loop.time() < latest:
-            self._hold = self.loop.call_later(POLL_SECONDS, self._resume, latest)
-            return
+    def _end_hold(self) -> None:
+        """Read the next request; if it has come too early, later."""
+        if not self.transport.is_closing() and _has_unread(self.transport):
+            self._hold = self.loop.call_later(HOLD_SECONDS, self._resume)
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
         self._hold = None
         if not self.transport.is_closing():
             self._expect_request()
@@ -277,6 +275,13 @@ class Connection(HttpToolsProtocol):
         """Requests that were read and wait for their responses, in their order."""
         running = [] if self._responding is None or self._responding.response_complete else [self._responding]
         return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
+
+
+def _has_unread(transport: asyncio.Transport) -> bool:
+    """Whether the client has sent something that is not read yet, or has closed its side."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import re
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fxcore.errors import FxError
 from service.engine.errors import EngineError, is_shortage, shortage
-from service.engine.requests.admission import CLIENT, Admission, Reservation
+from service.engine.requests.admission import Admission, Reservation
 from service.http.headers import header
 from service.http.problem_responses import error_response, internal_response
 from service.http.reservations import set_reservation
@@ -37,8 +36,6 @@ access = logging.getLogger("fxserve.access")
 REQUEST_ID_LENGTH = 128
 REFUSED = "fxserve.refused"
 """Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
-HAS_PLACE = "fxserve.has_place"
-"""Key in the scope of a request with a body: a function that says whether admission has a place for its client."""
 
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
@@ -209,7 +206,6 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
             await self.app(scope, receive, send)
             return
-        scope[HAS_PLACE] = functools.partial(self.admission.has_place, CLIENT.get())
         with self.admission.reserve() as reservation:
             set_reservation(scope, reservation)
             body = _Body(limit, self.timeout, reservation, receive, send)

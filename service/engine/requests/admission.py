@@ -76,17 +76,11 @@ class Admission:
             AdmissionFull: there is no place.
         """
         client = CLIENT.get()
-        if self.has_place(client):
-            return
         if self.requests >= self.max_requests:
             raise self._full(f"{self.requests} requests are being worked on, as many as are allowed at a time")
-        held = self._requests_of[client]
-        raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
-
-    def has_place(self, client: str) -> bool:
-        """Whether one more request of ``client`` would be admitted, by count."""
-        free = self.max_requests - self.requests
-        return free > 0 and self._requests_of.get(client, 0) < _SHARE * free
+        held = self._requests_of.get(client, 0)
+        if held >= _SHARE * (self.max_requests - self.requests):
+            raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
 
     def enter(self, reservation: Reservation | None = None) -> Ticket:
         """Admit the current request.

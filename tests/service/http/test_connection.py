@@ -17,11 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
 from service.engine.errors import AdmissionFull
-from service.engine.requests.admission import Admission
 from service.http import problem_responses
 from service.http.connection import MAX_PIPELINED, Connection
 from service.http.heads import MAX_HEAD_BYTES
-from service.http.middleware import BodyLimit, RequestContext
+from service.http.middleware import RequestContext
 from service.observability.metrics import Metrics
 from service.schemas.problems import Refusal
 
@@ -258,8 +257,9 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     return received
 
 
-def test_clients_that_retry_at_once_are_delayed() -> None:
+def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ignores refusals must not take the server's time with them."""
+    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 0.5)
     asked: list[str] = []
 
     async def full(scope: Scope, receive: Receive, send: Send) -> None:
@@ -284,32 +284,27 @@ def test_clients_that_retry_at_once_are_delayed() -> None:
     assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
 
 
-def test_a_refused_client_is_read_once_it_would_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who retries in time, and finds the server still full, waits for a place instead of being refused again."""
-    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 2.0)
-    admission = Admission(1, 2**30)
+def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 3.0)
+    asked: list[str] = []
 
-    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            admission.check()
-        except AdmissionFull as full:
-            await problem_responses.error_response(scope["path"], full)(scope, receive, send)
-            return
-        await at_once(scope, receive, send)
+    async def full(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
+        await document(scope, receive, send)
 
-    app = RequestContext(BodyLimit(admitted, 2**20, 60, admission), Metrics())
-    with serving(app) as connection:
-        connection.settimeout(30)
-        with admission.enter():
-            for refused in range(2):
-                began = time.monotonic()
-                connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
-                assert read_until(connection, b"}").startswith(b"HTTP/1.1 429 ")
-                if refused:  # a second by its Retry-After, and two for a place
-                    assert time.monotonic() - began >= 2.9
-            connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nbody")
-            time.sleep(1.5)  # longer than its Retry-After
-        assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
+    app = RequestContext(full, Metrics())
+    with serving(app) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
+        hasty.settimeout(30)
+        for connection, path in ((hasty, b"/hasty"), (patient, b"/patient")):
+            connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+            read_until(connection, b"}")
+        hasty.sendall(b"GET /hasty HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(1.2)
+        patient.sendall(b"GET /patient HTTP/1.1\r\nHost: x\r\n\r\n")
+        read_until(patient, b"}")
+        read_until(hasty, b"}")
+    assert asked == ["/hasty", "/patient", "/patient", "/hasty"]
 
 
 def test_a_refused_client_is_not_closed_as_idle() -> None:
