@@ -29,6 +29,7 @@ class _Recorder(Interpreter):
         on_value: called with a node and its value.
         only: the nodes to run, beside the inputs; None: all.
         device: replaces the devices in the graph; None: they stay as they were recorded.
+        keep: keep all values until the end, so that no storage is reused.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class _Recorder(Interpreter):
         on_value: Callable[[fx.Node, Any], None],
         only: Collection[fx.Node] | None = None,
         device: torch.device | None = None,
+        keep: bool = True,
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module, garbage_collect_values=not keep)
         self._on_value = on_value
         self._only = only
         self._device = device
@@ -72,11 +74,11 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     Args:
         module: a traced model with its parameters on ``device``.
         shapes: the shape of each input without its batch dimension.
-        device: ``meta``, or ``cpu`` for int8 models, whose kernels do not run on meta tensors.
+        device: ``meta``, or ``cpu`` for models that do not run on meta tensors, whose values are then computed.
 
     Sets in ``meta``:
 
-    - ``value``: the value for one image, a tensor on ``device`` or whatever the node returns;
+    - ``value``: the value for one image: a meta tensor, a quantized tensor on ``device``, or whatever the node returns;
     - ``rows``: how many rows of the first dimension belong to one image; 0 where that dimension does not grow with the
       batch; absent for values that are not tensors;
     - ``patches``: see :mod:`fxcore.graph.patches`;
@@ -112,8 +114,12 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
             node.meta["rows"] = _rows(value.shape, many.get(node))
 
     with torch.no_grad():  # not inference mode, whose tensors have no versions
-        _Recorder(module, remember, device=device).run(*_inputs(shapes, _BATCH, device))
+        _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device))
+    for node in module.graph.nodes:  # computed values would take as much memory as all activations
+        value = node.meta["value"]
+        if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized:
+            node.meta["value"] = torch.empty_like(value, device="meta")
 
 
 def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -124,7 +124,9 @@ def _restored(node: fx.Node, value: Tensor) -> str | None:
 
 def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:
     """Whether ``[N, L, C]`` becomes ``[N, L/k**2, C]`` or a multiple of C, as between the stages of Hiera."""
-    if len(before) != 3 or len(after) != 3 or before[0] != after[0] or not after[1] or before[1] % after[1]:
+    if len(before) != 3 or len(after) != 3 or before[0] != after[0] or not after[1] or not before[2]:
+        return False
+    if before[1] % after[1]:
         return False
     return after[1] > 1 and before[1] // after[1] in (4, 16) and after[2] % before[2] == 0
 

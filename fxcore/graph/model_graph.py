@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -31,12 +33,17 @@ from fxcore.transforms.registry import apply_transforms
 VIDEO_FRAMES = 16
 """Frames of a clip that video graphs are annotated for; MViT accepts no other number."""
 
+_LARGEST_COMPUTED = 16
+"""How many times the pixels of its usual size a model that does not run on meta tensors is described for: all its
+activations are in memory then."""
+
 # Estimated memory of a node as Python objects: with its share of the modules, and of a graph that shares them.
 _NODE_BYTES, _DERIVED_NODE_BYTES = 8 * 1024, 5 * 512
 
 
 class ModelGraph:
-    """A model's eval graph, annotated for one input size. It holds no weights.
+    """A model's eval graph, annotated for one input size. It holds no weights, but for models that do not run on meta
+    tensors.
 
     :func:`model_graph` makes one of a model; graphs that are derived from it share its modules.
 
@@ -165,7 +172,7 @@ class ModelGraph:
         """The same graph, annotated for another input size.
 
         Raises:
-            BadTensor: the model does not take that size.
+            BadTensor: the model does not take that size, or it is too large for a model that is run to be described.
 
         >>> larger = model_graph("resnet18").at(448, 320)
         >>> larger.shape_of(larger.by_name["layer4.1.relu_1"])
@@ -173,6 +180,12 @@ class ModelGraph:
         """
         if (height, width) == self.input_size:
             return self
+        usual = self.preprocessing.nominal_size()
+        if self._device.type != "meta" and height * width > _LARGEST_COMPUTED * math.prod(usual):
+            raise BadTensor(
+                f"{self.entry.name} is run to describe it, which takes memory: {height} x {width} is more than "
+                f"{_LARGEST_COMPUTED} times the pixels of its usual size, {usual[0]} x {usual[1]}"
+            )
         # Tracing does not depend on sizes, so nothing is traced again.
         return ModelGraph(self._traced, (height, width), self._module, self.fingerprint)
 
@@ -278,7 +291,7 @@ def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
     try:
         return ModelGraph(traced, size)
     except BadTensor as error:
-        if traced.device.type != "meta" or "meta" not in str(error.__cause__).lower():
+        if traced.device.type != "meta" or not re.search(r"(\b|_)meta\b", str(error.__cause__).lower()):
             raise
     # A leaf that branches on values, for which meta tensors have none.
     return ModelGraph(trace_weightless(entry, weights, on_cpu=True), size)

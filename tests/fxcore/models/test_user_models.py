@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
-from fxcore.errors import NotTraceable
+from fxcore.errors import BadTensor, NotTraceable
 from fxcore.models.catalog import register
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, read_models, user_entry
 
@@ -210,6 +210,9 @@ def test_what_is_kept_whole_may_decide_by_values(module: str, read: Callable[[st
     graph = model_graph(entry, "builder")
     assert graph.eval_nodes == ["x", "gate", "flipped", "stem"]
     assert [graph.at(64, 96).shape_of(graph.at(64, 96).by_name["stem"])] == [[None, 4, 32, 48]]
+    assert all(n.meta["value"].is_meta for n in graph.graph.nodes)  # its activations do not stay in memory
+    with pytest.raises(BadTensor, match="16 times the pixels of its usual size, 224 x 224"):
+        graph.at(4096, 4096)
     torch.manual_seed(0)
     model = sys.modules[module].Deciding()
     extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve(["stem"]))
