@@ -26,8 +26,8 @@ from service.http.transport import HeadWithBody
 from service.schemas.problems import Refusal
 
 HEAD_SECONDS = 10.0
-"""From the start of a connection, or a head's first bytes, to the head's end; also from a request's answer to the end
-of its body, where the response came first."""
+"""From the start of a connection, or a head's first bytes, to the head's end; also from a request's response to the end
+of its body, where that came first."""
 
 MAX_PIPELINED = 64
 """Requests that one connection may send ahead of their responses; one that sends more is closed after so many."""
@@ -37,7 +37,11 @@ LAST_SECONDS = 0.1
 
 HOLD_SECONDS = 5.0
 """Longest time that a connection is not read after admission refused its request, as its ``Retry-After`` asks. Clients
-that retry at once would keep the server busy with refusals; they wait for so long again."""
+that retry at once would keep the server busy with refusals; they wait for so long once more."""
+
+EARLY = 0.8
+"""Share of that time after which a client that has sent its next request has not waited. Those that wait exactly as
+told must not lose to a timer that runs late."""
 
 
 class Phase(Enum):
@@ -184,7 +188,7 @@ class Connection(HttpToolsProtocol):
             self.flow.pause_reading()
             # Closing an idle connection would reset it, where its next request waits unread.
             self._unset_keepalive_if_required()
-            self._hold = self.loop.call_later(min(wait, HOLD_SECONDS), self._end_hold)
+            self._hold = self.loop.call_later(EARLY * min(wait, HOLD_SECONDS), self._end_hold)
 
     def _end_hold(self) -> None:
         """Read the next request; if it has come too early, later."""
@@ -278,10 +282,11 @@ class Connection(HttpToolsProtocol):
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether the client has sent something that is not read yet, or has closed its side."""
+    """Whether the client has sent something that is not read yet, and has not closed its side."""
+    closed = getattr(select, "POLLRDHUP", 0)  # Linux
     poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-    return bool(poll.poll(0))
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN | closed)
+    return any(events & select.POLLIN and not events & closed for _, events in poll.poll(0))
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

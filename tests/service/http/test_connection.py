@@ -285,7 +285,7 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 3.0)
+    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 6.0)
     asked: list[str] = []
 
     async def full(scope: Scope, receive: Receive, send: Send) -> None:
@@ -300,7 +300,7 @@ def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch:
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
             read_until(connection, b"}")
         hasty.sendall(b"GET /hasty HTTP/1.1\r\nHost: x\r\n\r\n")
-        time.sleep(1.2)
+        time.sleep(1.5)
         patient.sendall(b"GET /patient HTTP/1.1\r\nHost: x\r\n\r\n")
         read_until(patient, b"}")
         read_until(hasty, b"}")
