@@ -165,9 +165,8 @@ def expected(photo: bytes) -> np.ndarray:
         return extractor.eval()(image[None])[NODE].numpy()
 
 
-@pytest.mark.parametrize(
-    "name", ["torch.ao", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in TAKEN if name != "torch.ao")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TAKEN)
 def test_the_service_answers_without(name: str, without: Callable[..., Server], photos: dict[str, bytes]) -> None:
     server = without(name, workers=WORKERS.get(name, 1))
     found = features(server, photos["chelsea"], f"/v1/models/resnet18/features?nodes={NODE}&weights=random")

@@ -271,6 +271,7 @@ def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
     assert "nothing" in page.inner_text("section.models")
 
 
+@pytest.mark.exhaustive
 def test_everybody_can_use_it(open_server, visit):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(open_server.url).page

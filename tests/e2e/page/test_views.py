@@ -82,6 +82,7 @@ def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_serv
         looks(page, f"Heat-map of {node} over chelsea.jpg", np.abs(maps).mean(axis=0))
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}")
     tokens = asked(open_server, VIT, BLOCK, "random")[0, 1:]  # without the class token

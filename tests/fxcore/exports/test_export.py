@@ -108,7 +108,7 @@ def check(
 
 
 # Of the others, test_export_of_modules_in_memory has the values.
-SELDOM = ("torch_export", "onnx")
+SELDOM = ("torch_export", "onnx", "openvino", "torchscript")
 
 
 @pytest.mark.parametrize(

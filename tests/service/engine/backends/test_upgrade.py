@@ -32,6 +32,7 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[key] - b[key]).norm() / b[key].norm()) for key in b)
 
 
+@pytest.mark.exhaustive
 async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     async with engine(lowering=True, cache_dir=cache, max_batch=4) as running:
         record = await built(running, backend="auto")
