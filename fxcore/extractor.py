@@ -256,7 +256,7 @@ def create_extractor(
         value = node.meta.pop("value", None)
         for key in ("memory", "carries", "mutates"):
             node.meta.pop(key, None)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
             node.meta["tensor_meta"] = _metadata(value)
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(module.meta if isinstance(module, fx.GraphModule) else {})
