@@ -115,6 +115,7 @@ def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
     assert found[2] is None
 
 
+@pytest.mark.exhaustive
 def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=similarity&at=2,3")
     maps = asked(open_server, VIT, BLOCK, "random")[0, 1:].T.reshape(-1, 14, 14)
@@ -234,6 +235,7 @@ def test_the_levels_of_a_detector(open_server, visit):
     assert page.locator("summary").inner_text() == "3 modules were not traced"
 
 
+@pytest.mark.exhaustive
 def test_a_slow_response_is_cancelled_and_requested_again(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
     shown_channels(page)
@@ -265,6 +267,7 @@ def test_a_photo_is_pasted(open_server, visit):
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", photos.files()[2].read_bytes())[0])
 
 
+@pytest.mark.exhaustive
 def test_fingers_choose_drag_and_pinch(open_server, visit):
     page = visit(open_server.url, has_touch=True).go("m=resnet18&n=layer2&v=mean")
     page.locator(".stage").wait_for()

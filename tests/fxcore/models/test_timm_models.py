@@ -356,6 +356,7 @@ def test_without_timm_the_extra_is_named() -> None:
     assert "fxserve[timm]" in told
 
 
+@pytest.mark.exhaustive
 def test_timm_is_imported_only_when_asked_for() -> None:
     code = "import sys, service.app, fxcore; fxcore.list_models(); print('timm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -94,6 +94,7 @@ async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, 
         assert second.upgrade is not None
 
 
+@pytest.mark.exhaustive
 async def test_a_backend_that_is_named_serves_from_the_start(
     engine: MakeEngine, jpegs: list[bytes], cache: Path
 ) -> None:
