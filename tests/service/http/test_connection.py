@@ -257,18 +257,22 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     return received
 
 
+def refusing(retry_after: float, asked: list[str]) -> RequestContext:
+    """An application that is always full, and notes the paths that it was asked for."""
+
+    async def full(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(scope["path"])
+        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=retry_after))
+        await document(scope, receive, send)
+
+    return RequestContext(full, Metrics())
+
+
 def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ignores refusals must not take the server's time with them."""
     monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 0.5)
     asked: list[str] = []
-
-    async def full(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.append(scope["path"])
-        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
-        await document(scope, receive, send)
-
-    app = RequestContext(full, Metrics())
-    with serving(app) as connection, socket.create_connection(connection.getpeername(), 30) as other:
+    with serving(refusing(1.0, asked)) as connection, socket.create_connection(connection.getpeername(), 30) as other:
         connection.settimeout(30)
         began = time.monotonic()
         body = b"x" * 500_000  # which is not all there when the answer is written
@@ -287,14 +291,7 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
 def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 6.0)
     asked: list[str] = []
-
-    async def full(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.append(scope["path"])
-        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=1.0))
-        await document(scope, receive, send)
-
-    app = RequestContext(full, Metrics())
-    with serving(app) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
+    with serving(refusing(1.0, asked)) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
         hasty.settimeout(30)
         for connection, path in ((hasty, b"/hasty"), (patient, b"/patient")):
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
@@ -309,12 +306,7 @@ def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch:
 
 def test_a_refused_client_is_not_closed_as_idle() -> None:
     """The next request waits unread while the server would count its connection as idle, and reset it."""
-
-    async def full(scope: Scope, receive: Receive, send: Send) -> None:
-        document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=3.0))
-        await document(scope, receive, send)
-
-    with serving(RequestContext(full, Metrics()), keep_alive=1) as connection:
+    with serving(refusing(3.0, asked=[]), keep_alive=1) as connection:
         connection.settimeout(30)
         for _ in range(2):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
