@@ -231,11 +231,11 @@ def test_deadline_exceeded_during_the_lookup(make_client, photos):
     assert time.monotonic() - began < 50
 
 
-@pytest.mark.parametrize("encoding", ["json", "base64"])
-def test_encoding_a_large_response_does_not_block_the_event_loop(client, encoding):
-    """Eight million numbers are most of a second of writing, in hundreds of steps."""
+@pytest.mark.parametrize(("encoding", "values"), [("json", 8_000_000), ("base64", 32_000_000)])
+def test_encoding_a_large_response_does_not_block_the_event_loop(client, encoding, values):
+    """Writing takes a tenth of a second at least, in hundreds of steps."""
     source = responses.Source("m", "e", "random", "f", {"a": "a"})
-    value = torch.rand(8_000_000)
+    value = torch.rand(values)
     turns = 0
 
     async def watched():
@@ -250,7 +250,7 @@ def test_encoding_a_large_response_does_not_block_the_event_loop(client, encodin
 
     assert b"".join(client.run(watched())).startswith(b'{"model":"m"')
     # A loop that is held has one turn or two, however long it takes; a busy machine takes some of the others.
-    assert turns >= 8
+    assert turns >= 6
 
 
 def test_while_draining(make_client, photos):
