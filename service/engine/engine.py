@@ -24,7 +24,7 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
-from service.engine.errors import DeadlineExceeded, Draining, NotReady
+from service.engine.errors import Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import most_compiled, pick_device
 from service.engine.record import ExtractorRecord
@@ -267,7 +267,8 @@ class Engine:
             images: encoded images, or tensors by the names of the model's inputs: floating and preprocessed
                 ``[N, C, H, W]``, or uint8 images ``[N, H, W, C]``.
             options: what to do with the outputs.
-            deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now.
+            deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now. Waiting for a
+                build, or for a turn, is for the caller to end.
             boxes: what ``pool=roi`` pools, of images.
             reservation: the bytes that the request holds already; those of its response are added until it is sent.
 
@@ -286,14 +287,8 @@ class Engine:
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
         with self.admission.enter(reservation) as ticket, record.in_use(), self._in_flight:
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())) as limit:
-                    await self.extractors.load(record)
-                    return await self._pipeline.compute(record, images, boxes, options, deadline, ticket)
-            except TimeoutError:
-                if limit.expired():
-                    raise DeadlineExceeded() from None
-                raise
+            await self.extractors.load(record)
+            return await self._pipeline.compute(record, images, boxes, options, deadline, ticket)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""

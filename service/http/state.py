@@ -97,6 +97,10 @@ class State:
         require_served(name, self.settings.models)
         return entry
 
+    def request_seconds(self, timeout: float | None) -> float:
+        """Return the limit of a request's time, given its own ``X-Request-Timeout``."""
+        return self.settings.request_timeout if timeout is None else min(timeout, self.settings.request_timeout)
+
     def response_headers(
         self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:

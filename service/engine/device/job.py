@@ -38,7 +38,7 @@ class Job:
     """One request in the device worker; made on the event loop that waits for its response.
 
     It is settled once, by the first of: the worker when all rows are done, a decoder that fails, or the event loop when
-    the caller is gone.
+    the caller is gone or the deadline has passed.
 
     Args:
         record: the extractor.
@@ -78,11 +78,13 @@ class Job:
         """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
-            EngineError: the job failed.
+            EngineError: the job failed, or its deadline has passed.
         """
+        timer = self._loop.call_later(max(0.0, self.deadline - time.monotonic()), self.fail, DeadlineExceeded())
         try:
             return await self._future
         finally:
+            timer.cancel()
             self._settled.set()
 
     def wanted(self) -> bool:

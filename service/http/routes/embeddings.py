@@ -18,11 +18,12 @@ from service.codecs import bodies, embeddings, json
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
+from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout, get_or_create, in_time, while_connected
+from service.http.routes.features import Timeout, get_or_create
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
 from service.schemas.problems import Refusal
@@ -75,7 +76,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
         header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
     )
     state.engine.admission.check()
-    async with in_time(state, timeout) as deadline:
+    with Deadline(request, state.request_seconds(timeout)) as deadline:
         chunks = [chunk async for chunk in request.stream()]
         if sum(map(len, chunks)) < bodies.SMALL:
             body = embeddings.read(chunks)
@@ -85,7 +86,8 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
         record = await _extractor(request, state, body.model)
         if record.run is None:
             await state.engine.extractors.load(record)
-        return await while_connected(request, _embed(request, state, record, body, deadline))
+        deadline.body_read()
+        return await _embed(request, state, record, body, deadline.at)
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:

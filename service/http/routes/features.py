@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from typing import Annotated, Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from starlette.requests import ClientDisconnect
 
 from fxcore.images.files import image_header
 from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
-from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Reservation
 from service.http.access import may_build
+from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
@@ -33,11 +29,7 @@ from service.schemas.v1 import ExtractorSpec
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
 
-Result = TypeVar("Result")
 Parts = list[bytes | memoryview]
-
-_WATCH_AFTER_SECONDS = 0.1
-"""How long a request runs before it is watched for a disconnect of its client."""
 
 _BOX_IMAGE = "box_image"
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
@@ -194,7 +186,7 @@ async def _respond(
     encoding = joined_header(request.scope, b"content-encoding")
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
-    async with in_time(state, timeout) as deadline:
+    with Deadline(request, state.request_seconds(timeout)) as deadline:
         sent = None
         if kind == json.MEDIA_TYPE:  # the only bodies with boxes, which are checked before anything is built
             sent = await bodies.read(request, kind, parameters, "", state.engine.run_in_encoder)
@@ -205,24 +197,8 @@ async def _respond(
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         if sent is None:
             sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-        return await while_connected(request, _extract(request, state, record, sent, query, accepted, deadline))
-
-
-@asynccontextmanager
-async def in_time(state: State, timeout: float | None) -> AsyncIterator[float]:
-    """Limit a request to its ``X-Request-Timeout`` and the service's limit; yields the deadline (``time.monotonic()``).
-
-    Raises:
-        DeadlineExceeded: the block exceeded the deadline.
-    """
-    seconds = min(timeout or math.inf, state.settings.request_timeout)
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield time.monotonic() + seconds
-    except TimeoutError:
-        if limit.expired():
-            raise DeadlineExceeded from None
-        raise
+        deadline.body_read()
+        return await _extract(request, state, record, sent, query, accepted, deadline.at)
 
 
 def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
@@ -322,45 +298,3 @@ def _options_of(query: FeatureQuery) -> FeatureOptions:
 @functools.cache  # there are few combinations
 def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str, roi_size: int) -> FeatureOptions:
     return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size)
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await ``work``, and cancel it if the client disconnects. The request's body must have been read.
-
-    Short work is not watched, which saves a task.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-    """
-    task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
-    watching: asyncio.Task[None] | None = None
-    disconnected = False
-
-    def cancel(watcher: asyncio.Task[None]) -> None:
-        nonlocal disconnected
-        if not watcher.cancelled():
-            disconnected = True
-            task.cancel()
-
-    def watch() -> None:
-        nonlocal watching
-        watching = asyncio.create_task(_wait_for_disconnect(request))
-        watching.add_done_callback(cancel)
-
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_SECONDS, watch)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if disconnected and task.uncancel() == 0:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        timer.cancel()
-        if watching is not None:
-            watching.remove_done_callback(cancel)
-            watching.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,14 +13,14 @@ from service.codecs import compression, json, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.errors import DeadlineExceeded
 from service.engine.options import CHOICES
 from service.http.access import may_build
+from service.http.deadline import Deadline
 from service.http.headers import joined_header
 from service.http.reservations import reservation_of
 from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout, while_connected
+from service.http.routes.features import Timeout
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body, documented
 from service.http.state import State, state_of
@@ -73,33 +71,29 @@ async def infer_version(request: Request, name: Name, version: Version, timeout:
 
 
 async def _respond(request: Request, name: str, version: str, timeout: float | None) -> Response:
-    started = time.monotonic()
     state = state_of(request)
-    target = await metadata.find(state, name, version)
-    _check_query(request)
-    encoding = _encoding(request)
-    state.engine.admission.check()
-    seconds = min(timeout or math.inf, state.settings.request_timeout)
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            data = await _read(request)
-            kind, _ = media_type(request.headers.get("content-type"))
-            sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
-            tensors = await metadata.inputs_of(state, target)
-            limit_bytes = state.settings.max_body_bytes
-            if sent.small:
-                payload = v2.read(sent, limit_bytes, tensors)
-            else:
-                payload = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
-            reservation_of(request.scope).claim(max(0, payload.bytes - len(data)))
-            del data, sent
-            seconds = min(seconds, _own_timeout(payload))
-            limit.reschedule(asyncio.get_running_loop().time() + started + seconds - time.monotonic())
-            packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-            work = _infer(request, state, target, name, payload, started + seconds, packed)
-            return await while_connected(request, work)
-    except TimeoutError:
-        raise DeadlineExceeded from None
+    with Deadline(request, state.request_seconds(timeout)) as deadline:
+        target = await metadata.find(state, name, version)
+        _check_query(request)
+        encoding = _encoding(request)
+        state.engine.admission.check()
+        data = await _read(request)
+        deadline.body_read()
+        kind, _ = media_type(request.headers.get("content-type"))
+        sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
+        tensors = await metadata.inputs_of(state, target)
+        limit_bytes = state.settings.max_body_bytes
+        if sent.small:
+            payload = v2.read(sent, limit_bytes, tensors)
+        else:
+            payload = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
+        reservation_of(request.scope).claim(max(0, payload.bytes - len(data)))
+        del data, sent
+        own_timeout = _own_timeout(payload)
+        if own_timeout is not None:
+            deadline.shorten(own_timeout)
+        packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
+        return await _infer(request, state, target, name, payload, deadline.at, packed)
 
 
 async def _infer(
@@ -192,12 +186,12 @@ def _options(payload: v2.Request) -> FeatureOptions:
         raise Refusal("invalid-request", f"parameter {error}") from error
 
 
-def _own_timeout(payload: v2.Request) -> float:
-    """Seconds of the protocol's own deadline, which is a parameter in microseconds."""
+def _own_timeout(payload: v2.Request) -> float | None:
+    """Seconds of the protocol's own deadline, which is a parameter in microseconds; None without one."""
     value = payload.parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
         raise Refusal("invalid-request", "parameter 'timeout' must be an integer number of microseconds")
-    return value / 1e6 if value else math.inf
+    return value / 1e6 if value else None
 
 
 def _check_query(request: Request) -> None:
