@@ -46,7 +46,9 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
             cost += frames * record.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
-        return tuple(_prepared(record, tensor[indices.start : indices.stop], preprocess) for tensor in ordered)
+        whole = len(indices) == rows  # a view takes longer than the rest for a small tensor
+        parts = ordered if whole else [tensor[indices.start : indices.stop] for tensor in ordered]
+        return tuple(_prepared(record, part, preprocess) for part in parts)
 
     # Images are split among threads; tensors are only converted.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
