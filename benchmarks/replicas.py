@@ -93,23 +93,23 @@ def main() -> None:
     rows = []
     for model in options.models.split(","):
         preload = f"{model}@random:{NODES}"
-        ways = {
+        setups = {
             "one process, 2 cores": lambda preload=preload: fxserve(preload=preload),
             "2 replicas, HAProxy": lambda model=model: ray_serve(model, True),
             "2 replicas, Python proxy": lambda model=model: ray_serve(model, False),
         }
-        found: dict[str, list[dict[int, load.Load]]] = {way: [] for way in ways}
+        found: dict[str, list[dict[int, load.Load]]] = {setup: [] for setup in setups}
         for _ in range(options.turns):
-            for way, start in ways.items():
+            for setup, start in setups.items():
                 with start() as server:
-                    found[way].append(measured(server, model, options.seconds))
-                say(f"{model}, {way}: {', '.join(f'{c}: {shown(one)}' for c, one in found[way][-1].items())}")
+                    found[setup].append(measured(server, model, options.seconds))
+                say(f"{model}, {setup}: {', '.join(f'{c}: {shown(one)}' for c, one in found[setup][-1].items())}")
         alone: list[float] = []
-        for way, turns in found.items():
+        for setup, turns in found.items():
             rate = statistics.median(turn[32].rate for turn in turns)
             p50 = statistics.median(turn[1].p50 for turn in turns)
             alone = alone or [rate, p50]
-            rows.append((model, way, f"{rate:.0f}", f"{rate / alone[0]:.2f}", f"{p50:.1f}", f"{p50 / alone[1]:.2f}"))
+            rows.append((model, setup, f"{rate:.0f}", f"{rate / alone[0]:.2f}", f"{p50:.1f}", f"{p50 / alone[1]:.2f}"))
     print(f"# Two replicas on Ray Serve beside one process\n\n{date.today()}, {machine()}, ", end="")
     print(f"torch {version('torch')}, Ray {version('ray')}. {WHAT}\n")
     head = ("model", "", "images/s, 32 connections", "ratio", "p50 ms, 1 connection", "ratio")

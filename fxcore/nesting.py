@@ -49,5 +49,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(function, inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([map_tensors(function, inner) for inner in value])
+        copies = [map_tensors(function, inner) for inner in value]
+        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)  # a named tuple, or not
     return function(value) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""What reads bytes of strangers, each as a function of bytes that may fail in the ways it says and in no other.
+"""The parsers of untrusted bytes, each as a function that may raise its documented errors and no other.
 
 Where there is another implementation of the format, what is accepted must be what that one reads.
 """

@@ -109,7 +109,7 @@ class Decoding:
                     self._queue.put([padded])
             else:
                 self._queue.put([self._item(rows, tensors)])
-        except BaseException as raised:  # it becomes the job's answer
+        except BaseException as raised:  # the job fails with it
             error = raised
         self._end(index, error)
         self._start_next(decoders)
