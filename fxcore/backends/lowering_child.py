@@ -6,7 +6,11 @@ DIR holds a module and ``job.json``, which :mod:`fxcore.backends.artifacts` writ
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +32,29 @@ def work(folder: Path) -> None:
         _to_inductor(module, example, job, folder)
 
 
+_ANY_SIZE_SECONDS = 20.0
+"""CPU seconds for an export for any height and width. Most models take less than ten. Shifted windows, as in Swin and
+MaxViT, compute so much with their sizes that SymPy takes many minutes."""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block once this process has computed for ``seconds``, where the system can."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"more than {seconds:g} s of CPU time")
+
+    signal.signal(signal.SIGVTALRM, expire)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # again and again, since torch may catch one
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
 def exported(module: nn.Module, example: Inputs) -> Any:
     """Export ``module`` for any number of rows, and any height and width if the model takes them."""
     sizes: tuple[dict[int, Any], ...] = tuple(
@@ -35,7 +62,8 @@ def exported(module: nn.Module, example: Inputs) -> Any:
     )
     with torch.no_grad():
         try:
-            return torch.export.export(module, example, dynamic_shapes=sizes)
+            with _cpu_limit(_ANY_SIZE_SECONDS):
+                return torch.export.export(module, example, dynamic_shapes=sizes)
         except Exception:  # a model that computes with its sizes may still be exported for a fixed one
             fixed = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
             return torch.export.export(module, example, dynamic_shapes=fixed)

@@ -80,6 +80,14 @@ def test_models_of_a_size_are_counted_and_few(
 
 
 @pytest.mark.exhaustive
+def test_a_model_whose_export_for_any_size_takes_minutes(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
+    plain = extractor("swin_t", "C4", "C5").module
+    lowered = OPENVINO.lower(plain, (batch[:2],), Options(threads=2, cache=tmp_path))
+    for inputs in (batch[:1], batch[:3]):
+        assert verify(plain, lowered, inputs).relative < 1e-4
+
+
+@pytest.mark.exhaustive
 def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
     class Positive(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
