@@ -92,7 +92,7 @@ def test_intermediate_values_are_bounded(
         BACKENDS["openvino"].lower(module, (batch[:2],), Options(threads=2, cache=artifacts)) for module in modules
     )
     assert isinstance(one, OpenVINOModule)
-    many = batch.repeat(3, 1, 1, 1)
+    many = batch.repeat(3, 1, 1, 1)[..., :220]  # not the usual size, which fixed models compute
     empty = sum(one.storages().values())
     expected = one(many)
     taken = sum(one.storages().values()) - empty
