@@ -74,7 +74,7 @@ class PackedConv2d(nn.Module):
     """``activation(conv(x))`` or ``activation(conv(x) + other)``.
 
     It holds the weight in the formats that oneDNN chooses for the input shapes and numbers of threads that it has run
-    with, and, once it has run, in no other. Few convolutions have more than one.
+    with, and, once it has run, in no other. Few convolutions have more than one for images of one size.
 
     Args:
         conv: a convolution that :func:`can_be_packed`; its bias is shared.
