@@ -36,7 +36,7 @@ from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import PATH, UNTRACEABLE, record, trace
-from fxcore.transforms.base import APPLIED, fork
+from fxcore.transforms.base import APPLIED, fork, require_eval
 from fxcore.transforms.functionalize import functionalize
 from fxcore.transforms.out_of_place import out_of_place
 
@@ -234,6 +234,7 @@ def create_extractor(
     if not isinstance(module, nn.Module):
         raise NotAModule(f"an extractor is made of a module, not of {module!r:.100}")
     if isinstance(module, fx.GraphModule):
+        require_eval(module, "create_extractor")  # before it runs, which would change running statistics
         inputs = positional(module, example_inputs)
         traced = fork(module)
     else:

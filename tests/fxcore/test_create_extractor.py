@@ -105,6 +105,13 @@ def test_the_module_stays_as_it_is() -> None:
     assert all(part.training for part in model.modules())
 
 
+def test_a_graph_in_train_mode_is_refused_and_left_alone() -> None:
+    model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    with pytest.raises(FxError, match=r"create_extractor needs .*eval mode"):
+        fxcore.create_extractor(model, ["_1"], torch.rand(2, 3, 8, 8))
+    assert model.get_submodule("1").num_batches_tracked == 0
+
+
 def test_any_inputs_by_position_and_by_name(captioner: Captioner) -> None:
     mask = torch.ones(2, 5)
     whole = {"ids": IDS, "image": IMAGE, "mask": mask}
