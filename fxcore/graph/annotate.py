@@ -21,6 +21,8 @@ from fxcore.tracing.interpreter import Interpreter, on_device
 _BATCH = 13
 """Batch size of the first of two runs. Dimensions that differ in the second, with one image, grow with the batch."""
 
+_JOINING = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, "repeat", "tile")
+
 
 class _Recorder(Interpreter):
     """Passes each node's value to a callback.
@@ -116,6 +118,7 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     with torch.no_grad():  # not inference mode, whose tensors have no versions
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device))
+    _mark_mixed(module.graph)
     for node in module.graph.nodes:  # computed values would take as much memory as all activations
         value = node.meta["value"]
         if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized:
@@ -205,6 +208,20 @@ def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
 
 def _inputs(shapes: list[tuple[int, ...]], batch: int, device: torch.device) -> list[Tensor]:
     return [torch.zeros(batch, *shape, device=device) for shape in shapes]
+
+
+def _mark_mixed(graph: fx.Graph) -> None:
+    """Mark the values in which an image's rows lie between those of others: joined or repeated along the batch."""
+    mixed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("rows", 0) > 1 and (_joins_batches(node) or not mixed.isdisjoint(node.all_input_nodes)):
+            mixed.add(node)
+            node.meta["rows"] = 0
+
+
+def _joins_batches(node: fx.Node) -> bool:
+    """Whether ``node`` gives whole batches one after the other."""
+    return node.target in _JOINING and node.meta["rows"] > max(n.meta.get("rows", 0) for n in node.all_input_nodes)
 
 
 def _rows(one: torch.Size, many: torch.Size | None) -> int:

@@ -1,0 +1,50 @@
+"""Which rows of a value belong to an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.graph.annotate import annotate
+
+
+class Doubled(nn.Module):
+    """Each image twice, ``joined`` in some way, through a convolution and back."""
+
+    def __init__(self, joined: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.joined = joined
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both: Tensor = self.conv(self.joined(x))
+        return both.unflatten(0, (2, -1)).mean(0)
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [lambda x: torch.cat([x, x.flip(-1)]), lambda x: torch.cat((x, x), dim=0), lambda x: x.repeat(2, 1, 1, 1)],
+)
+def test_images_after_all_others_are_no_rows_of_one(joined: Callable[[Tensor], Tensor]) -> None:
+    module = fx.symbolic_trace(Doubled(joined).eval()).to("meta")
+    annotate(module, [(3, 8, 8)], torch.device("meta"))
+    rows = {node.name: node.meta.get("rows") for node in module.graph.nodes}
+    assert (rows["x"], rows["conv"], rows["mean"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        lambda x: torch.cat([x[:, None], x[:, None]], dim=1).flatten(0, 1),
+        lambda x: x.repeat_interleave(2, 0),
+        lambda x: torch.cat([x, x], dim=-1).unflatten(-1, (2, 8)).movedim(3, 1).flatten(0, 1).repeat(1, 1, 1, 1),
+    ],
+)
+def test_images_beside_each_other_are(joined: Callable[[Tensor], Tensor]) -> None:
+    module = fx.symbolic_trace(Doubled(joined).eval()).to("meta")
+    annotate(module, [(3, 8, 8)], torch.device("meta"))
+    [conv] = [node for node in module.graph.nodes if node.name == "conv"]
+    assert conv.meta["rows"] == 2
