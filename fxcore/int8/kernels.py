@@ -22,6 +22,9 @@ TRANSPOSED = (
 """Transposed convolutions. oneDNN's are wrong where the numbers of input and output channels differ, FBGEMM's for
 kernels with two rows; and torch packs the arguments of the functions in a wrong order."""
 
+_PRELU = (nn.PReLU, nn.functional.prelu, torch.prelu, "prelu")
+"""torch's int8 kernel applies the slope to positive values, too."""
+
 _CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 _MOST_GROUPS = 100
@@ -54,7 +57,7 @@ def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[
     return {
         node
         for node in module.graph.nodes
-        if kind_of(module, node) in TRANSPOSED
+        if kind_of(module, node) in (*TRANSPOSED, *_PRELU)
         or _is_packed_wrongly(module, node)
         or (kind_of(module, node) in overflowing and _is_weighted(module, node))
     }

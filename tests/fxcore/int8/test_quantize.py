@@ -227,6 +227,14 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
+@pytest.mark.parametrize("activation", [nn.PReLU(8), nn.PReLU()])
+def test_prelu_stays_float(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), activation).eval()
+    rows: list[Inputs] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
+    assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
+
+
 @pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Hardsigmoid(), nn.Softmax(1)])
 @pytest.mark.parametrize("before", [nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(16, 8, 1)])
 def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Module, before: nn.Module) -> None:
