@@ -16,6 +16,14 @@ from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, w
 # In ``node.meta`` of a node that writes to a copy which was made for it alone.
 _ON_COPY = "on_copy"
 
+_BOOLEAN = frozenset(
+    (
+        *("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal"),
+        *("logical_and", "logical_or", "logical_xor", "logical_not"),
+    )
+)
+"""Operations whose out-of-place form gives booleans, whatever their operands."""
+
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Rewrite in-place operations in ``graph``, which should be a copy.
@@ -132,7 +140,8 @@ class _Functionalizer:
             return False
         before = self.aliases.current(base)
         operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
-        if operands and node.op != "call_module" and target is not written:
+        keeps_dtype = operands or getattr(target, "__name__", target) in _BOOLEAN
+        if keeps_dtype and node.op != "call_module" and target is not written:
             # An in-place operation keeps the dtype of what it overwrites, whatever the dtype of the other operand.
             with self.graph.inserting_before(node):
                 computed = self.graph.create_node(node.op, target, node.args, node.kwargs)

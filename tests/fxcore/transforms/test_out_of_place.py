@@ -47,6 +47,12 @@ def base_of_a_slice(y: Tensor) -> Tensor:
     return y
 
 
+def compared_in_place(y: Tensor) -> Tensor:
+    """An in-place comparison keeps the dtype."""
+    mask = (y * 1).gt_(0.5)
+    return y + mask + mask + (y * 2).logical_not_() * 3 + mask.mean(1, keepdim=True)
+
+
 def base_of_a_slice_of_a_slice(y: Tensor) -> Tensor:
     y[:, 1:][:, :, 3:].add_(1)
     return y
@@ -156,6 +162,7 @@ KNOWN: list[Callable[[Tensor], Tensor]] = [
     in_chunks,
     without_a_pure_name,
     keeps_its_type,
+    compared_in_place,
 ]
 ANNOTATED = [
     *KNOWN,
