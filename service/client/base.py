@@ -92,7 +92,8 @@ class BaseExtractor:
         Otherwise images are sent one by one: a detector pads the images of a request to a common size, so the values
         of each would depend on its neighbours.
         """
-        return not any(size is None for output in self.outputs for size in output["shape"][1:])
+        shapes = [output["shape"] for output in self.outputs]  # unknown before the server has built it
+        return bool(shapes) and not any(shape is None or None in shape[1:] for shape in shapes)
 
     def rows(self, pool: str) -> int:
         """Number of images to send per request."""

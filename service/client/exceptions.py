@@ -235,4 +235,4 @@ def problem_of(status: int, document: Mapping[str, Any], request_id: str | None 
     """Build the exception for an error response, by its type, or by its status if the type is unknown."""
     group = _GROUPS.get(status, ServerError if status >= 500 else Invalid)
     kind = _KINDS.get(str(document.get("type", "")).rpartition("/")[2], group)
-    return kind({"status": status, **document}, request_id)
+    return kind({**document, "status": status}, request_id)

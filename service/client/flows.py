@@ -144,7 +144,7 @@ def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
             raise TimedOut(f"{send.method} {send.path} was not answered within {retry_policy.timeout:g} s") from error
         except httpx.TransportError as error:
             raise ConnectionFailed(f"{send.method} {send.path}: {error or type(error).__name__}") from error
-        if response.status < 400:
+        if response.status < 300:
             return response
         problem = _problem(response)
         delay = _retry_after(response)
@@ -302,6 +302,8 @@ def _problem(response: Response) -> Problem:
             "title": "Not a problem document",
             "detail": response.content[:200].tobytes().decode("utf-8", "replace"),
         }
+    if response.status < 400 and (location := response.headers.get("location")):
+        document["detail"] = f"the server redirects to {location}; give the client that server's address"
     return problem_of(response.status, document, request_id)
 
 

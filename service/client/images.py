@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +125,22 @@ def split_call(images: Any, max_rows: int, max_bytes: int, one_by_one: bool = Fa
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
     single = _item(images, boxes is not None)
     items = [single] if single is not None else [_require_item(one, boxes is not None) for one in _iterated(images)]
-    requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
-    if not requests:
-        raise ValueError("there are no images; give at least one")
-    if boxes is None:
-        return requests
-    if not all(isinstance(item, Encoded) for item in items):
+    box_lists = None if boxes is None else _box_lists([boxes] if single is not None else boxes)
+    if box_lists is not None and not all(isinstance(item, Encoded) for item in items):
         raise ValueError(_NO_BOXES)
-    box_lists = _box_lists([boxes] if single is not None else boxes)
-    if len(box_lists) != len(items):
+    if box_lists is not None and len(box_lists) != len(items):
         raise ValueError(
             f"there are {len(items)} images and {len(box_lists)} lists of boxes: give one list for each image"
         )
-    return _with_boxes(requests, box_lists, 0, 0)
+    box_counts = repeat(0) if box_lists is None else map(len, box_lists)
+    requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, box_counts))
+    if not requests:
+        raise ValueError("there are no images; give at least one")
+    return requests if box_lists is None else _with_boxes(requests, box_lists, 0, 0)
 
+
+_MAX_BOXES = 16_384
+"""Most boxes that the server takes in a request."""
 
 _NO_BOXES = "boxes need image files, bytes or PIL images, not arrays"
 
@@ -251,19 +254,31 @@ def _single_images(items: Iterable[Item]) -> Iterator[Item]:
             yield from (item[row : row + 1] for row in range(len(item)))
 
 
-def _group(ones: Iterable[Item], start: int, max_rows: int, max_bytes: int, one_by_one: bool = False) -> Iterator[Part]:
-    """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype."""
+def _group(
+    ones: Iterable[Item],
+    start: int,
+    max_rows: int,
+    max_bytes: int,
+    one_by_one: bool = False,
+    box_counts: Iterable[int] = repeat(0),
+) -> Iterator[Part]:
+    """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype.
+
+    ``box_counts`` are the images' numbers of boxes.
+    """
     run: list[Any] = []
-    size = 0
+    size = boxes = 0
     kind: object = None
-    for one in ones:
+    for one, count in zip(ones, box_counts, strict=False):
         its_kind = "encoded" if isinstance(one, Encoded) else (one.shape, one.dtype)
         full = len(run) == max_rows or size + one.nbytes > max_bytes or (one_by_one and its_kind == "encoded")
+        full |= boxes + count > _MAX_BOXES
         if run and (its_kind != kind or full):
             yield Part(start, len(run), run)
-            start, run, size = start + len(run), [], 0
+            start, run, size, boxes = start + len(run), [], 0, 0
         run.append(one)
         size += one.nbytes
+        boxes += count
         kind = its_kind
     if run:
         yield Part(start, len(run), run)

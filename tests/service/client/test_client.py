@@ -19,9 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.client import exceptions, flows
+from service.client.base import BaseExtractor
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
 from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
+from service.schemas.features import MAX_BOXES
 from service.schemas.problem_kinds import KINDS
 
 MB = 1024**2
@@ -294,6 +296,44 @@ def test_error_responses_that_are_no_problem_documents():
     _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [page])
     assert isinstance(error, exceptions.ServerError)
     assert "Bad Gateway" in str(error)
+
+
+def test_a_redirect_is_an_error_that_names_the_server():
+    moved = Response(301, httpx.Headers({"location": "https://features.example/v1/models"}), np.empty(0, np.uint8))
+    taken, error = steps(flows.exchange(Send("DELETE", "/"), RetryPolicy(9, 1)), [moved])
+    assert isinstance(error, exceptions.Problem)
+    assert "https://features.example" in str(error)
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("status", ["error", None])
+def test_a_gateway_may_have_a_status_of_its_own(status):
+    document = json.dumps({"status": status, "message": "slow down"}).encode()
+    busy = Response(429, httpx.Headers({"retry-after": "1"}), np.frombuffer(document, np.uint8))
+    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 1)), [busy, OK])
+    assert result is OK
+    assert [type(step) for step in taken] == [Send, Sleep, Send]
+    _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 0)), [busy])
+    assert (type(error), error.status) == (exceptions.Busy, 429)
+
+
+def test_a_request_has_no_more_boxes_than_the_server_takes():
+    counts = [9000, 7000, 1000, 16384, 20000, 0, 1]
+    parts = split_call([b"image"] * 7, 16, MB, boxes=[[[0, 0, 9, 9]] * count for count in counts])
+    assert [[len(of_image) for of_image in part.boxes] for part in parts] == [
+        [9000, 7000], [1000], [16384], [20000], [0, 1]
+    ]  # fmt: skip
+    assert [part.first_box for part in parts] == [0, 16000, 17000, 33384, 53384]
+    assert MAX_BOXES == 16384
+
+
+@pytest.mark.parametrize(
+    ("shapes", "one"),
+    [([[None, 64, 7, 7]], True), ([[None, 64, None, None]], False), ([[None, 64], None], False), ([], False)],
+)
+def test_images_go_one_by_one_unless_all_have_outputs_of_one_shape(shapes, one):
+    extractor = BaseExtractor({"id": "x", "fingerprint": "f", "outputs": [{"shape": shape} for shape in shapes]}, None)
+    assert extractor.one_size is one
 
 
 def test_what_is_too_large_is_sent_in_smaller_requests():
