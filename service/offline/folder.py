@@ -49,7 +49,7 @@ class Folder:
     def __init__(self, place: str | os.PathLike[str]) -> None:
         text = os.fspath(place)
         self.fs, self.root = filesystem(text if is_url(text) else os.path.abspath(text))
-        self.disk = Path(text) if isinstance(self.fs, LocalFileSystem) else None
+        self.disk = Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
         self.url = text
 
     def __str__(self) -> str:

@@ -131,19 +131,19 @@ class Index:
             return found[0], found[1], found[2]
 
     def pending(self) -> Iterator[list[Source]]:
-        """Yield pending images in blocks: files by name, members of an archive by their offset."""
-        after: tuple[object, int] = ("", -2)
+        """Yield pending images in blocks: files by name, members of an archive by their offset, and links to them."""
+        after: tuple[object, int, str] = ("", -2, "")
         while True:
             with self._lock:
                 block = self._database.execute(
                     'SELECT path, file, "offset", size, boxes FROM images LEFT JOIN boxes USING (path) '
-                    'WHERE (file, "offset") > (?, ?) '
-                    'AND shard IS NULL AND error IS NULL ORDER BY file, "offset" LIMIT ?',
+                    'WHERE (file, "offset", path) > (?, ?, ?) '
+                    'AND shard IS NULL AND error IS NULL ORDER BY file, "offset", path LIMIT ?',
                     (*after, _BLOCK),
                 ).fetchall()
             if not block:
                 return
-            after = block[-1][1], block[-1][2]
+            after = block[-1][1], block[-1][2], block[-1][0]
             yield [
                 Source(path, os.fsdecode(file), offset, size, boxes=None if boxes is None else orjson.loads(boxes))
                 for path, file, offset, size, boxes in block

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import glob
+import lzma
 import os
 import posixpath
 import tarfile
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +20,9 @@ from service.offline.folder import filesystem, is_url
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
+_UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
+"""What reading a damaged file or archive raises."""
 
 WHOLE = -1
 """Offset of an image that is a whole file."""
@@ -181,13 +186,28 @@ def _in_archive(path: str) -> Iterator[Source]:
                 yield Source(name, path, member.offset_data, member.size)
         for target, names in links.items():
             yield from (Source(name, path, error=f"a link to {target}, which is not in the archive") for name in names)
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        # Members before the damage are usable; zlib and lzma errors are OSError or ValueError.
+    except _UNREADABLE as error:  # members before the damage are usable
         yield Source(shown, path, error=f"the archive cannot be read to its end: {reason_of(error)}")
 
 
+class _Member(tarfile.TarInfo):
+    """Raises ``ReadError`` for a damaged header, which tarfile takes for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not buf.strip(b"\0"):  # it is the end
+                raise
+            raise tarfile.ReadError(str(error)) from error
+
+
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    with open_binary(path) as file, tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape") as archive:
+    with (
+        open_binary(path) as file,
+        tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape", tarinfo=_Member) as archive,
+    ):
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
             yield member
@@ -241,7 +261,7 @@ class Reader:
                 if source.offset != WHOLE:
                     file.seek(source.offset)
                 return file.read(size)
-        except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+        except _UNREADABLE as error:
             raise BadImage(reason_of(error)) from error
 
     def close(self) -> None:

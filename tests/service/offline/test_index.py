@@ -60,6 +60,15 @@ def test_many_are_given_in_blocks_and_each_once(tmp_path: Path) -> None:
     index.close()
 
 
+def test_links_to_the_last_of_a_block_are_given(tmp_path: Path) -> None:
+    """They have its place in the archive."""
+    index = Index(tmp_path)
+    members = [Source(f"t.tar/{n:05d}", "t.tar", n, 5) for n in range(3000)]
+    index.add([*members, *(Source(f"{one.path}-link", "t.tar", one.offset, 5) for one in members[1:])])
+    assert left(index) == ["t.tar/00000", *(f"t.tar/{n:05d}{link}" for n in range(1, 3000) for link in ("", "-link"))]
+    index.close()
+
+
 def test_two_runs_cannot_have_one_folder(tmp_path: Path) -> None:
     index = Index(tmp_path)
     with pytest.raises(FxError, match="another run is writing to this folder"):

@@ -6,8 +6,10 @@ import io
 import os
 import tarfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fxcore.errors import BadImage, FxError
@@ -126,6 +128,39 @@ def test_a_damaged_archive_gives_what_comes_before_the_damage(suffix: str, tmp_p
     assert 0 < len(found) < 9
     assert found[-1].path == str(whole)
     assert "cannot be read to its end" in str(found[-1].error)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_damaged_header_is_not_the_end_of_an_archive(cut: bool, tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.tar", {f"{n}.png": png(n) for n in range(9)})
+    with tarfile.open(path) as tar:
+        start = tar.getmembers()[5].offset
+    data = path.read_bytes()
+    path.write_bytes(data[: start + 100] if cut else data[:start] + b"?" * 8 + data[start + 8 :])
+    *found, last = find([str(path)])
+    assert [source.path for source in found] == [f"{path}/{n}.png" for n in range(5)]
+    assert last.path == str(path)
+    assert "cannot be read to its end" in str(last.error)
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_a_damaged_compressed_archive_costs_no_other_file(kind: str, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).bytes(200_000)  # which is larger than what is read ahead
+    whole = archive(tmp_path / f"x.tar.{kind}", {f"{n}.png": noise for n in range(4)}, f"w:{kind}")
+    (tmp_path / "y.png").write_bytes(png(0))
+    data = bytearray(whole.read_bytes())
+    reader = Reader(10**6)
+    for place in range(len(data) // 8, len(data), len(data) // 8):
+        damaged = data.copy()
+        damaged[place : place + 32] = bytes(32)
+        whole.write_bytes(damaged)
+        found = list(find([str(tmp_path)]))
+        assert str(tmp_path / "y.png") in {source.path for source in found}
+        if not any(source.path == str(whole) for source in found):  # no header is damaged: reading tells
+            for source in found:
+                with suppress(BadImage):
+                    reader.read(source)
+    reader.close()
 
 
 def test_names_that_are_not_text(tmp_path: Path) -> None:
