@@ -78,7 +78,7 @@ def extract(
     ] = "default",
     precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
     backend: Annotated[
-        Backend, typer.Option(help="What runs the model; auto looks for a faster backend if there are many images.")
+        Backend, typer.Option(help="What runs the model; auto looks for a faster backend if that saves time.")
     ] = "auto",
     image_size: Annotated[
         int | None, typer.Option(help="Side in pixels of the square that images are cropped to.")

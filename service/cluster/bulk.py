@@ -35,7 +35,7 @@ from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.run import MIN_IMAGES_TO_LOWER, add_images
+from service.offline.run import add_images
 from service.offline.runners import ExtractorInfo, LocalRunner, Rows
 from service.offline.sources import Reader, Source
 from service.schemas.v1 import ExtractorSpec
@@ -83,8 +83,8 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         lost = dict(index.errors())  # they get rows, too
         index.forget_errors()
         backend = before.get("backend") if before else None
-        fast = before is None and index.counts()[0] >= MIN_IMAGES_TO_LOWER
-        engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, fast)
+        images = index.counts()[0] // actors
+        engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, images)
         info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
         _check(info, job.options, probe)
         made = spec_file.SpecFile(info, job.options, FORMAT, probe)
@@ -99,7 +99,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             rows = job.shard_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
             rows = min(rows, -(-left // (_BLOCKS_AN_ACTOR * actors)))
             schema = schema_of(probe, made.metadata())
-            same = replace(engine, backend=info.backend, fast=False)
+            same = replace(engine, backend=info.backend)
             blocks: Any = [ray.put(block) for block in _blocks(index, lost, rows)]
             ray.data.from_arrow_refs(blocks).map_batches(
                 _Actor,
@@ -211,18 +211,18 @@ class _Engine:
 
     Attributes:
         backend: which computed earlier rows; None: what the spec says.
-        fast: whether to look for a faster one first.
+        images: about how many it computes.
     """
 
     settings: Settings
     spec: ExtractorSpec
     options: FeatureOptions
     backend: str | None
-    fast: bool
+    images: int
 
     async def start(self) -> tuple[LocalRunner, Rows]:
         """The engine, and the features of an image that is always the same."""
-        runner = LocalRunner(self.settings, self.options, self.fast)
+        runner = LocalRunner(self.settings, self.options, self.images)
         await runner.start(self.spec, self.backend)
         return runner, await probe(runner, self.options.pool)
 

@@ -243,8 +243,14 @@ class Engine:
         """Time and memory of each node of ``extractor``, which ``record`` runs, measured between requests."""
         return await profiled(record, extractor, self._queue)
 
-    async def settle(self, record: ExtractorRecord) -> None:
-        """Wait until ``record``, which is built, runs on the fastest backend found for it."""
+    async def settle(self, record: ExtractorRecord, images: int | None = None) -> None:
+        """Wait until ``record``, which is built, runs on the fastest backend found for it.
+
+        Args:
+            images: how many there are to compute; a search that takes longer than it would save is not made.
+        """
+        if images is not None and not await self._upgrades.pays(record, images):
+            return
         search = self._upgrades.improve(record)
         if search is not None:
             await asyncio.wait({search})
@@ -315,7 +321,8 @@ class Engine:
                     continue
                 record.pinned = True
                 await self.extractors.load(record)
-                await self.settle(record)  # ready means at full speed
+                if self.settings.lowering:
+                    await self.settle(record)  # ready means at full speed
                 shapes = zip(record.inputs, record.usual_shapes(), strict=True)
                 await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
         except Exception as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from service.offline.writer import ERRORS, Writer, error_line
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
-MIN_IMAGES_TO_LOWER = 1000
-"""Number of images from which looking for a faster backend, which takes seconds, pays off."""
+_MOST_COUNTED = 20_000
+"""Images that are counted before the run; more take long enough on any model to look for a faster backend."""
 
 Report = Callable[[int, int, int], None]
 """Progress callback: number of images, of those done, and of those that could not be read."""
@@ -92,12 +93,11 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     before = spec_file.read(out)
     if job.boxes is not None:
         next(boxes.read(job.boxes), None)  # fail on an unusable file before building anything
-    few = len(list(itertools.islice(sources.find(job.inputs), MIN_IMAGES_TO_LOWER))) < MIN_IMAGES_TO_LOWER
     runner: LocalRunner | RemoteRunner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
-        runner = LocalRunner(settings, job.options, fast=not few and before is None)
+        runner = LocalRunner(settings, job.options, _count(job.inputs))
     try:
         if isinstance(runner, RemoteRunner):
             await runner.start(job.spec)
@@ -123,6 +123,12 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
                 await asyncio.to_thread(folder.close)
     finally:
         await runner.close()
+
+
+def _count(inputs: Sequence[str]) -> int:
+    """Number of images in ``inputs``, or many."""
+    count = sum(1 for _ in itertools.islice(sources.find(inputs), _MOST_COUNTED))
+    return count if count < _MOST_COUNTED else sys.maxsize
 
 
 def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> None:

@@ -107,16 +107,18 @@ class LocalRunner:
     Args:
         settings: settings of the engine.
         options: how to pool and cast the outputs.
-        fast: look for a faster backend before starting, which takes seconds.
+        images: number of images of the run; a faster backend is looked for if that saves time.
     """
 
     concurrency = 64
 
-    def __init__(self, settings: Settings, options: FeatureOptions, fast: bool) -> None:
-        changed: dict[str, Any] = {"preload": (), "models": None, "lowering": fast}
+    def __init__(self, settings: Settings, options: FeatureOptions, images: int) -> None:
+        changed: dict[str, Any] = {"preload": (), "models": None, "lowering": False}
         changed |= {"max_response_bytes": _UNLIMITED, "max_inflight_bytes": _UNLIMITED, "request_timeout": 7 * 86400.0}
         self._engine = Engine(settings.model_copy(update=changed))
         self._options = options
+        self._images = images
+        self._lowering = settings.lowering
         self._record: ExtractorRecord | None = None
 
     async def start(self, spec: ExtractorSpec, served_by: str | None) -> None:
@@ -135,7 +137,8 @@ class LocalRunner:
             spec = spec.model_copy(update={"backend": served_by})
         record, _ = await self._engine.extractor(spec)
         await self._engine.extractors.load(record)
-        await self._engine.settle(record)  # a switch of backends in mid-run would round later rows differently
+        if self._lowering:  # now: a switch of backends in mid-run would round later rows differently
+            await self._engine.settle(record, self._images)
         self._record = record
         self.info = ExtractorInfo(
             spec=_spec(spec, requested, record.weights, record.return_nodes),

@@ -14,7 +14,7 @@ from fxcore.errors import summarize
 from service.engine.backends.checks import PassFailed, Reference
 from service.engine.candidate import Candidate
 from service.engine.device.queue import Queue, usual_size
-from service.engine.errors import EngineError
+from service.engine.errors import EngineError, NotReady
 
 T = TypeVar("T")
 
@@ -56,11 +56,20 @@ class Trials:
         candidate.take(await self._run(reference.compare, lowered, range(1)), reference.precision)
 
     async def warm(self, reference: Reference, lowered: Lowered) -> None:
-        """Run each batch size that does not take long once, so that few requests wait for a first pass."""
+        """Run each batch size that fits in memory and does not take long once, so that few requests wait for a first
+        pass."""
         single = await self._run(reference.timed, lowered, 1)
         for rows in range(2, self._max_batch + 1):
             if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
-                await self._run(reference.timed, lowered, rows)
+                try:
+                    await self._run(reference.timed, lowered, rows)
+                except NotReady:  # too little memory
+                    return
+
+    async def seconds_per_row(self, reference: Reference, run: Lowered) -> float:
+        """Seconds that ``run`` takes for a row of a large batch."""
+        rows = self._large_batch(await self._run(reference.timed, run, 1))
+        return min([await self._run(reference.timed, run, rows) for _ in range(2)]) / rows
 
     async def race(
         self, reference: Reference, own: Candidate, eager: Lowered, candidate: Candidate, lowered: Lowered
@@ -75,16 +84,20 @@ class Trials:
         rows = 1
         for full in (False, True):
             if full:
-                single = own.ms["1"] / 1000
-                rows = self._max_batch
-                while rows > 2 and rows * single > _SLOWEST_PASS:
-                    rows //= 2
+                rows = self._large_batch(own.ms["1"] / 1000)
             for _ in range(_ROUNDS):
                 for run, one in ((eager, own), (lowered, candidate)):
                     one.time(rows, await self._run(reference.timed, run, rows))
                 if candidate.ms[str(rows)] <= _CLEARLY_FASTER * own.ms[str(rows)]:
                     break
         return candidate.judge(own)
+
+    def _large_batch(self, single: float) -> int:
+        """Rows of the largest batch that is timed where one row takes ``single`` seconds."""
+        rows = self._max_batch
+        while rows > 2 and rows * single > _SLOWEST_PASS:
+            rows //= 2
+        return rows
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         try:

@@ -37,7 +37,7 @@ from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
-from service.engine.errors import BackendRefused, EngineError, is_shortage, shortage
+from service.engine.errors import BackendRefused, EngineError, NotReady, is_shortage, shortage
 from service.engine.record import ExtractorRecord
 from service.garbage import tidy
 from service.settings import Settings
@@ -47,6 +47,10 @@ log = logging.getLogger("fxserve.upgrades")
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
 already."""
+
+WORTH_SECONDS = 30.0
+"""Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
+mobilenet_v3_small and 40 for swin_t, and what it finds takes a third to three quarters of the time."""
 
 
 class Upgrades:
@@ -216,20 +220,44 @@ class Upgrades:
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Count a request that ``record`` answered, and search for a faster backend if it has answered enough."""
         record.images += images
-        if record.upgrade is None and (record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key)):
+        if not self._settings.lowering or record.upgrade is not None:
+            return
+        if record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key):
             self.improve(record)
+
+    async def pays(self, record: ExtractorRecord, images: int) -> bool:
+        """Whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or eager
+        takes over :data:`WORTH_SECONDS` for them."""
+        eager, faster = record.run, self._faster(record)
+        if eager is None or not faster:
+            return False
+        for backend in faster:
+            if await asyncio.to_thread(self._verdicts.read, record, backend.name) is not None:
+                return True
+        rows = await asyncio.to_thread(check_photographs, record, self._device)
+        reference = Reference(eager, rows, record.spec.precision)
+        try:
+            return images * await self._trials.seconds_per_row(reference, eager) > WORTH_SECONDS
+        except (PassFailed, NotReady):  # the latter for too little memory
+            return False
 
     def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
         """Start the search for a faster backend, unless it was started before, there is no such backend, or ``record``
         is deleted or unloaded."""
-        if not self._settings.lowering or record.spec.backend != "auto" or record.extractor is None or record.gone:
-            return None
-        precision = record.spec.precision  # int8's backend was chosen at the start, by the nodes to keep in float
-        candidates = faster_than_eager(self._device, precision) if precision != "int8" else []
-        if record.upgrade is None and candidates and not record.entry.is_quantized(record.weights):
+        if record.upgrade is None and record.extractor is not None and (faster := self._faster(record)):
             self._improved.add(record)
-            record.upgrade = asyncio.create_task(self._improve(record, record.extractor, candidates))
+            record.upgrade = asyncio.create_task(self._improve(record, record.extractor, faster))
         return record.upgrade
+
+    def _faster(self, record: ExtractorRecord) -> Sequence[Backend]:
+        """The backends that may run ``record`` faster than eager."""
+        spec = record.spec
+        # int8's backend was chosen at the start, by the nodes to keep in float.
+        if record.gone or spec.backend != "auto" or spec.precision == "int8":
+            return []
+        if record.entry.is_quantized(record.weights):
+            return []
+        return faster_than_eager(self._device, spec.precision)
 
     async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: Sequence[Backend]) -> None:
         """Search for a backend among ``backends`` that is faster than eager, and free what is not used any more."""

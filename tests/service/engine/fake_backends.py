@@ -15,7 +15,8 @@ from tests.service.engine.running import PATIENCE, until
 
 
 class Broken:
-    """Eager with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size`` or ``none``."""
+    """Eager with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size``, ``two rows``
+    or ``none``."""
 
     name = "openvino"
 
@@ -41,6 +42,8 @@ class Broken:
                     raise RuntimeError("lost its mind")
                 if fault == "one size" and inputs[0].shape[-2:] != (224, 224):
                     raise RuntimeError("Shape mismatch")
+                if fault == "two rows" and len(inputs[0]) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
                 return {k: v * 1.01 if fault == "differs" else v for k, v in eager(*inputs).items()}
 
             def storages(self) -> dict[int, int]:

@@ -22,6 +22,7 @@ from torchvision.models import squeezenet1_1
 from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.index import Index
+from service.settings import Settings
 from tests.service.offline.conftest import SETTINGS, assert_right, job, places, png, rows
 
 
@@ -167,6 +168,22 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root, out
 
 
+def test_a_faster_backend_is_looked_for_if_that_saves_time(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, settings = folder(3), SETTINGS.model_copy(update={"lowering": True, "cache_dir": tmp_path / "cache"})
+
+    def backend(name: str, settings: Settings = settings) -> str:
+        extract(job(tmp_path / name, images), settings)
+        return str(json.loads((tmp_path / name / "spec.json").read_text())["backend"])
+
+    monkeypatch.setattr("service.offline.run._MOST_COUNTED", 4)
+    assert backend("few") == "eager"
+    monkeypatch.setattr("service.offline.run._MOST_COUNTED", 3)
+    assert backend("many") == "openvino"
+    assert backend("not at all", SETTINGS) == "eager"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -216,6 +233,20 @@ def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path],
     torch.save(squeezenet1_1().state_dict(), tmp_path / "mine.pth")
     with pytest.raises(FxError, match="weights that give other values under the same name"):
         extract(job(out, root, **mine), settings)
+
+
+def test_a_folder_may_be_a_url(folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    extract(job(out.as_uri(), folder(5).as_uri()), SETTINGS)
+    first = rows(out)
+    assert len(first) == 5
+    files = {file.name: file.stat().st_mtime_ns for file in out.glob("shard-*")}
+    assert extract(job(out.as_uri(), folder(5).as_uri()), SETTINGS).done == 5
+    assert {file.name: file.stat().st_mtime_ns for file in out.glob("shard-*")} == files
+    with pytest.raises(FxError, match="made with"):
+        extract(job(out.as_uri(), folder(5), pool="max"), SETTINGS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "photos"]
 
 
 def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Path]) -> None:

@@ -94,6 +94,43 @@ async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, 
         assert second.upgrade is not None
 
 
+async def test_a_run_searches_only_where_that_saves_time(
+    engine: MakeEngine, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
+    for images, backend in ((100, "eager"), (10**7, "openvino"), (100, "openvino")):  # the last one found before
+        async with engine(cache_dir=cache, max_batch=2) as running:
+            record = await built(running)
+            await running.settle(record, images)
+            assert record.backend == backend
+            named = await built(running, backend="eager")
+            await running.settle(named, images)
+            assert named.backend == "eager"
+
+
+async def test_batches_that_do_not_fit_in_memory_are_not_tried(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are served: a batch that does not fit is halved."""
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("two rows"))
+    async with engine(max_batch=8) as running:
+        record = await built(running, backend="openvino")
+        response = await running.features(record, 4 * jpegs[:1])
+        assert {len(values) for values in response.outputs.values()} == {4}
+
+
+async def test_a_run_whose_batches_do_not_fit_in_memory_starts(
+    engine: MakeEngine, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine(cache_dir=cache, max_batch=8) as running:
+        record = await built(running)
+        assert record.run is not None
+        record.run = Broken("two rows").lower(record.extractor.module, (), running._upgrades._lowering.options(record))
+        await running.settle(record, 10**7)
+        assert record.backend == "eager"
+
+
 @pytest.mark.exhaustive
 async def test_a_backend_that_is_named_serves_from_the_start(
     engine: MakeEngine, jpegs: list[bytes], cache: Path

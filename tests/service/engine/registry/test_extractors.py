@@ -221,7 +221,7 @@ async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: 
         raise LookupError("nobody thought of this")
 
     monkeypatch.setattr("service.engine.backends.upgrade.Upgrades.improve", defect)
-    async with engine(preload="squeezenet1_1@random:features.3") as running:
+    async with engine(preload="squeezenet1_1@random:features.3", lowering=True) as running:
         await until(lambda: "failed" in running.readiness()[1])
         assert running.readiness() == (
             False,
