@@ -132,9 +132,10 @@ class FeatureOptions:
         elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool)
         if self.normalize == "l2":
-            dim = channel_dim(layout, tensor.ndim) if tensor.ndim > 2 else tensor.ndim - 1
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-            tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype)
+            rows = tensor if tensor.ndim > 1 else tensor[:, None]  # of single values
+            dim = channel_dim(layout, rows.ndim) if rows.ndim > 2 else 1
+            wide = rows.to(torch.promote_types(tensor.dtype, torch.float32))
+            tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype).reshape(tensor.shape)
         if self.dtype is not None and tensor.dtype.is_floating_point:
             tensor = tensor.to(DTYPES[self.dtype])
         return tensor

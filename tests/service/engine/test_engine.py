@@ -129,6 +129,12 @@ async def test_pool_normalize_and_cast(engine: MakeEngine, jpegs: list[bytes]) -
         assert_close(halves[key].float(), values, rtol=1e-3, atol=1e-6)  # half a unit in the last place is 2 ** -11
 
 
+def test_single_values_are_normalised_each_by_itself() -> None:
+    """Not over the images of a batch, which are other clients'."""
+    values = torch.tensor([3.0, -4.0, 0.0])
+    assert FeatureOptions(normalize="l2").finish(values, None).tolist() == [1.0, -1.0, 0.0]
+
+
 async def test_requests_with_different_options_share_a_batch(engine: MakeEngine, jpegs: list[bytes]) -> None:
     options = [
         FeatureOptions(),
