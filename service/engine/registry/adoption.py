@@ -51,7 +51,8 @@ class Adoption:
         if stored is None:
             return None
         record = await self._adopt(stored)
-        if id_or_name != record.id:
+        # Of an extractor that was deleted and made again meanwhile, the name may be another's.
+        if id_or_name != record.id and record.token == stored.token:
             self._records.name(record, id_or_name)
         return record
 
@@ -90,6 +91,6 @@ class Adoption:
             return record
         name, fresh.name, fresh.token, fresh.adopted = fresh.name, None, now.token, True
         self._records.add(fresh)
-        if name is not None and owner is not None and owner.id == stored.id:
+        if name is not None and owner is not None and (owner.id, owner.token) == (stored.id, now.token):
             self._records.name(fresh, name)
         return fresh

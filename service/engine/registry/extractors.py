@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import in_pool
 from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull
@@ -136,7 +137,12 @@ class Extractors:
                 record.token = stored.token
                 self._records.free_names(record)
         if spec.name is not None:
-            await self._check_name(spec.name, record)
+            try:
+                await self._check_name(spec.name, record)
+            except FxError:
+                if record.state == "building":  # it is known by now, without the name
+                    self.ensure(record)
+                raise
             self._records.name(record, spec.name)
         self.ensure(record)
         return record, created
@@ -167,6 +173,7 @@ class Extractors:
             return known, False
         if fresh.name is not None and self.sharing is None:
             await self._check_name(fresh.name, fresh)
+        fresh.name = None  # until it is claimed
         self._records.add(fresh)
         return fresh, created
 
@@ -184,7 +191,10 @@ class Extractors:
             if not build:
                 return await sharing.get(fresh.id), True
             if fresh.name is not None:
-                self._refuse_name(fresh.name, fresh.id, await sharing.owner(fresh.name))
+                owner = await sharing.owner(fresh.name)
+                self._refuse_name(fresh.name, fresh.id, owner)
+                if owner is None:
+                    sharing.refuse_more_names()
             return await sharing.put(fresh, asked_for=keep)
         except (NotReady, StoreFull):
             if keep:
@@ -281,7 +291,7 @@ class Extractors:
         shared = any(other.model_key == record.model_key for other in self._records.values())
         self._release(record, None if shared else "deleted")
 
-    def _forget_deleted(self, tokens: Mapping[str, str]) -> None:
+    def _forget_deleted(self, tokens: Mapping[str, str | None]) -> None:
         for id, token in tokens.items():
             record = self._records.get(id)
             if record is not None and record.token == token:  # else it was made again meanwhile

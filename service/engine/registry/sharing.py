@@ -51,6 +51,7 @@ class Sharing:
     def __init__(self, store: Store, health: StoreHealth, limit: int) -> None:
         self.stored = self.named = 0
         self._limit = limit
+        self._most_names = NAMES_PER_EXTRACTOR * limit
         self._store = store
         self._health = health
         self._pool = Pool(_THREADS, "fxserve-store")
@@ -145,14 +146,22 @@ class Sharing:
             NotReady: the store cannot be written.
             StoreFull: it has as many names as it may.
         """
-        limit = NAMES_PER_EXTRACTOR * self._limit
-        if self.named >= limit and await self.owner(name) is None:
-            raise StoreFull("names", self.named, limit)
+        if self.named >= self._most_names and await self.owner(name) is None:
+            self.refuse_more_names()
         async with self._operation("write", name):
             owner = await in_pool(self._pool, self._store.claim, name, stored, may_replace)
         self._missing.pop(name, None)
         self.named += 1  # or it was known: a sweep will count
         return owner
+
+    def refuse_more_names(self) -> None:
+        """Check that the store has room for another name.
+
+        Raises:
+            StoreFull: it has not.
+        """
+        if self.named >= self._most_names:
+            raise StoreFull("names", self.named, self._most_names)
 
     async def delete(self, id: str) -> bool:
         """Delete the extractor ``id`` in all processes; False if the store does not have it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Set
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class Watcher:
         health: StoreHealth,
         sharing: Sharing,
         known: Callable[[], Known],
-        forget: Callable[[Mapping[str, str]], None],
+        forget: Callable[[Mapping[str, str | None]], None],
         forget_name: Callable[[str], None],
     ) -> None:
         self._store = store
@@ -141,6 +141,7 @@ class Watcher:
     async def _follow(self, notices: list[str]) -> None:
         """Forget the extractors and names that recent ``notices`` show to be gone."""
         now = time.monotonic()
+        unseen = {kind_and_subject(notice) for notice in set(notices) - self._seen.keys()}
         self._seen = {notice: self._seen.get(notice, now) for notice in notices}
         self._deleted = {subject for kind, subject in map(kind_and_subject, notices) if kind == "extractor"}
         suspects = set()
@@ -153,7 +154,11 @@ class Watcher:
             else:
                 self._store.drop_cached(subject)
                 suspects.add(subject)
-        await self._forget_gone(suspects, self._pool)
+        known = self._known()
+        tokens: dict[str, str | None] = {id: known.tokens[id] for id in suspects & known.tokens.keys()}
+        # What this process could not save may have been in the store, and deleted there.
+        tokens |= {record.id: None for record in known.unsaved if ("extractor", record.id) in unseen}
+        await self._forget_gone(tokens, self._pool)
 
     async def _sweep(self) -> None:
         """Forget what the store no longer has, noticed or not; find out whether it can be written, and tidy it."""
@@ -162,7 +167,8 @@ class Watcher:
             ids = await in_pool(self._sweep_pool, self._ids)
             self._sharing.stored = len(ids)
             self._sharing.named = len(await in_pool(self._sweep_pool, self._store.names))
-            await self._forget_gone(self._known().tokens.keys() - ids, self._sweep_pool)
+            tokens = self._known().tokens
+            await self._forget_gone({id: tokens[id] for id in tokens.keys() - ids}, self._sweep_pool)
         except StoreError as error:
             log.warning("%s", self._health.failed("sweep", error))
             return
@@ -174,10 +180,9 @@ class Watcher:
             self._health.unwritable = self._health.failed("sweep", error)
             log.warning("%s", self._health.unwritable)
 
-    async def _forget_gone(self, suspects: Set[str], pool: Pool) -> None:
-        """Forget those of ``suspects`` that are in memory and no longer in the store."""
-        tokens = self._known().tokens
-        gone = await in_pool(pool, self._gone, {id: tokens[id] for id in suspects & tokens.keys()})
+    async def _forget_gone(self, tokens: Mapping[str, str | None], pool: Pool) -> None:
+        """Forget those of ``tokens``, extractors in memory, that the store no longer has."""
+        gone = await in_pool(pool, self._gone, tokens)
         # One that is being saved may exist by now. Its save gives it the new token, or a later poll finds it gone.
         gone = {id: token for id, token in gone.items() if not self._sharing.is_saving(id)}
         if gone:
@@ -187,15 +192,16 @@ class Watcher:
         self._store.check()  # else a store that is gone looks like one whose extractors were all deleted
         return self._store.ids()
 
-    def _gone(self, tokens: dict[str, str]) -> dict[str, str]:
-        """Those of ``tokens`` whose extractor was deleted, or deleted and made again."""
+    def _gone(self, tokens: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Those of ``tokens`` whose extractor was deleted, or deleted and made again; one without a token is not gone
+        if the store has it."""
         gone = {}
         for id, token in tokens.items():
             try:
                 stored = self._store.get(id)
             except DamagedObject:
                 continue
-            if stored is None or stored.token != token:
+            if stored is None or token not in (None, stored.token):
                 gone[id] = token
         return gone
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
-from service.engine.registry import extractors, store_health, watching
+from service.engine.registry import extractors, sharing, store_health, watching
 from service.engine.registry.store import Store
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
 from tests.small_disk import small_disk
@@ -142,6 +142,82 @@ async def test_what_was_made_without_the_store_is_saved_later(engine: MakeEngine
         await until(lambda: record.token is not None)
         await until(lambda: other.readiness()[1] == "ready")
         assert (await other.extractors.look_up(record.id)).id == record.id
+
+
+async def test_what_is_deleted_while_the_store_is_away_is_not_saved_later(engine: MakeEngine, tmp_path: Path) -> None:
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one:
+        await until(lambda: one.readiness() == (True, "ready"))
+        folder.rename(aside)
+        await until(lambda: one.readiness()[1] != "ready")
+        record = await built(one)
+        kept = await built(one, nodes=["features.3"])
+        async with engine(extractors=str(aside)) as other:  # it still reaches the store
+            assert (await other.extractor(spec(), keep=True))[0].id == record.id
+            await other.extractors.delete(record.id)
+        aside.rename(folder)
+        await until(lambda: kept.token is not None)
+        assert one.records.list() == [kept]
+        assert Store(str(folder)).ids() == {kept.id}
+
+
+async def test_a_name_that_moves_while_another_process_looks_it_up(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the extractor that the store says, though the one that had it exists again."""
+    url = str(tmp_path / "store")
+    resolve = extractors.resolve
+    begun, resume = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        if not begun.is_set():
+            begun.set()
+            assert resume.wait(PATIENCE)
+        return resolve(*args)
+
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        first, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        monkeypatch.setattr(extractors, "resolve", slow)
+        looking = asyncio.create_task(other.extractors.look_up("x"))
+        await until(begun.is_set)
+        await one.extractors.delete(first.id)
+        again, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        second, _ = await one.extractor(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
+        resume.set()
+        await looking
+        assert again.id == first.id
+        assert (await other.extractors.look_up("x")).id == second.id
+
+
+async def test_of_several_that_want_one_name_the_others_are_built_without_it(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = sharing.Sharing.owner
+    free = []
+
+    async def together(self: sharing.Sharing, name: str) -> Any:
+        free.append(await owner(self, name))
+        await until(lambda: len(free) == 3)
+        return None
+
+    monkeypatch.setattr(sharing.Sharing, "owner", together)
+    async with engine(extractors=str(tmp_path / "store")) as one:
+        wanted = [spec(nodes=[f"features.{number}"], name="x") for number in (2, 3, 4)]
+        given = await asyncio.gather(*(one.extractor(each, keep=True) for each in wanted), return_exceptions=True)
+        assert [type(each) for each in given].count(NameTaken) == 2
+        await until(lambda: [record.state for record in one.records.list()] == ["ready"] * 3)
+        assert [record.name for record in one.records.list()].count("x") == 1
+
+
+async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "NAMES_PER_EXTRACTOR", 0)
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one:
+        with pytest.raises(StoreFull, match="names"):
+            await one.extractor(spec(name="x"), keep=True)
+        assert Store(url).ids() == set()
 
 
 class SlowPut:
