@@ -1,5 +1,6 @@
 """Every row of the contract's table of limits over a real socket, and that the next request is served."""
 
+import base64
 import contextlib
 import io
 import json
@@ -215,6 +216,20 @@ def test_a_disconnect_cancels_the_requests_work(small, slow, at_once):
         until(lambda expected=before + left: small.metric(gone) >= expected)
         assert small.metric(gone) == before + left
     assert "Traceback" not in small.log.read_text()
+
+
+def test_a_disconnect_while_the_extractor_is_built_ends_the_request(small, photos):
+    gone = 'fxserve_requests_total{method="POST",route="/v1/embeddings",status="499"}'
+    before = small.metric(gone)
+    url = f"data:image/jpeg;base64,{base64.b64encode(photos['chelsea']).decode()}"
+    body = json.dumps({"model": "wide_resnet101_2@random:avgpool", "input": url}).encode()
+    head = _head(f"Content-Length: {len(body)}", "/v1/embeddings").replace(b"image/jpeg", b"application/json")
+    with small.connect() as connection:
+        connection.sendall(head + body)
+        time.sleep(0.2)
+    until(lambda: small.metric(gone) == before + 1)
+    extractors = small.http.get("/v1/extractors").json()["extractors"]
+    assert "ready" not in [one["state"] for one in extractors if one["model"] == "wide_resnet101_2"]
 
 
 def test_a_client_disconnects_while_sending(small):

@@ -78,6 +78,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
     state.engine.admission.check()
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         chunks = [chunk async for chunk in request.stream()]
+        deadline.body_read()
         if sum(map(len, chunks)) < bodies.SMALL:
             body = embeddings.read(chunks)
         else:
@@ -86,7 +87,6 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
         record = await _extractor(request, state, body.model)
         if record.run is None:
             await state.engine.extractors.load(record)
-        deadline.body_read()
         return await _embed(request, state, record, body, deadline.at)
 
 
