@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
@@ -254,7 +255,8 @@ async def _draw(
     output = record.outputs[0]
     preprocessing = record.preprocessing if preprocessed else None
     header = await state.engine.run_in_encoder(image_header, image)
-    reservation.claim(header.held)
+    size = header.height, header.width
+    reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
     return await state.engine.run_in_encoder(
         heatmap.write, image, preprocessing, features.outputs[output.key], output.layout
     )

@@ -15,6 +15,7 @@ import torch
 import torchvision
 from torchvision.transforms.functional import pil_to_tensor
 
+from service.engine.requests.admission import Reservation
 from tests.decoding import decoded
 
 JPEG = {"content-type": "image/jpeg"}
@@ -312,3 +313,17 @@ def test_response_text_counts_as_memory(make_client, photos):
     document["parameters"]["binary_data_output"] = True
     assert client.post(infer, json=document).status_code == 200
     assert client.app.state.fxserve.engine.admission.bytes == 0
+
+
+def test_a_heat_map_claims_the_memory_of_its_preprocessing(client, monkeypatch):
+    """A detector's images are normalised at their own size, whatever the size of the drawing."""
+    claimed = []
+    claim = Reservation.claim
+    monkeypatch.setattr(Reservation, "claim", lambda self, amount: (claimed.append(amount), claim(self, amount))[1])
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (1200, 900), "red").save(buffer, "JPEG")
+    path = "/v1/models/fasterrcnn_mobilenet_v3_large_320_fpn/features?weights=random&nodes=C4"
+    response = client.post(path, content=buffer.getvalue(), headers={**JPEG, "accept": "image/png"})
+    assert response.status_code == 200
+    floats = 4 * 3 * 1200 * 900
+    assert claimed[-1] > floats
