@@ -91,7 +91,7 @@ def _warn_misspelt_variables() -> None:
 
 
 def _check_dependencies(settings: Settings) -> None:
-    """Open what each server process needs, before starting any: one that fails at start is restarted forever.
+    """Open what each server process needs, before starting any: the message of one that fails would be in its log only.
 
     Raises:
         FxError: the store, the file of keys or OpenTelemetry is not usable.

@@ -70,7 +70,10 @@ def _supervise(app: str, **options: Any) -> None:
         uvicorn.run(app, **options)
         return
     config = uvicorn.Config(app, **options)
-    Supervisor(config, [config.bind_socket()]).run()
+    supervisor = Supervisor(config, [config.bind_socket()])
+    supervisor.run()
+    if status := supervisor.exit_status():
+        sys.exit(status)
 
 
 def _options(settings: Settings, log_level: str) -> dict[str, Any]:

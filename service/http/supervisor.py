@@ -6,18 +6,25 @@ It subclasses private classes of uvicorn. If they have changed, importing this m
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
+from inspect import signature
 from socket import socket
 from weakref import WeakKeyDictionary
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
+log = logging.getLogger("fxserve")
+
+if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
+    raise ImportError("uvicorn's supervisor takes other arguments")
 _MISSING = {
     *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
-    *({"is_alive"} - {*dir(Process)}),
+    *({"is_alive", "start", "kill", "join"} - {*dir(Process)}),
     *({"process", "parent_conn"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
@@ -29,24 +36,42 @@ class Supervisor(Multiprocess):
 
     uvicorn pings one process after another and waits for each. It does not notice when a process is killed meanwhile,
     since the parent holds the other end of the pipe too.
+
+    uvicorn ends all processes when one fails to start. Here that is so only until one has started: what a later one
+    lacks, such as memory or threads, may be free again.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         super().__init__(config, sockets)
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
+        self._has_served = False
 
     def keep_subprocess_alive(self) -> None:
-        for process in self.processes:
+        for place, process in enumerate(self.processes):
+            if self._may_start_later(process):
+                log.error("server process %s failed to start; another is started", process.process.pid)
+                process.kill()  # which closes its pipe
+                process.join()
+                process = self.processes[place] = Process(self.config, self.sockets)
+                process.start()
             process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
         super().keep_subprocess_alive()
+
+    def _may_start_later(self, process: Process) -> bool:
+        return self._has_served and process.process.exitcode == STARTUP_FAILURE
+
+    def exit_status(self) -> int:
+        """The status to exit with after :meth:`run`: a failure if a process could not start."""
+        failed = any(process.process.exitcode == STARTUP_FAILURE for process in self.processes)
+        return STARTUP_FAILURE if failed else 0
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
         """Whether ``process`` runs and has answered its last ping, or still has time to, within ``timeout`` seconds."""
         if not process.process.is_alive():
-            return False
+            return self._may_start_later(process)  # it has ended just now: the next turn replaces it
         try:
             while process.parent_conn.poll():
-                process.parent_conn.recv()
+                self._has_served |= process.parent_conn.recv() is True  # what else it sends means that it starts
                 self._pinged.pop(process, None)
             if process not in self._pinged:
                 process.parent_conn.send(b"ping")
