@@ -1,5 +1,7 @@
 """Two replicas of a core each on Ray Serve, beside one process with two cores, on one machine.
 
+A replica is then killed under load, and the seconds are measured until the rate is back.
+
 pip install -e '.[openvino,bench,ray]'
 python benchmarks/replicas.py > benchmarks/results/replicas-2-cores.md
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -18,6 +21,7 @@ from importlib.metadata import version
 
 import load
 import photos
+import psutil
 from serve import machine, say, shown, table
 from servers import Server, free_port, fxserve
 
@@ -42,9 +46,14 @@ WHAT = (
     "load, the proxies and Ray's own processes run on the same cores as what they measure."
 )
 
+ALONE = "one process, 2 cores"
 NODES = "C4,C5"
 CONNECTIONS = (32, 1)
 SETTLE_SECONDS = 40.0
+
+BACK = 0.9
+"""Share of the rate before a replica was killed at which it counts as back."""
+BACK_SECONDS = 120.0
 
 
 @contextlib.contextmanager
@@ -74,14 +83,50 @@ def lowered(server: Server, path: str) -> None:
 
 def measured(server: Server, model: str, seconds: float) -> dict[int, load.Load]:
     """By connections."""
-    path = f"/v1/models/{model}/features?weights=random&nodes={NODES}"
-    accept = "application/x-safetensors"
-    requests = [load.http(server.port, path, file, "image/jpeg", accept) for file in photos.jpegs()]
-    lowered(server, path)
+    lowered(server, features(model))
+    requests = photographs(server, model)
     return {
         connections: load.run(server.port, requests, connections, seconds, warm=2.0, wrk=False)
         for connections in CONNECTIONS
     }
+
+
+def recovery(server: Server, model: str, before: float) -> float:
+    """Kill a replica; returns the seconds until there are as many as before and :data:`BACK` of the rate ``before`` is
+    reached twice in a row, or infinity."""
+    requests = photographs(server, model)
+    running = replicas(server)
+    running[0].kill()
+    killed = time.monotonic()
+    since = math.inf
+    while time.monotonic() - killed < BACK_SECONDS:
+        started = time.monotonic() - killed
+        rate = load.run(server.port, requests, 32, 2.0, warm=0.0, wrk=False).rate
+        if rate < BACK * before or len(replicas(server)) < len(running):
+            since = math.inf
+        elif since < math.inf:
+            return since
+        else:
+            since = started
+    return math.inf
+
+
+def replicas(server: Server) -> list[psutil.Process]:
+    found = []
+    for process in server.process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("ServeReplica" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def features(model: str) -> str:
+    return f"/v1/models/{model}/features?weights=random&nodes={NODES}"
+
+
+def photographs(server: Server, model: str) -> list[bytes]:
+    accept = "application/x-safetensors"
+    return [load.http(server.port, features(model), file, "image/jpeg", accept) for file in photos.jpegs()]
 
 
 def main() -> None:
@@ -94,25 +139,31 @@ def main() -> None:
     for model in options.models.split(","):
         preload = f"{model}@random:{NODES}"
         setups = {
-            "one process, 2 cores": lambda preload=preload: fxserve(preload=preload),
+            ALONE: lambda preload=preload: fxserve(preload=preload),
             "2 replicas, HAProxy": lambda model=model: ray_serve(model, True),
             "2 replicas, Python proxy": lambda model=model: ray_serve(model, False),
         }
         found: dict[str, list[dict[int, load.Load]]] = {setup: [] for setup in setups}
+        back: dict[str, list[float]] = {setup: [] for setup in setups}
         for _ in range(options.turns):
             for setup, start in setups.items():
                 with start() as server:
-                    found[setup].append(measured(server, model, options.seconds))
-                say(f"{model}, {setup}: {', '.join(f'{c}: {shown(one)}' for c, one in found[setup][-1].items())}")
+                    loads = measured(server, model, options.seconds)
+                    found[setup].append(loads)
+                    if setup != ALONE:
+                        back[setup].append(recovery(server, model, loads[32].rate))
+                say(f"{model}, {setup}: {', '.join(f'{c}: {shown(one)}' for c, one in loads.items())}, {back[setup]}")
         alone: list[float] = []
         for setup, turns in found.items():
             rate = statistics.median(turn[32].rate for turn in turns)
             p50 = statistics.median(turn[1].p50 for turn in turns)
             alone = alone or [rate, p50]
-            rows.append((model, setup, f"{rate:.0f}", f"{rate / alone[0]:.2f}", f"{p50:.1f}", f"{p50 / alone[1]:.2f}"))
+            ratios = (f"{rate / alone[0]:.2f}", f"{p50 / alone[1]:.2f}")
+            after = f"{statistics.median(back[setup]):.0f}" if back[setup] else ""
+            rows.append((model, setup, f"{rate:.0f}", ratios[0], f"{p50:.1f}", ratios[1], after))
     print(f"# Two replicas on Ray Serve beside one process\n\n{date.today()}, {machine()}, ", end="")
     print(f"torch {version('torch')}, Ray {version('ray')}. {WHAT}\n")
-    head = ("model", "", "images/s, 32 connections", "ratio", "p50 ms, 1 connection", "ratio")
+    head = ("model", "", "images/s, 32 connections", "ratio", "p50 ms, 1 connection", "ratio", "s to rate after kill")
     print(*table(head, rows), sep="\n")
 
 

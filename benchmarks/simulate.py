@@ -38,8 +38,8 @@ POLLS = 1 / 1.5
 class Model:
     """Figures of a model.
 
-    Rates and response sizes are measured (benchmarks/results/serve-2-cores.md, union-2-cores.md), sizes of extractors
-    and times to build and load are estimates.
+    Rates and response sizes are measured (benchmarks/results/serve-2-cores-xeon.md, union-2-cores.md), sizes of
+    extractors and times to build and load are estimates.
 
     Attributes:
         rate: images/s of a replica.
@@ -62,8 +62,8 @@ class Model:
 
 
 MODELS = (
-    Model("mobilenet_v3_small", 634, 4 * (48 * 14 * 14 + 576 * 7 * 7), 4 * (48 + 576), 10 << 20, 4 << 20, 0.4, 0.2),
-    Model("resnet50", 39, 4 * (1024 * 14 * 14 + 2048 * 7 * 7), 4 * (1024 + 2048), 98 << 20, 90 << 20, 0.6, 0.5),
+    Model("mobilenet_v3_small", 422, 4 * (48 * 14 * 14 + 576 * 7 * 7), 4 * (48 + 576), 10 << 20, 4 << 20, 0.4, 0.2),
+    Model("resnet50", 31, 4 * (1024 * 14 * 14 + 2048 * 7 * 7), 4 * (1024 + 2048), 98 << 20, 90 << 20, 0.6, 0.5),
 )
 
 
@@ -112,19 +112,19 @@ def main() -> None:
     print("# Past one machine: a simulation\n")
     print(
         f"No figure here was measured on a cluster. `python benchmarks/simulate.py` computes them from rates and "
-        f"sizes of answers measured on {CORES} cores and from estimates of build and load times, for "
+        f"sizes of responses measured on {CORES} cores and from estimates of build and load times, for "
         f"{EXTRACTORS:,} extractors whose popularity follows Zipf's law "
         f"(exponent {POPULARITY}), a budget of {BUDGET >> 30} GiB a replica, 10 Gbit/s a node, 1 Gbit/s from where "
-        f"weights are downloaded, and {S3_READS:,} reads a second of one prefix on S3. Routed means that a "
-        "proxy sends an extractor's requests to as few replicas as they need; the most popular extractor alone has "
-        f"{1 / sum(rank**-POPULARITY for rank in range(1, EXTRACTORS + 1)):.0%} of all requests, so that a plain hash "
-        "to one replica would not do.\n"
+        f"weights are downloaded, and {S3_READS:,} reads a second of one prefix on S3. Balanced by extractor "
+        "means that a proxy sends an extractor's requests to as few replicas as they need; the most popular extractor "
+        f"alone has {1 / sum(rank**-POPULARITY for rank in range(1, EXTRACTORS + 1)):.0%} of all requests, so that a "
+        "plain hash to one replica would not do.\n"
     )
     for model in MODELS:
         print(f"## {model.name}\n")
         rows: list[tuple[str, ...]] = [
-            ("replicas", "extractors", "cold requests", "images/s, all", "of what is possible", "answers, float32 maps",
-             "answers, pooled", "listings/s of the store", "first download of weights")
+            ("replicas", "balancing", "cold requests", "images/s, all", "of what is possible",
+             "responses, float32 maps", "responses, pooled", "listings/s of the store", "first download of weights")
         ]  # fmt: skip
         for replicas in REPLICAS:
             for routed in (False, True) if replicas > 1 else (False,):
@@ -133,7 +133,7 @@ def main() -> None:
                 rows.append(
                     (
                         f"{replicas:,}",
-                        "routed" if routed else "anywhere",
+                        "by extractor" if routed else "random",
                         f"{cold:.1%}",
                         figure(rate),
                         f"{rate / replicas / model.rate:.0%}",
@@ -149,15 +149,15 @@ def main() -> None:
     per_node = NETWORK / (resnet.answer * rate_with_builds(resnet, 0))
     print("## What breaks first\n")
     print(
-        f"1. **Cold builds**, at once and at any number of replicas, where extractors are many and asked for anywhere: "
-        f"{cold:.0%} of the requests for resnet50 reach a replica that has to build, which leaves "
+        "1. **Cold builds**, at once and at any number of replicas, with many extractors and requests balanced at "
+        f"random: {cold:.0%} of the requests for resnet50 reach a replica that has to build, which leaves "
         f"{rate_with_builds(resnet, cold) / resnet.rate:.0%} of its rate. More replicas do not help, since each sees "
         "all extractors. Route by extractor (a consistent hash of the path with bounded loads, as HAProxy and Envoy "
         "have it), raise `FXSERVE_MEMORY_BUDGET`, and preload what is asked for most.\n"
         f"2. **Weights downloaded by each replica** for itself: a start of 1,000 waits "
         f"{1000 * resnet.weights / REGISTRY / 60:.0f} minutes for resnet50 at 1 Gbit/s. Share `TORCH_HOME` in a "
         "volume, or have it in the image.\n"
-        f"3. **The network behind a balancer** that all answers pass: float32 maps of resnet50 take "
+        f"3. **The network behind a load balancer** that all responses pass: float32 maps of resnet50 take "
         f"{resnet.answer * resnet.rate * 8 / 1e9:.2f} Gbit/s a replica, so 10 Gbit/s are full at {per_node:.0f} "
         f"replicas, with mobilenet_v3_small at {NETWORK / (mobile.answer * mobile.rate):.0f}. `pool=avg` divides that "
         f"by {resnet.answer / resnet.pooled:.0f}, `dtype=float16` by 2. On a GPU, a hundred times as fast, one replica "
