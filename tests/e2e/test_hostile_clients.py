@@ -40,7 +40,7 @@ def keys(tmp_path_factory):
 @pytest.fixture(scope="module")
 def guarded(start, keys):
     """A server with keys, little memory and little patience."""
-    limits = {"max_body_bytes": 2_000_000, "max_inflight_bytes": 40_000_000, "max_inflight": 24, "max_batch": 2}
+    limits = {"max_body_bytes": 4_000_000, "max_inflight_bytes": 80_000_000, "max_inflight": 24, "max_batch": 2}
     return start(api_keys_file=keys, body_timeout=5, **limits)
 
 
@@ -85,12 +85,15 @@ def test_a_stalled_body_gets_a_408(guarded, path):
 
 @pytest.mark.exhaustive
 def test_endless_bodies_stay_within_the_memory_limit(guarded, photos):
-    """Two megabytes each, forty together: those that do not fit are told so, and others are served meanwhile."""
+    """Four megabytes each, eighty together: those that do not fit are told so, and others are served meanwhile.
+
+    A photo takes seven megabytes, and a ninth of the eighty is kept for others.
+    """
     guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("one"))
     connections = [guarded.connect() for _ in range(30)]
     for connection in connections:
         with contextlib.suppress(OSError):
-            connection.sendall(request(FEATURES, length=2_000_000) + b"x" * 1_900_000)
+            connection.sendall(request(FEATURES, length=4_000_000) + b"x" * 3_900_000)
     response = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
     assert response.status_code == 200, response.text
     statuses = [response_of(connection)[9:12] for connection in connections]
