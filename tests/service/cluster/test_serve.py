@@ -308,6 +308,7 @@ def test_serve_build_writes_a_config_that_serve_deploy_takes(tmp_path: Path) -> 
     [deployment] = application.deployments
     assert application.import_path == "service.cluster.application:application"
     assert (deployment.name, deployment.max_ongoing_requests, deployment.num_replicas) == ("fxserve", 77, 1)
+    assert deployment.logging_config.enable_access_log is False
 
 
 @pytest.mark.exhaustive
