@@ -91,9 +91,10 @@ def measured(server: Server, model: str, seconds: float) -> dict[int, load.Load]
     }
 
 
-def recovery(server: Server, model: str, before: float) -> float:
+def recovery(server: Server, model: str, before: load.Load) -> float:
     """Kill a replica; returns the seconds until there are as many as before and :data:`BACK` of the rate ``before`` is
     reached twice in a row, or infinity."""
+    seconds = max(2.0, 2 * before.p99 / 1000)
     requests = photographs(server, model)
     running = replicas(server)
     running[0].kill()
@@ -101,8 +102,9 @@ def recovery(server: Server, model: str, before: float) -> float:
     since = math.inf
     while time.monotonic() - killed < BACK_SECONDS:
         started = time.monotonic() - killed
-        rate = load.run(server.port, requests, 32, 2.0, warm=0.0, wrk=False).rate
-        if rate < BACK * before or len(replicas(server)) < len(running):
+        # Nothing is answered in the first moments of a load.
+        rate = load.run(server.port, requests, 32, seconds, warm=before.p99 / 1000, wrk=False).rate
+        if rate < BACK * before.rate or len(replicas(server)) < len(running):
             since = math.inf
         elif since < math.inf:
             return since
@@ -151,7 +153,7 @@ def main() -> None:
                     loads = measured(server, model, options.seconds)
                     found[setup].append(loads)
                     if setup != ALONE:
-                        back[setup].append(recovery(server, model, loads[32].rate))
+                        back[setup].append(recovery(server, model, loads[32]))
                 say(f"{model}, {setup}: {', '.join(f'{c}: {shown(one)}' for c, one in loads.items())}, {back[setup]}")
         alone: list[float] = []
         for setup, turns in found.items():
