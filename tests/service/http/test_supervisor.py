@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+
+from tests.e2e.conftest import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,13 +72,6 @@ class Processes:
             except httpx.TransportError:
                 return set()
         return found
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) -> None:
