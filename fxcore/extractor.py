@@ -28,7 +28,7 @@ from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.nodes import resolve
 from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.nesting import tensors_in
-from fxcore.tensors import TensorSpec, dtype_name
+from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
@@ -386,7 +386,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> OutputInfo:
     node = graph.by_name[name]
     value: Tensor = node.meta["value"]
-    made = dtype if value.is_floating_point() else torch.float32 if value.is_quantized else value.dtype
+    made = returned_dtype(value.dtype, dtype)
     axes: str | None = node.meta.get("axes")
     shape = graph.shape_of(node) or []
     if axes and len(axes) == len(shape) and not graph.preprocessing.fixed_size:

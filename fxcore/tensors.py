@@ -8,6 +8,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+RETURNED = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+"""The dtypes that outputs have. Complex numbers and floats of eight bits or less have no name in most formats."""
+
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an extractor returns a node's values.
+
+    Args:
+        made: of the values, in a graph that is annotated in float32.
+        dtype: of the extractor's parameters. Quantized values are dequantized.
+
+    >>> returned_dtype(torch.float32, torch.bfloat16), returned_dtype(torch.quint8, torch.float32)
+    (torch.bfloat16, torch.float32)
+    """
+    if made in _QUANTIZED:
+        return torch.float32
+    return dtype if made.is_floating_point and made in RETURNED else made
+
 
 @dataclass(frozen=True)
 class TensorSpec:

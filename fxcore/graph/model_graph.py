@@ -21,7 +21,7 @@ from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.levels import Level, find_levels
-from fxcore.graph.node_info import NodeInfo, describe, target_name
+from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
@@ -256,8 +256,8 @@ class ModelGraph:
         return naming.resolve(self, return_nodes)
 
     def extractable(self, node: fx.Node) -> bool:
-        """Whether the node's value is a tensor with one or more rows per image."""
-        return bool(node.meta.get("rows"))
+        """See :func:`fxcore.graph.node_info.is_extractable`."""
+        return is_extractable(node)
 
     def shape_of(self, node: fx.Node) -> list[int | None] | None:
         """Shape of the node's value with None for a first dimension that grows with the batch."""

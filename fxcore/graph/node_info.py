@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import channels_of, stride_of
 from fxcore.graph.tokens import TokenGrid, token_grid
-from fxcore.tensors import dtype_name
+from fxcore.tensors import RETURNED, dtype_name, returned_dtype
 from fxcore.tracing.tracer import PATH
 
 
@@ -32,7 +33,7 @@ class NodeInfo:
         params: number of its parameters, each counted at the first node that uses it.
         flops: for one image; a multiply-add is two.
         bytes: size of its value for one image; None if the value is not a tensor.
-        extractable: whether its value is a tensor with a row per image.
+        extractable: see :func:`is_extractable`.
         rows_per_image: rows of the first dimension that belong to one image: 1, but for attention windows.
         tokens: the grid of image positions that its tokens stand for.
 
@@ -101,10 +102,18 @@ def describe(
         params=params,
         flops=flops,
         bytes=value.nbytes if isinstance(value, Tensor) else None,
-        extractable=bool(node.meta.get("rows")),
+        extractable=is_extractable(node),
         rows_per_image=node.meta.get("rows") or 1,
         tokens=token_grid(node) if node.meta.get("rows") == 1 else None,
     )
+
+
+def is_extractable(node: fx.Node) -> bool:
+    """Whether an annotated node's value is a tensor with one or more rows per image, of a dtype that outputs have."""
+    value = node.meta.get("value")
+    if not isinstance(value, Tensor) or not node.meta.get("rows"):
+        return False
+    return returned_dtype(value.dtype, torch.float32) in RETURNED
 
 
 def target_name(node: fx.Node) -> str:

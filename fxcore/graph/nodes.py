@@ -16,6 +16,7 @@ from torch import fx
 from fxcore.bad_argument import BadArgument
 from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
+from fxcore.tensors import dtype_name
 from fxcore.tracing.parts import UntraceablePart
 
 _LEVEL = re.compile(r"[CP]\d")
@@ -89,11 +90,12 @@ def resolve_one(graph: Named, name: str) -> str:
     node = graph.by_name[exact]
     if not graph.extractable(node):
         near = _extractable_near(graph, exact)
-        what = (
-            "does not depend on the images"
-            if node.meta.get("carries") and node.op == "get_attr"
-            else "is not a tensor with a row per image"
-        )
+        if node.meta.get("rows"):
+            what = f"is {dtype_name(node.meta['value'].dtype)}, which outputs cannot have"
+        elif node.meta.get("carries") and node.op == "get_attr":
+            what = "does not depend on the images"
+        else:
+            what = "is not a tensor with a row per image"
         raise UnknownNode(
             f"the value of {exact!r} {what}" + (f"; ask for {near[0]} instead" if near else ""),
             name=name,

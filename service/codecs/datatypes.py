@@ -8,6 +8,9 @@ import torch
 V2_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "UINT8",
+    torch.uint16: "UINT16",
+    torch.uint32: "UINT32",
+    torch.uint64: "UINT64",
     torch.int8: "INT8",
     torch.int16: "INT16",
     torch.int32: "INT32",
@@ -21,6 +24,9 @@ V2_NAMES: dict[torch.dtype, str] = {
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
     torch.int8: "I8",
     torch.int16: "I16",
     torch.int32: "I32",

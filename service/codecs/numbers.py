@@ -20,6 +20,9 @@ from service.schemas.problems import Refusal
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
     "INT8": np.int8,
     "INT16": np.int16,
     "INT32": np.int32,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fxcore.memory import LIVE_ACTIVATIONS
+from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack
 from service.engine.errors import ResponseTooLarge
 from service.engine.options import FeatureOptions
@@ -27,9 +28,7 @@ def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
     if known is None:
         graph = graph_of(record)
         values = graph.values_at(shape, set(record.return_nodes.values()))
-        per_value = {
-            node: (dims, record.dtype if dtype.is_floating_point else dtype) for node, (dims, dtype) in values.items()
-        }
+        per_value = {node: (dims, returned_dtype(dtype, record.dtype)) for node, (dims, dtype) in values.items()}
         outputs = {}
         for info in record.outputs:
             dims, dtype = per_value[info.node]

@@ -15,7 +15,7 @@ from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
-from fxcore.tensors import TensorSpec
+from fxcore.tensors import TensorSpec, returned_dtype
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
@@ -146,7 +146,7 @@ def _outputs(
             for key, (shape, made) in values.items()
         }
     return [
-        TensorMetadata(name=key, datatype=V2_NAMES[dtype if made.is_floating_point else made], shape=[-1, *shape])
+        TensorMetadata(name=key, datatype=V2_NAMES[returned_dtype(made, dtype)], shape=[-1, *shape])
         for key, (shape, made) in values.items()
     ]
 

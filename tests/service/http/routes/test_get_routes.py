@@ -1,0 +1,134 @@
+"""Every GET route for models of every kind, and the datatypes that V2 announces."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import timm
+
+from fxcore import list_models
+from fxcore.memory import give_back
+from fxcore.models.catalog import register
+from fxcore.tensors import RETURNED
+from service.codecs.datatypes import SAFETENSORS_NAMES, V2_NAMES
+from service.http.graph_formats import GraphFormat
+from tests.service.conftest import Client
+
+_ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
+
+
+def _timm_families() -> list[str]:
+    """A model of each of timm's modules."""
+    return [
+        f"timm.{timm.list_models(module=module)[0]}"
+        for module in timm.list_modules()
+        if timm.list_models(module=module)
+    ]
+
+
+def _models() -> Iterator[object]:
+    names = [*(entry.name for entry in list_models()), *_timm_families(), "timm.test_vit"]
+    for name in names:
+        yield pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.exhaustive)
+
+
+@pytest.fixture
+def memory_given_back() -> Iterator[None]:
+    yield
+    give_back()
+
+
+@pytest.mark.parametrize("name", list(_models()))
+def test_no_get_route_fails(client: Client, photos: dict[str, bytes], name: str, memory_given_back: None) -> None:
+    """A model that is not loaded is not ready, which is a 503."""
+    paths = [path for path, item in client.app.openapi()["paths"].items() if "get" in item]
+    asked = [path for path in paths if "{model}" in path or "{name}" in path]
+    assert len(asked) == 7
+    failed = {}
+    for path in asked:
+        url = path.format(model=name, name=name, version="1")
+        for query in [f"?format={format}" for format in get_args(GraphFormat)] if url.endswith("graph") else [""]:
+            response = client.get(url + query)
+            if response.status_code != (503 if url.endswith("/ready") else 200):
+                failed[url + query] = response.status_code, response.text[:300]
+    assert failed == {}
+
+
+@pytest.mark.parametrize("pool", ["none", "avg"])
+def test_values_of_quantized_models_are_floats(client: Client, photos: dict[str, bytes], pool: str) -> None:
+    """As they are announced, in as many bytes as are predicted, and pooled."""
+    outputs = client.get("/v2/models/quantized_mobilenet_v2").json()["outputs"]
+    assert {output["datatype"] for output in outputs} == {"FP32"}
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npz"}
+    path = f"/v1/models/quantized_mobilenet_v2/features?weights=random&nodes=C3,C4&pool={pool}"
+    response = client.post(path, content=photos["chelsea"], headers=headers)
+    assert response.status_code == 200, response.text
+    announced = {output["name"]: output["shape"] for output in outputs}
+    for key, array in np.load(io.BytesIO(response.content)).items():
+        assert array.dtype == np.float32
+        assert list(array.shape) == [1, *announced[key][1:]][: None if pool == "none" else 2]
+
+
+def test_every_dtype_of_an_output_has_a_name() -> None:
+    assert set(V2_NAMES) == set(SAFETENSORS_NAMES) == RETURNED
+
+
+MODULE = """
+import torch
+from torch import nn
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, 2, 1)
+
+    def forward(self, x):
+        waves = torch.fft.rfft2(self.stem(x))
+        short = waves.abs().to(torch.uint16)
+        return waves, short.to(torch.float8_e4m3fn)
+"""
+
+
+@pytest.fixture
+def spectrum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "spectrum_for_tests.py").write_text(MODULE)
+    (tmp_path / "models.toml").write_text(
+        '[models.spectrum]\nbuilder = "spectrum_for_tests:Spectrum"\npreprocessing = { crop_size = 32 }\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("spectrum_for_tests", None)
+    register({})
+
+
+def test_values_of_no_named_dtype_are_not_offered(
+    make_client: Callable[..., Client], spectrum: Path, photos: dict[str, bytes]
+) -> None:
+    """Complex numbers have no name in V2, nor floats of eight bits; uint16 has."""
+    client = make_client(models_dir=spectrum)
+    offered = {n["name"]: n["extractable"] for n in client.get("/v1/models/spectrum/graph").json()["nodes"]}
+    dtypes = {n["name"]: n["dtype"] for n in client.get("/v1/models/spectrum/graph").json()["nodes"]}
+    assert {dtypes[name] for name in offered if not offered[name] and dtypes[name]} == {"complex64", "float8_e4m3fn"}
+    metadata = client.get("/v2/models/spectrum")
+    assert metadata.status_code == 200, metadata.text
+    refused = client.post(
+        "/v1/models/spectrum/features?nodes=fft_rfft2",
+        content=photos["chelsea"],
+        headers={"Content-Type": "image/jpeg"},
+    )
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/unknown-node")
+    assert "complex64" in refused.json()["detail"]
+    whole = next(name for name, dtype in dtypes.items() if dtype == "uint16")
+    for accept in ("json", "x-npy", "x-npz", "x-safetensors"):
+        answer = client.post(
+            f"/v1/models/spectrum/features?nodes={whole}",
+            content=photos["chelsea"],
+            headers={"Content-Type": "image/jpeg", "Accept": f"application/{accept}"},
+        )
+        assert answer.status_code == 200, answer.text
