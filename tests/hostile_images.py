@@ -116,6 +116,38 @@ def scans(count: int = 2000) -> bytes:
     return data[:second] + data[first:second] * count + data[second:]
 
 
+def deep_png(color: int = 2, wrong_sum: int = 0, cut: int = 0, without_sum: bool = False) -> bytes:
+    """A PNG of 16 bits per sample, 4 x 4: libpng stops in the middle of those that are damaged, PIL goes on."""
+    samples = {0: 1, 2: 3, 4: 2, 6: 4}[color]
+    lines = b"".join(b"\0" + bytes((7 * y + x) % 256 for x in range(8 * samples)) for y in range(4))
+    packed = zlib.compress(lines[: len(lines) - cut])
+    packed = packed[:-4] if without_sum else packed
+    data = png(4, 4, (b"IDAT", packed), depth=16, color=color)
+    at = data.index(b"IEND") - 8
+    return data[:at] + (int.from_bytes(data[at : at + 4], "big") ^ wrong_sum).to_bytes(4, "big") + data[at + 4 :]
+
+
+def gif_over_its_canvas() -> bytes:
+    """A frame of 140 x 140 transparent pixels on a canvas of one, which leaves every pixel to the background."""
+    data = saved(PIL.Image.new("P", (140, 140), 3), "GIF", transparency=3)
+    return data[:6] + struct.pack("<HH", 1, 1) + data[10:]
+
+
+def gif_past_its_colours() -> bytes:
+    """Colour numbers up to 255, and a table of two."""
+    image = PIL.Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16), "L")
+    data = saved(image, "GIF", optimize=False)
+    flags = data[10]
+    return data[:10] + bytes([flags & 0xF8, 255]) + data[12:19] + data[13 + 3 * 2 ** ((flags & 7) + 1) :]
+
+
+def frames_on_a_large_canvas(count: int = 100) -> bytes:
+    """A GIF of 1.5 KB whose frames, each on the whole canvas, would take 300 MB."""
+    data = saved(PIL.Image.new("P", (1, 1)), "GIF")
+    frame = data[data.index(b",") : -1]
+    return data[:6] + struct.pack("<HH", 1000, 1000) + data[10:-1] + frame * count + b";"
+
+
 HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "one pixel": (lambda: saved(photo(size=(1, 1)), "PNG"), 200),
     "one pixel jpeg": (lambda: saved(photo(size=(1, 1)), "JPEG"), 200),
@@ -136,6 +168,16 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "animated png": (lambda: animated("PNG"), 200),
     "animated webp": (lambda: animated("WEBP"), 200),
     "3,000 frames": (many_frames, 200),
+    "frames on a large canvas": (frames_on_a_large_canvas, 200),
+    "gif over its canvas": (gif_over_its_canvas, 200),
+    "gif past its colours": (gif_past_its_colours, 200),
+    "deep png, wrong sum": (lambda: deep_png(wrong_sum=1), 200),
+    "deep png, row missing": (lambda: deep_png(cut=25), 200),
+    "deep png, no sum": (lambda: deep_png(without_sum=True), 200),
+    "deep grey png, row missing": (lambda: deep_png(0, cut=9), 200),
+    "deep grey png with alpha, row missing": (lambda: deep_png(4, cut=17), 200),
+    "deep png with alpha, row missing": (lambda: deep_png(6, cut=33), 200),
+    "bigtiff past its end": (lambda: b"II+\0\x08\0\0\0" + struct.pack("<Q", 2**63), 422),
     "lab profile": (with_profile, 200),
     "exif that loops": (exif_loop, 200),
     "exif of gigabytes": (exif_of_gigabytes, 200),

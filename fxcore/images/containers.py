@@ -69,7 +69,9 @@ def stripped(data: bytes) -> tuple[bytes, int]:
         if data.startswith(start):
             try:
                 return strip(data)
-            except (struct.error, IndexError):  # it ends in the middle of its structure
+            except BadImage:
+                raise
+            except Exception:  # structures are damaged in as many ways as there are formats
                 return data, 1
     return data, 1
 
@@ -208,7 +210,7 @@ def _gif(data: bytes) -> tuple[bytes, int]:
         pieces += 1
         if pieces > MAX_PIECES:
             raise _too_many("GIF", "blocks before its first image", MAX_PIECES)
-        if data[begin + 1] == _GIF_CONTROL:
+        if data[begin + 1] == _GIF_CONTROL and control is None:  # of several, the first counts, as in giflib
             control = (begin, at)
     before = b"" if control is None else data[slice(*control)]
     return data if at == start + len(before) else data[:tables] + before + data[at:], 1

@@ -2,9 +2,9 @@
 
 - ``default``: what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
   apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with
-  equal pixels; PIL decodes or refuses files that simplejpeg does not take. torchvision decodes 16-bit PNG files, to
-  keep their lower bits, and GIF files, whose background differs from PIL's. The EXIF orientation is applied to WebP
-  too, which torchvision does not do.
+  equal pixels; PIL decodes or refuses files that simplejpeg does not take. 16-bit PNG files keep their lower bits, and
+  GIF files have torchvision's background. torchvision's own decoders are not used: damaged files crash some of them.
+  The EXIF orientation is applied to WebP too, which torchvision does not do.
 - ``pil``: ``weights.transforms()`` of the PIL image, to the bit.
 - ``fast``: like ``default``, but where the weights resize bilinearly, a JPEG of at least four times the target height
   and width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level in the mean and
@@ -22,15 +22,13 @@ import numpy as np
 import PIL.Image
 import simplejpeg
 import torch
-import torchvision
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import functional as F
 
-from fxcore.errors import BadImage, BadTensor
-from fxcore.images import resizing
-from fxcore.images.containers import stripped
-from fxcore.images.files import open_image, open_within_limit, plain_jpeg_header
+from fxcore.errors import BadTensor
+from fxcore.images import deep_png, gif, resizing
+from fxcore.images.files import damaged, open_image, open_within_limit, plain_jpeg_header
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, resized_size
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 from fxcore.images.resizing import Pixels
@@ -47,7 +45,6 @@ _DENOMINATORS = (4, 2)
 _OVERSAMPLING = 2
 
 _MAX_WIDTHS = 64
-_PNG_DEPTH = 24
 _PIXEL_BYTES = 4
 """Bytes of a pixel in PIL's memory, and in the resizing."""
 
@@ -104,8 +101,8 @@ class Decoder:
         Raises:
             BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
         """
-        if preprocess != "pil" and is_deep(data):
-            return self._preprocessing.pixels(_by_torchvision(data, max_pixels))
+        if preprocess != "pil" and deep_png.is_deep(data):
+            return self._preprocessing.pixels(_deep(data, max_pixels))
         if not self.plain or preprocess == "pil":
             return self.pixels(decode(data, max_pixels, exactly=preprocess != "pil"), preprocess)
         header = _jpeg_header(data, max_pixels)
@@ -209,11 +206,6 @@ def _is_plain(preset: object) -> bool:
     return fills and preset.interpolation.value in resizing.MODES and bool(preset.antialias)
 
 
-def is_deep(data: bytes) -> bool:
-    """Whether ``data`` is a PNG file with 16 bits per sample."""
-    return data[:4] == b"\x89PNG" and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10"
-
-
 def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
     for denominator in _DENOMINATORS:
         if all(have >= denominator * _OVERSAMPLING * want for have, want in zip(stored, target, strict=True)):
@@ -230,7 +222,7 @@ def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], 
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
         return plain[:2], 1
-    image, turn = open_within_limit(data, max_pixels)
+    image, turn, _ = open_within_limit(data, max_pixels)
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     return (image.height, image.width), turn
@@ -248,28 +240,24 @@ def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str
 
 
 def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels:
-    if exactly and data[:4] == b"GIF8":
-        return _by_torchvision(data, max_pixels).permute(1, 2, 0).numpy()
-    return np.array(open_image(data, max_pixels))
+    if not exactly or not data.startswith(gif.SIGNATURES):
+        return np.array(open_image(data, max_pixels))
+    opened = open_within_limit(data, max_pixels)
+    with opened.image as image:
+        try:
+            return gif.decode(opened.data, (image.height, image.width))
+        except Exception as error:  # decoders fail in as many ways as there are damaged files
+            raise damaged("GIF", error) from error
 
 
-def _by_torchvision(data: bytes, max_pixels: int | None) -> Tensor:
-    """Decode a file that PIL accepts by ``decode_image``: uint8 ``[3, H, W]``, uint16 for 16-bit samples.
-
-    PIL's pixels for files that ``decode_image`` cannot decode.
-    """
-    image = open_image(data, max_pixels)
-    encoded, turn = stripped(data)
+def _deep(data: bytes, max_pixels: int | None) -> Tensor:
+    """Decode a PNG file of 16 bits per sample to uint16 ``[3, H, W]``."""
+    opened = open_within_limit(data, max_pixels)
     try:
-        # Looked up here: torchvision has announced its removal, and this module must load without it.
-        made = torchvision.io.decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode="RGB")
-    except (AttributeError, RuntimeError):
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    first: Tensor = made[0] if made.ndim == 4 else made
-    pixels = _turned(first.permute(1, 2, 0).numpy(), turn)
-    if pixels.shape[:2] != (image.height, image.width):
-        raise BadImage(f"the {image.format or 'image'} file has two sizes")
-    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
+        pixels = deep_png.decode(opened.data)
+    except Exception as error:  # as above
+        raise damaged("PNG", error) from error
+    return _tensor(_turned(pixels, opened.turn)).permute(2, 0, 1)  # type: ignore[arg-type]  # of any dtype
 
 
 def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int) -> Pixels:

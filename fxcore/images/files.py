@@ -68,6 +68,20 @@ PIL.Image.MAX_IMAGE_PIXELS = None
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
+class Opened(NamedTuple):
+    """An image that is not decoded yet.
+
+    Attributes:
+        image: PIL's.
+        turn: the EXIF orientation to apply to it, 1 to 8.
+        data: the file without metadata.
+    """
+
+    image: PIL.Image.Image
+    turn: int
+    data: bytes
+
+
 class Header(NamedTuple):
     """The header of an image.
 
@@ -92,7 +106,7 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
         return plain
-    image, turn = open_within_limit(data, max_pixels)
+    image, turn, _ = open_within_limit(data, max_pixels)
     with image:
         width, height = image.size
         held = _MODE_BYTES.get(image.mode, _RGB_BYTES) + _BESIDE_BYTES.get(image.format or "", 0)
@@ -177,7 +191,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise BadArgument(f"an image is the bytes of its file, from Path(...).read_bytes(), not {data!r:.100}")
-    image, turn = open_within_limit(data, max_pixels)
+    image, turn, _ = open_within_limit(data, max_pixels)
     format = image.format or "image"
     try:
         image.load()
@@ -187,11 +201,16 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
             image = image.convert("RGB")
         return image.transpose(_TURNS[turn]) if turn in _TURNS else image
     except Exception as error:  # decoders fail in as many ways as there are damaged files
-        raise BadImage(f"the {format} data is damaged or cut short: {error or type(error).__name__}") from error
+        raise damaged(format, error) from error
 
 
-def open_within_limit(data: bytes, max_pixels: int | None = None) -> tuple[PIL.Image.Image, int]:
-    """Open an image without decoding it: returns the PIL image, and the orientation to apply to it, 1 to 8.
+def damaged(format: str, error: Exception) -> BadImage:
+    """The error for a file of ``format`` whose decoder raised ``error``."""
+    return BadImage(f"the {format} data is damaged or cut short: {error or type(error).__name__}")
+
+
+def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
+    """Open an image without decoding it.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`image_header`.
@@ -206,7 +225,7 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> tuple[PIL.I
     _check_pixels(image.height, image.width, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(pixels)
-    return image, turn
+    return Opened(image, turn, pixels)
 
 
 def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:

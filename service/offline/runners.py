@@ -154,10 +154,11 @@ class LocalRunner:
         try:
             result = await self._engine.features(self._record, images, self._options, boxes=boxes)
             return _add_boxes(result.outputs, boxes)
-        except _IMAGE_ERRORS as error:
-            if len(images) > 1:
+        except Exception as error:
+            if len(images) > 1 or not is_image_error(error):
                 raise
-            raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+            reason = error.detail if isinstance(error, FxError) else f"{type(error).__name__}: {error}"
+            raise Unreadable(reason.removeprefix("image 0: ")) from error
 
     async def close(self) -> None:
         await self._engine.close(0.0)
@@ -319,8 +320,10 @@ def _add_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
 
 
 def is_image_error(error: Exception) -> bool:
-    """Whether a batch may have failed because of one of its images."""
-    return isinstance(error, (*_IMAGE_ERRORS, *_SERVER_IMAGE_ERRORS))
+    """Whether a batch may have failed because of one of its images; so may one that failed in an unknown way."""
+    if isinstance(error, (FxError, exceptions.FxserveError)):
+        return isinstance(error, (*_IMAGE_ERRORS, *_SERVER_IMAGE_ERRORS))
+    return True
 
 
 def _images(options: FeatureOptions, default: str) -> str:

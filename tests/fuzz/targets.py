@@ -18,8 +18,10 @@ import torch
 
 from fxcore.errors import BadImage, ImageTooLarge, UnknownNode
 from fxcore.graph.model_graph import ModelGraph, model_graph
-from fxcore.images.decoding import decode
+from fxcore.images.decoding import Decoder, decode
 from fxcore.images.files import image_size, open_image
+from fxcore.images.preprocessing import ImagePreprocessing
+from fxcore.images.presets import ImageClassification
 from service.codecs import compression, multipart, npy, v2
 from service.codecs import safetensors as our_safetensors
 from service.codecs.negotiation import choose, media_type
@@ -28,9 +30,10 @@ from service.http.routes.features import named_nodes
 from service.schemas.problems import Refusal
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
-from tests.hostile_images import HOSTILE, photo, saved
+from tests.hostile_images import HOSTILE, deep_png, gif_over_its_canvas, gif_past_its_colours, photo, saved
 
 LIMIT = 200_000
+DECODER = Decoder(ImagePreprocessing(ImageClassification(crop_size=8, resize_size=8)))
 
 
 def image(data: bytes) -> None:
@@ -47,6 +50,8 @@ def image(data: bytes) -> None:
         pass
     with suppress(BadImage):
         assert decode(data, LIMIT).shape == (height, width, 3)
+    with suppress(BadImage):
+        assert DECODER.image(data, LIMIT).numel() == 3 * 8 * 8
 
 
 def npy_body(data: bytes) -> None:
@@ -187,7 +192,8 @@ def _images() -> list[bytes]:
     small = photo(size=(24, 16))
     formats = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
     names = ("exif that loops", "exif of gigabytes", "tiff of gigabytes", "no data", "gif says it is large")
-    return [saved(small, format) for format in formats] + [HOSTILE[name][0]() for name in names]
+    odd = [deep_png(color) for color in (0, 2, 4, 6)] + [gif_over_its_canvas(), gif_past_its_colours()]
+    return [saved(small, format) for format in formats] + odd + [HOSTILE[name][0]() for name in names]
 
 
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from fxcore.images.decoding import decode, is_deep
+from fxcore.images.decoding import decode
+from fxcore.images.deep_png import is_deep
 from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.placement import Placement

@@ -170,6 +170,14 @@ def test_pixels_are_what_pil_reads_of_the_whole_file(format: str, mode: str, opt
     assert np.array_equal(np.asarray(rest.convert("RGBA")), np.asarray(whole.convert("RGBA")))
 
 
+@pytest.mark.parametrize("offset", [2**63, 2**64 - 1, 2**62])
+def test_a_directory_past_the_end_is_left_to_the_decoder(offset: int) -> None:
+    data = b"II+\0\x08\0\0\0" + struct.pack("<Q", offset)
+    assert stripped(data) == (data, 1)
+    with pytest.raises(BadImage, match="not an image"):
+        image_size(data)
+
+
 def test_an_animation_shows_its_first_frame() -> None:
     for format in ("GIF", "PNG", "WEBP"):
         data = hostile_images.animated(format)

@@ -28,6 +28,7 @@ from fxcore.images.decoding import Decoder, decode
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification
+from tests import hostile_images
 
 ORIENTATION = 0x0112
 
@@ -237,6 +238,21 @@ def test_all_weights_and_kinds_of_files_are_as_torchvision_documents(model: str,
         if kind in ("photo", "turned", "cmyk", "alpha") and isinstance(preprocessing, ImagePreprocessing):
             pil = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
             assert torch.equal(made(preprocessing, data, "pil"), preset(pil)), kind
+
+
+@pytest.mark.parametrize("color", [0, 2, 4, 6])
+@pytest.mark.parametrize("damage", [{"wrong_sum": 1}, {"without_sum": True}, {"cut": 9}, {"cut": 25}, {"cut": 40}])
+def test_damaged_files_of_16_bits_are_decoded_as_by_pil(color: int, damage: dict[str, int]):
+    data = hostile_images.deep_png(color, **damage)
+    own = ImagePreprocessing(ImageClassification(crop_size=4, resize_size=4, mean=(0, 0, 0), std=(1, 1, 1)))
+    try:
+        upper = np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGBA" if color else "I"))
+    except OSError:
+        with pytest.raises(BadImage, match="damaged or cut short"):
+            made(own, data)
+        return
+    upper = upper[:, :, :3] if color else (upper // 256)[:, :, None].repeat(3, axis=2)
+    assert np.array_equal((made(own, data) * 65535).round().int().permute(1, 2, 0).numpy() // 256, upper)
 
 
 def test_an_animation_is_its_first_frame(coffee: PIL.Image.Image, plain: Preprocessing):

@@ -1,0 +1,53 @@
+"""PNG files of 16 bits per sample, with all their bits.
+
+torchvision's decoder crashes on damaged ones. Pillow decodes them safely, but to the upper eight bits unless they are
+grey; so it decodes them a second time, to the lower ones.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import PIL.Image
+from numpy.typing import NDArray
+
+_SIGNATURE = b"\x89PNG"
+_DEPTH_AT, _COLOR_AT = 24, 25
+_GREY, _GREY_ALPHA, _RGB, _RGBA = 0, 4, 2, 6  # colour types of 16 bits (PNG specification, table 11.1)
+
+# Raw modes of Pillow for the bytes that it drops: it takes each pair for little-endian. Grey with alpha has four bytes,
+# which are taken as they are.
+_LOWER = {_RGB: "RGB;16L", _RGBA: "RGBA;16L"}
+
+
+def is_deep(data: bytes) -> bool:
+    """Whether ``data`` is a PNG file with 16 bits per sample."""
+    return data[:4] == _SIGNATURE and data[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
+
+
+def decode(data: bytes) -> NDArray[np.uint16]:
+    """Decode to uint16 ``[H, W, 3]``; alpha is dropped. The metadata must have been stripped.
+
+    Raises:
+        Exception: it is damaged or cut short.
+    """
+    color = data[_COLOR_AT]
+    if color == _GREY:
+        return np.repeat(_pixels(data).astype(np.uint16)[:, :, None], 3, axis=2)
+    if color == _GREY_ALPHA:
+        pairs = _pixels(data, "RGBA")
+        return np.repeat((pairs[:, :, :1].astype(np.uint16) << 8) | pairs[:, :, 1:2], 3, axis=2)
+    upper = _pixels(data)[:, :, :3].astype(np.uint16)
+    upper <<= 8
+    upper |= _pixels(data, _LOWER[color])[:, :, :3]
+    return upper
+
+
+def _pixels(data: bytes, raw_mode: str | None = None) -> NDArray[Any]:
+    """Pillow's pixels, with its raw mode changed to ``raw_mode``."""
+    with PIL.Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+        if raw_mode is not None:
+            image.tile = [(*tile[:3], raw_mode) for tile in image.tile]  # type: ignore[misc]
+        return np.asarray(image)
