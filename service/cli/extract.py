@@ -136,7 +136,7 @@ def extract(
         backend=backend,
         image_size=image_size,
     )
-    settings = settings_of({"device": device})
+    settings = settings_of({"device": device, "workers": 1})  # the processes of a server, which share the cores
     device_of(settings)
     if (pool == "roi") != (boxes is not None):
         raise typer.BadParameter("--pool roi and --boxes go together")

@@ -23,7 +23,16 @@ from service.settings import Settings
 
 Rows = dict[str, Tensor]
 
-_UNLIMITED = 2**62
+_OWN_SETTINGS = frozenset(
+    {
+        *("device", "compute_threads", "decode_threads", "encode_threads", "build_threads"),
+        *("cache_dir", "calibration_dir", "models_dir", "weights_dir"),
+        *("preprocess", "max_pixels", "max_batch", "max_batch_bytes", "memory_budget"),
+    }
+)
+"""The settings that an offline run takes: what computes, with what, and how much at a time."""
+
+_LIMITS = {"max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
 """The engine's limits protect a service from its clients; here the only client bounds its own load."""
 
 _SERVER_TIMEOUT = 600.0
@@ -105,7 +114,8 @@ class LocalRunner:
     """Runs an extractor on an engine in this process.
 
     Args:
-        settings: settings of the engine.
+        settings: settings of the engine; those of a server, as its limits and the store of its extractors, do not
+            count.
         options: how to pool and cast the outputs.
         images: number of images of the run; a faster backend is looked for if that saves time.
     """
@@ -113,8 +123,9 @@ class LocalRunner:
     concurrency = 64
 
     def __init__(self, settings: Settings, options: FeatureOptions, images: int) -> None:
-        changed: dict[str, Any] = {"preload": (), "models": None, "lowering": False}
-        changed |= {"max_response_bytes": _UNLIMITED, "max_inflight_bytes": _UNLIMITED, "request_timeout": 7 * 86400.0}
+        fields = Settings.model_fields
+        changed: dict[str, Any] = {name: fields[name].default for name in fields.keys() - _OWN_SETTINGS}
+        changed |= {"lowering": False, "request_timeout": 7 * 86400.0, **_LIMITS}
         self._engine = Engine(settings.model_copy(update=changed))
         self._options = options
         self._images = images

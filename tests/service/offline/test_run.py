@@ -20,6 +20,7 @@ import torch
 from torchvision.models import squeezenet1_1
 
 from fxcore.errors import FxError
+from fxcore.images.decoding import Decoder
 from service.offline import extract
 from service.offline.index import Index
 from service.settings import Settings
@@ -34,7 +35,7 @@ def numbered(root: Path) -> dict[str, int]:
     return {str(file): int(file.stem) for file in root.rglob("*.png")}
 
 
-def begin(root: Path, out: Path) -> subprocess.Popen[str]:
+def begin(root: Path, out: Path, **environment: str) -> subprocess.Popen[str]:
     command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
     command += f" --out {out} --shard-rows 4 --device cpu"
     return subprocess.Popen(
@@ -42,8 +43,31 @@ def begin(root: Path, out: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "FXSERVE_COMPUTE_THREADS": "1"},
+        env={**os.environ, "FXSERVE_COMPUTE_THREADS": "1", **environment},
     )
+
+
+def test_limits_and_stores_of_a_server_are_not_those_of_a_run(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Each of three images is computed by itself after the batch fails, over what a server of two would take."""
+    root, out, store = folder(3), tmp_path / "out", tmp_path / "store"
+    (root / "broken.png").write_bytes(png(0)[:500])
+    run = begin(
+        root,
+        out,
+        FXSERVE_EXTRACTORS=str(store),
+        FXSERVE_MAX_STORED_EXTRACTORS="1",
+        FXSERVE_MAX_INFLIGHT="2",
+        FXSERVE_MAX_INFLIGHT_BYTES="1",
+        FXSERVE_MAX_RESPONSE_BYTES="1",
+        FXSERVE_REQUEST_TIMEOUT="0.001",
+        FXSERVE_MODELS="resnet18",
+        FXSERVE_PRELOAD="resnet18:layer4",
+        FXSERVE_API_KEYS_FILE=str(tmp_path / "keys"),
+    )
+    said, complaint = run.communicate(timeout=600)
+    assert (run.returncode, complaint) == (0, "")
+    assert f"{out}: 3 of 4 images in 1 shard, 1 could not be read" in said
+    assert not store.exists()
 
 
 @pytest.mark.exhaustive
@@ -139,6 +163,23 @@ def test_images_that_cannot_be_read_are_listed_and_tried_again(
     assert (made.images, made.done, made.unreadable) == (10, 10, 0)
     assert_right(rows(out), numbered(root), reference)
     assert errors(out) == {}
+
+
+def test_an_image_that_fails_in_an_unknown_way_is_listed(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, out = folder(6), tmp_path / "out"
+    whole = Decoder.image
+
+    def failing(self: Decoder, data: bytes, *options: Any) -> torch.Tensor:
+        if data == png(4):
+            raise ZeroDivisionError("of a decoder")
+        return whole(self, data, *options)
+
+    monkeypatch.setattr(Decoder, "image", failing)
+    made = extract(job(out, root), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (6, 5, 1)
+    assert errors(out) == {str(root / "004.png"): "ZeroDivisionError: of a decoder"}
 
 
 def test_archives_and_folders_together(tmp_path: Path, reference: Callable[..., Any]) -> None:
