@@ -18,6 +18,7 @@ from service.http.access import Access
 from service.http.draining import Accepted, drained_on_signals
 from service.http.hosts import Hosts
 from service.http.keys import Keys
+from service.http.lost_device import ended_when_device_lost
 from service.http.middleware import BodyLimit, HeadAsGet, RequestContext
 from service.http.route_cache import RouteCache
 from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
@@ -54,16 +55,17 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         sampling = asyncio.create_task(_sample(state.engine)) if metrics.shared_dir is not None else None
-        try:
-            with drained_on_signals(state.engine):
-                yield
-        finally:
-            if sampling is not None:
-                sampling.cancel()
-            state.close()
-            await state.engine.close()
-            if traces is not None:
-                await asyncio.to_thread(traces.close)
+        async with ended_when_device_lost(state.engine):
+            try:
+                with drained_on_signals(state.engine):
+                    yield
+            finally:
+                if sampling is not None:
+                    sampling.cancel()
+                state.close()
+                await state.engine.close()
+                if traces is not None:
+                    await asyncio.to_thread(traces.close)
 
     app = FastAPI(
         title="fxserve",

@@ -55,6 +55,9 @@ CHORES = 2
 DOWNLOADS = 4
 """Most weights files that are downloaded at a time."""
 
+HUNG_SECONDS = 120.0
+"""Seconds beyond the time limit of a request after which a batch is not expected to end."""
+
 
 class Engine:
     """Extractors and what computes them. Make it anywhere, use it on one event loop between start and close.
@@ -186,6 +189,10 @@ class Engine:
     def device_trouble(self) -> str | None:
         """Why the device worker does not answer: it hangs, or died and could not be replaced; None if it does."""
         return self._worker.trouble(self.settings.request_timeout)
+
+    def device_lost(self) -> str | None:
+        """Why this process cannot compute again: its device is lost, or hangs for good; None if it can."""
+        return self._worker.lost or self._worker.hang(self.settings.request_timeout + HUNG_SECONDS)
 
     def sample(self) -> None:
         """Update the gauges."""

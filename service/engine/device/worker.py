@@ -48,6 +48,9 @@ class DeviceWorker:
         queue: where batches come from.
         threads: how many CPU threads one batch is computed with.
         metrics: where batches are counted.
+
+    Attributes:
+        lost: why no thread of this process can use the device again; None as long as one can.
     """
 
     def __init__(self, device: torch.device, queue: Queue, threads: int, metrics: Metrics) -> None:
@@ -57,7 +60,7 @@ class DeviceWorker:
         self._threads = threads
         self._staging = Staging(device)
         self._busy_since: float | None = None
-        self._lost: str | None = None
+        self.lost: str | None = None
         self._batch: Sequence[Item] = ()
         self._collected = -math.inf
         self._thread = self._fresh_thread()
@@ -80,13 +83,19 @@ class DeviceWorker:
     def trouble(self, longest_batch: float) -> str | None:
         """Why the worker does not work; None if it does.
 
-        Its device is lost, or it has been on one batch for ``longest_batch`` seconds. A thread that hangs cannot be
-        ended from outside, and a second one would find the device busy.
+        Its device is lost, or it has been on one batch for ``longest_batch`` seconds.
         """
-        if self._lost is not None:
-            return self._lost
+        if self.lost is not None:
+            return self.lost
         if not self._thread.is_alive():
             return "the device worker does not run"
+        return self.hang(longest_batch)
+
+    def hang(self, longest_batch: float) -> str | None:
+        """Since when the thread has been on one batch, if for over ``longest_batch`` seconds; else None.
+
+        A thread that hangs cannot be ended from outside, and a second one would find the device busy.
+        """
         busy_since = self._busy_since
         if busy_since is not None and (busy := time.monotonic() - busy_since) > longest_batch:
             return f"the device worker has been on one batch for {busy:.0f} s"
@@ -138,7 +147,7 @@ class DeviceWorker:
                     return
                 except RuntimeError as none:  # the system has no thread left
                     why = f"{why}, and {none}"
-        self._lost = why
+        self.lost = why
         self._queue.close(NotReady(why))
 
     def _serve(self, items: Sequence[Item]) -> None:

@@ -15,9 +15,12 @@ from service.schemas.v1 import Health, Readiness
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/healthz")
-async def healthz() -> Health:
-    """The process is up."""
+@router.get("/healthz", responses=documented("not-ready"))
+async def healthz(state: Shared) -> Health:
+    """The process is up, and can use its device."""
+    lost = state.engine.device_lost()
+    if lost is not None:
+        raise NotReady(lost)
     return Health()
 
 

@@ -79,7 +79,7 @@ async def test_work_past_its_deadline_is_dropped(engine: MakeEngine) -> None:
     assert [marks(batch) for batch in watched.batches] == [[0], [2]]
 
 
-async def test_the_deadline_of_the_settings(engine: MakeEngine) -> None:
+async def test_the_deadline_of_the_settings(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(request_timeout=0.5) as running:
         record = await built(running)
         await running.features(record, tensors(0), deadline=time.monotonic() + PATIENCE)
@@ -92,6 +92,9 @@ async def test_the_deadline_of_the_settings(engine: MakeEngine) -> None:
         assert "has been on one batch" in running.readiness()[1]
         with pytest.raises(NotReady, match="has been on one batch"):  # at once: it would wait for nothing
             await running.features(record, tensors(2), deadline=time.monotonic() + PATIENCE)
+        assert running.device_lost() is None  # yet
+        monkeypatch.setattr("service.engine.engine.HUNG_SECONDS", 0.0)
+        assert "has been on one batch" in (running.device_lost() or "")
         watched.open.set()
         await until(lambda: running.readiness()[0])
         assert (await running.features(record, tensors(2), deadline=time.monotonic() + PATIENCE)).images == 1

@@ -49,9 +49,12 @@ async def server_metadata() -> ServerMetadata:
     return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
 
 
-@router.get("/health/live", response_model=Live)
-async def live() -> Live:
-    """The process is up."""
+@router.get("/health/live", response_model=Live, responses=documented("not-ready"))
+async def live(state: Shared) -> Live:
+    """The process is up, and can use its device."""
+    lost = state.engine.device_lost()
+    if lost is not None:
+        raise NotReady(lost)
     return Live(live=True)
 
 

@@ -150,6 +150,7 @@ async def test_a_lost_device_fails_every_request(engine: MakeEngine, monkeypatch
         ready, why = running.readiness()
         assert not ready
         assert "illegal memory access" in why
+        assert running.device_lost() == why
         assert running.admission.requests == 0
 
 

@@ -13,6 +13,19 @@ def test_not_ready_says_why(make_client):
     assert int(response.headers["retry-after"]) >= 1
 
 
+def test_a_lost_device_fails_the_liveness_probes(make_client):
+    """This application is not in the main thread, so it does not end its process."""
+    client = make_client()
+    client.app.state.fxserve.engine._worker.lost = "the device worker died of a CUDA error"
+    response = client.get("/healthz")
+    assert (response.status_code, response.json()["type"]) == (503, "/problems/not-ready")
+    response = client.get("/v2/health/live")
+    assert (response.status_code, response.json()) == (
+        503,
+        {"error": "the service is not ready: the device worker died of a CUDA error"},
+    )
+
+
 def test_metrics_by_route_template(client):
     client.get("/v1/models/alexnet/nodes")
     client.get("/v1/models/unheard-of/nodes")

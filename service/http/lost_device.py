@@ -1,0 +1,64 @@
+"""End a process that has lost its device: only another process can use the device again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from service.engine import Engine
+
+log = logging.getLogger("fxserve")
+
+DEVICE_LOST = 5
+"""Exit status of a process whose device is lost."""
+
+_LOOK_SECONDS = 0.5
+
+_SHUTDOWN_SECONDS = 10.0
+"""Seconds for the server to shut down after the grace period, before the process ends without it."""
+
+
+@asynccontextmanager
+async def ended_when_device_lost(engine: Engine) -> AsyncIterator[None]:
+    """End the process with status :data:`DEVICE_LOST` once the device of ``engine`` is lost.
+
+    The server shuts down as on SIGTERM: requests in flight are answered first. What started the process is expected to
+    start another. For the application's lifespan, around all that it closes at its end. Outside the main thread, as in
+    a program that embeds the application, nothing is ended; the liveness probes fail there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    lost = asyncio.Event()
+    watch = asyncio.create_task(_watch(engine, lost))
+    try:
+        yield
+    finally:
+        if lost.is_set():
+            _end()
+        watch.cancel()
+
+
+async def _watch(engine: Engine, lost: asyncio.Event) -> None:
+    while (why := engine.device_lost()) is None:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if engine.draining:  # the process is about to end anyway
+            return
+    lost.set()
+    log.critical("%s; the process ends with status %d", why, DEVICE_LOST)
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.sleep(engine.settings.grace_period + _SHUTDOWN_SECONDS)
+    _end()
+
+
+def _end() -> None:
+    # A regular exit frees CUDA's objects, which fails on a lost device.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(DEVICE_LOST)

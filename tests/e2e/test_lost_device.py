@@ -1,0 +1,115 @@
+"""A process whose device is lost: its requests are answered, it ends with a status of its own, and another begins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from service.http.lost_device import DEVICE_LOST
+from tests.e2e.conftest import Server, servers, until
+
+LOSES = 1001.0
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the device that the model seems to lose is here")
+
+MODEL = f"""
+import torch
+from torch import Tensor, nn
+
+@torch.fx.wrap
+def lose(x: Tensor) -> Tensor:
+    if not x.is_meta and {LOSES} in x[:, 0, 0, 0].tolist():
+        # CUDA answers every later call with this too; here torch.cuda.synchronize fails as it does then.
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    return x
+
+class Losing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(lose(x))
+"""
+
+FEATURES = "/v1/models/losing/features?nodes=conv&weights=random&preprocess=none&pool=avg"
+
+
+class Workers(Server):
+    """``fxserve serve`` with two processes."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--workers", "2"]
+
+    def total_ready(self) -> float:
+        """How many processes are ready; 0 where the connection was to one that ended."""
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.get(self.url + "/metrics", timeout=60)
+            return float(answer.text.partition("\nfxserve_ready ")[2].partition("\n")[0] or 0)
+        return 0.0
+
+    def processes(self) -> set[int]:
+        """Those that serve."""
+        children = psutil.Process(self.process.pid).children()
+        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        return {child.pid for child in alive if "spawn_main" in " ".join(child.cmdline())}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "losing_for_tests.py").write_text(MODEL)
+    (folder / "models.toml").write_text('[models.losing]\nbuilder = "losing_for_tests:Losing"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        yield folder
+
+
+@pytest.fixture
+def start_workers(tmp_path: Path, models: Path) -> Iterator[Callable[..., Workers]]:
+    with servers(Workers, tmp_path) as start:
+        yield start
+
+
+def features(server: Server, mark: float) -> httpx.Response:
+    """Features of a row whose first value is ``mark``, over a connection of its own."""
+    body = io.BytesIO()
+    np.save(body, np.full((1, 3, 32, 32), mark, np.float32))
+    return httpx.post(
+        server.url + FEATURES, content=body.getvalue(), headers={"content-type": "application/x-npy"}, timeout=60
+    )
+
+
+def test_a_lost_device_ends_the_process(start: Callable[..., Server], models: Path) -> None:
+    server = start(models_dir=models, max_batch=1)
+    assert features(server, 1).status_code == 200
+    with ThreadPoolExecutor(9) as pool:
+        lost = pool.submit(features, server, LOSES)
+        others = [pool.submit(features, server, float(i)) for i in range(8)]
+    answer = lost.result()
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+    assert "illegal memory access" in answer.json()["detail"]
+    assert {response.result().status_code for response in others} <= {200, 503}
+    assert server.process.wait(30) == DEVICE_LOST
+    assert "the process ends with status" in server.log.read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_lost_its_device_is_replaced(start_workers: Callable[..., Workers], models: Path) -> None:
+    server = start_workers(models_dir=models)
+    until(lambda: server.total_ready() == 2)
+    first = server.processes()
+    assert features(server, LOSES).status_code == 503
+    until(lambda: len(server.processes() - first) == 1 and server.total_ready() == 2)
+    assert len(server.processes() & first) == 1
+    assert {features(server, float(i)).status_code for i in range(20)} == {200}
