@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
-import pybase64
 from pydantic import ValidationError
 from torch import Tensor
 
-from service.codecs import json
+from service.codecs import image_text, json
 from service.schemas.embeddings import EmbeddingsRequest
 from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import Refusal, invalid_body
@@ -19,12 +17,6 @@ from service.schemas.problems import Refusal, invalid_body
 _MOST_COMMAS = 2 * MAX_IMAGES + 64
 """Most commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
 and some for the other fields."""
-
-_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,30}):")
-_LONGEST_HEAD = 256
-"""Most characters of a data URL before its data."""
-
-_HOW = 'send the image itself, as "data:image/jpeg;base64,…" or bare base64'
 
 
 @dataclass(frozen=True)
@@ -58,25 +50,7 @@ def read(chunks: Sequence[bytes]) -> Asked:
         raise Refusal("invalid-request", f"the body is not JSON: {error}") from error
     except ValidationError as error:
         raise invalid_body(error) from error
-    images = [_decoded(index, text) for index, text in enumerate(body.input)]
-    return Asked(body.model, images, body.encoding_format, body.dimensions)
-
-
-def _decoded(index: int, text: str) -> bytes:
-    scheme = _SCHEME.match(text)
-    if scheme is not None:
-        if scheme[1].lower() != "data":
-            reason = f"image {index} is a URL of the scheme {scheme[1]!r}, and this server fetches nothing: {_HOW}"
-            raise Refusal("bad-image", reason, index=index)
-        comma = text.find(",", 0, _LONGEST_HEAD)
-        if comma < 0 or not text[:comma].rstrip().lower().endswith(";base64"):
-            raise Refusal("bad-image", f"image {index} is a data URL without base64: {_HOW}", index=index)
-        text = text[comma + 1 :]
-    try:
-        return pybase64.b64decode(text, validate=True)
-    except ValueError as error:
-        reason = f"image {index} is neither a data URL nor base64 (RFC 4648, with padding): {_HOW}"
-        raise Refusal("bad-image", reason, index=index) from error
+    return Asked(body.model, image_text.decode(body.input), body.encoding_format, body.dimensions)
 
 
 def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:

@@ -75,7 +75,7 @@ class Document:
         dtype = np.dtype(NUMPY_DTYPES[datatype])
         index = data.get(_MARK) if isinstance(data, dict) else None
         if type(index) is not int or index not in range(len(self._cut)):
-            values = _flat(data)
+            values = flat(data)
             if len(values) != count:
                 raise _miscounted(where, count, len(values))
             return _converted(values, dtype, datatype, where)
@@ -137,20 +137,21 @@ def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[
         start = stop + 1
 
 
-def _flat(data: Any) -> list[Any]:
+def flat(data: Any) -> list[Any]:
+    """List the elements of nested lists, in order; what is not a list is one element."""
     if not isinstance(data, list):
         return [data]
-    flat: list[Any] = []
+    values: list[Any] = []
     waiting = [iter(data)]
     while waiting:
         for value in waiting[-1]:
             if isinstance(value, list):
                 waiting.append(iter(value))
                 break
-            flat.append(value)
+            values.append(value)
         else:
             waiting.pop()
-    return flat
+    return values
 
 
 def _converted(values: list[Any], dtype: np.dtype[Any], datatype: str, where: str) -> NDArray[Any]:

@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pybase64
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
-from service.codecs import json, shapes
+from service.codecs import image_text, json, shapes
 from service.codecs.compression import decompress
 from service.codecs.datatypes import V2_NAMES
-from service.codecs.numbers import NUMPY_DTYPES, Document
+from service.codecs.numbers import NUMPY_DTYPES, Document, flat
 from service.schemas.problems import Refusal, invalid_body
 from service.schemas.v2 import InferRequest, RequestInput, TensorMetadata
 
@@ -212,19 +211,10 @@ def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, 
     count = math.prod(entry.shape)
     if size is not None:
         return _elements(data, start, size, count, where)
-    strings = entry.data if isinstance(entry.data, list) else [entry.data]
-    while strings and all(isinstance(row, list) and len(row) == 1 for row in strings):
-        strings = [row[0] for row in strings]  # [n, 1]
+    strings = flat(entry.data)  # nested as the shape, or not
     if len(strings) != count or not all(isinstance(text, str) for text in strings):
         raise Refusal("bad-tensor", f"{where}: its shape needs {count} strings and its data is something else")
-    images = []
-    for index, text in enumerate(strings):
-        try:
-            images.append(pybase64.b64decode(text, validate=True))
-        except ValueError as error:
-            reason = f"image {index} is not base64, which JSON needs; or send it as binary data"
-            raise Refusal("bad-image", reason, index=index) from error
-    return images
+    return image_text.decode(strings)
 
 
 def _elements(data: bytearray, start: int, size: int, count: int, where: str) -> list[bytes]:

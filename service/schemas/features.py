@@ -80,14 +80,14 @@ class OneStepQuery(FeatureQuery):
 
 
 class ImagesBody(BaseModel):
-    """Encoded images as base64 strings."""
+    """Encoded images as strings."""
 
     model_config = ConfigDict(extra="forbid")
 
     images: list[str] = Field(
         min_length=1,
         max_length=MAX_IMAGES,
-        description="Encoded images as base64.",
+        description="Encoded images, as base64 or as data URLs of base64. Other URLs are refused, never fetched.",
         examples=[["/9j/4AAQ…"]],
     )
     boxes: (

@@ -67,7 +67,7 @@ class RequestInput(BaseModel):
     parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
     data: Any = Field(
         default=None,
-        description="Values in row-major order, flat or nested; base64 strings for BYTES.",
+        description="Values in row-major order, flat or nested; for BYTES strings of base64, or data URLs.",
         examples=[["/9j/4AAQ…"]],
     )
 

@@ -1,9 +1,11 @@
 """The wire format of the Open Inference Protocol: any body is parsed or refused."""
 
+import base64
 import contextlib
 import copy
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,25 @@ def test_an_image_for_a_model_that_takes_none():
     clips = [TensorMetadata(name="x", datatype="FP32", shape=[-1, 3, 2, 4, 4])]
     with pytest.raises(Refusal, match="describe this model's inputs in JSON"):
         v2.read(v2.Body(bytearray(4 * 3 * 2 * 4 * 4), None, "", "image/png"), 1000, clips)
+
+
+@pytest.mark.parametrize("shape", [[2], [2, 1], [1, 2], [1, 1, 2]])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+def test_images_in_json_are_flat_or_nested(shape, nested, prefix):
+    data = np.array([prefix + base64.b64encode(image).decode() for image in (b"one", b"two")])
+    image = {"name": "image", "datatype": "BYTES", "shape": shape}
+    image["data"] = (data.reshape(shape) if nested else data).tolist()
+    body = json.dumps({"inputs": [image]}).encode()
+    request = v2.read(v2.Body(bytearray(body), None, "", "application/json"), 10_000, INPUTS)
+    assert request.images == [b"one", b"two"]
+
+
+def test_a_grid_of_images_is_refused():
+    image = {"name": "image", "datatype": "BYTES", "shape": [2, 2], "data": [["AAAA", "AAAA"], ["AAAA", "AAAA"]]}
+    body = json.dumps({"inputs": [image]}).encode()
+    with pytest.raises(Refusal, match=r"encoded images have \[n\]"):
+        v2.read(v2.Body(bytearray(body), None, "", "application/json"), 10_000, INPUTS)
 
 
 ODD = [

@@ -69,12 +69,16 @@ def _json(images):
     return {"json": {"images": [b64(data) for data in images]}}
 
 
+def _data_urls(images):
+    return {"json": {"images": [f"data:image/jpeg;base64,{b64(data)}" for data in images]}}
+
+
 def _pixels(images):
     """uint8 [N, H, W, 3] of photographs cut to one size."""
     return np.stack([np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))[:300, :400] for data in images])
 
 
-@pytest.mark.parametrize("body", [_multipart, _json])
+@pytest.mark.parametrize("body", [_multipart, _json, _data_urls])
 def test_several_images_in_the_order_sent(client, extractor, photos, expected, body):
     response = client.post(extractor, **body(list(photos.values())))
     assert response.json()["images"] == 3
