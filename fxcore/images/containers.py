@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
 from fxcore.images.orientation import orientation
@@ -254,11 +254,57 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
     return b"".join((data[:place], where, data[place + len(where) :], padding, directory)), 1
 
 
+def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:
+    """The first value of each of ``tags`` that the first directory of a TIFF has, a short or long integer.
+
+    Raises:
+        struct.error, OverflowError: the file is damaged.
+    """
+    order = "<" if data[:2] == b"II" else ">"
+    (at,) = struct.unpack_from(order + "I", data, 4)
+    (count,) = struct.unpack_from(order + "H", data, at)
+    found = {}
+    for tag, kind, values, value, _ in _tiff_entries(data, at + 2, min(count, MAX_TAGS), order + "HHI4s"):
+        if tag in tags and kind in (_TIFF_SHORT, _TIFF_LONG):
+            form = order + ("H" if kind == _TIFF_SHORT else "I")
+            if values * struct.calcsize(form) > len(value):  # they are elsewhere
+                found[tag] = struct.unpack_from(form, data, struct.unpack(order + "I", value)[0])[0]
+            else:
+                found[tag] = struct.unpack_from(form, value)[0]
+    return found
+
+
 def _tiff_entries(data: bytes, at: int, tags: int, entry: str) -> Iterator[tuple[int, int, int, bytes, bytes]]:
     """Tag, type, number of values, value or offset, and the entry as it is."""
     size = struct.calcsize(entry)
     for start in range(at, at + tags * size, size):
         yield (*struct.unpack_from(entry, data, start), data[start : start + size])
+
+
+# -- JPEG 2000 ---------------------------------------------------------------------------------------------------------
+
+
+def _jpeg2000(data: bytes) -> tuple[bytes, int]:
+    """Check that the size of the file, which limits are held against, is that of its codestream, which is decoded."""
+    at = 0
+    said: tuple[int, int] | None = None
+    for _ in range(MAX_PIECES):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        head = 8
+        if length == 1:
+            (length,) = struct.unpack_from(">Q", data, at + 8)
+            head = 16
+        if kind == b"jp2c":
+            right, lower, left, upper = struct.unpack_from(">4I", data, at + head + 8)  # ISO/IEC 15444-1, A.5.1
+            if said != (lower - upper, right - left):
+                raise BadImage("the JPEG 2000 file has two sizes; save it anew with an image editor, or as PNG")
+            return data, 1
+        if kind == b"jp2h":
+            said = struct.unpack_from(">II", data, at + head + 8)  # its first box is the image's header
+        if length < head:
+            return data, 1
+        at += length
+    raise _too_many("JPEG 2000", "boxes before its codestream", MAX_PIECES)
 
 
 def _too_many(format: str, what: str, most: int) -> BadImage:
@@ -277,4 +323,5 @@ _FORMATS: dict[bytes, Callable[[bytes], tuple[bytes, int]]] = {
     b"MM*\0": _tiff,
     b"II+\0": _tiff,
     b"MM\0+": _tiff,
+    b"\0\0\0\x0cjP  \r\n\x87\n": _jpeg2000,
 }

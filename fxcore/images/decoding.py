@@ -3,8 +3,9 @@
 - ``default``: what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
   apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with
   equal pixels; PIL decodes or refuses files that simplejpeg does not take. 16-bit PNG files keep their lower bits, and
-  GIF files have torchvision's background. torchvision's own decoders are not used: damaged files crash some of them.
-  The EXIF orientation is applied to WebP too, which torchvision does not do.
+  GIF files have torchvision's background. Of torchvision's decoders, which damaged files crash, only the one of WebP is
+  used: it is a call into libwebp, and takes a third of PIL's time. The EXIF orientation is applied to WebP too, which
+  torchvision does not do.
 - ``pil``: ``weights.transforms()`` of the PIL image, to the bit.
 - ``fast``: like ``default``, but where the weights resize bilinearly, a JPEG of at least four times the target height
   and width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level in the mean and
@@ -22,6 +23,7 @@ import numpy as np
 import PIL.Image
 import simplejpeg
 import torch
+import torchvision
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import functional as F
@@ -110,7 +112,8 @@ class Decoder:
             stored, turn = header
             height, width = self._turned_size(stored, turn)
             denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
-            pixels = _jpeg(data, stored, denominator, "RGB" if denominator > 1 else "RGBX")
+            by_torch = denominator > 1 or resizing.is_left_to_torch(stored, (height, width), self._mode)
+            pixels = _jpeg(data, stored, denominator, "RGB" if by_torch else "RGBX")
             if pixels is not None and denominator > 1:
                 # Rotated last: there are fewer pixels then, and the scaled decoder's padding stays at the lower right.
                 scaled = _turned(_scaled_down(pixels, (height, width), stored, denominator), turn)
@@ -240,6 +243,8 @@ def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str
 
 
 def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels:
+    if data[8:12] == b"WEBP" and (pixels := _webp(data, max_pixels)) is not None:
+        return pixels
     if not exactly or not data.startswith(gif.SIGNATURES):
         return np.array(open_image(data, max_pixels))
     opened = open_within_limit(data, max_pixels)
@@ -248,6 +253,19 @@ def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels
             return gif.decode(opened.data, (image.height, image.width))
         except Exception as error:  # decoders fail in as many ways as there are damaged files
             raise damaged("GIF", error) from error
+
+
+def _webp(data: bytes, max_pixels: int | None) -> Pixels | None:
+    """Decode a WebP file; None for files that PIL must decode or refuse, as animations are."""
+    image, turn, _ = open_within_limit(data, max_pixels)
+    with image:
+        try:
+            # Looked up here: torchvision has announced its removal, and this module must load without it.
+            made = torchvision.io.decode_webp(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
+        except (AttributeError, RuntimeError):
+            return None
+        pixels: Pixels = made.permute(1, 2, 0).numpy()
+        return _turned(pixels, turn) if pixels.shape[:2] == (image.height, image.width) else None
 
 
 def _deep(data: bytes, max_pixels: int | None) -> Tensor:

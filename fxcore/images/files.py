@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
+import PIL.TiffImagePlugin
 
 from fxcore.bad_argument import BadArgument
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped
+from fxcore.images.kinds import described
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
 # and application segments except APP1, which is EXIF or XMP.
@@ -54,9 +56,13 @@ _TURNS = {
 _RGB_BYTES = 4
 """Bytes of a pixel in PIL's memory, for all modes but those in :data:`_MODE_BYTES`."""
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1}
-_BESIDE_BYTES = {"WEBP": 12, "TIFF": 8}
+_BESIDE_BYTES = {"WEBP": 12, "TIFF": 8, "PPM": 8, "JPEG2000": 36}
 """Bytes per pixel that decoders hold beside PIL's image: libwebp two canvases and its output, libtiff a strip, which
-may be the whole image."""
+may be the whole image, OpenJPEG two of 32 bits per component, and PIL's copy of a tile."""
+
+_BITS = 16
+"""Bits of grey levels in the modes I and I;16 of PIL, of all formats but TIFF."""
+_TIFF_BITS = 258
 _JPEG_COEFFICIENT_BYTES = 2
 """Bytes per component of a pixel that libjpeg holds for files with more than one scan."""
 
@@ -176,7 +182,8 @@ def has_plain_header(data: bytes) -> bool:
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     """Decode an image, or the first frame of an animation, to RGB, with the EXIF orientation applied.
 
-    Alpha is dropped, as by PIL; 16-bit grey keeps its upper eight bits, where PIL would clip.
+    Alpha is dropped, as by PIL. Of grey levels of 9 to 16 bits the upper eight are kept, where PIL would clip them at
+    255; those of 32 bits, integers or floats, are clipped at 0 and 255, as by PIL.
 
     Raises:
         BadImage: not an image, truncated or damaged.
@@ -195,8 +202,8 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     format = image.format or "image"
     try:
         image.load()
-        if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
-            image = PIL.Image.fromarray((np.asarray(image).clip(0, 0xFFFF) // 256).astype(np.uint8))
+        if image.mode.startswith("I") and (bits := _bits(image)) <= _BITS:  # PIL would clip grey levels at 255
+            image = PIL.Image.fromarray((np.asarray(image).clip(0, 2**bits - 1) >> (bits - 8)).astype(np.uint8))
         if image.mode != "RGB":  # else it would be copied
             image = image.convert("RGB")
         return image.transpose(_TURNS[turn]) if turn in _TURNS else image
@@ -221,11 +228,27 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
     try:
         image = PIL.Image.open(io.BytesIO(pixels), formats=FORMATS)
     except Exception as error:
-        raise BadImage(f"these {len(data)} bytes are not an image; send one of {', '.join(FORMATS)}") from error
+        raise _unknown(data) from error
     _check_pixels(image.height, image.width, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(pixels)
     return Opened(image, turn, pixels)
+
+
+def _unknown(data: bytes) -> BadImage:
+    known = described(data)
+    if known is None:
+        return BadImage(f"these {len(data)} bytes are not an image; send one of {', '.join(FORMATS)}")
+    kind, remedy = known
+    return BadImage(f"this is {kind}, which cannot be decoded here; {remedy}")
+
+
+def _bits(image: PIL.Image.Image) -> int:
+    """Bits of the grey levels of an image in a mode of integers."""
+    if not isinstance(image, PIL.TiffImagePlugin.TiffImageFile):
+        return _BITS
+    bits = image.tag_v2.get(_TIFF_BITS, _BITS)
+    return int(bits[0] if isinstance(bits, tuple) else bits)
 
 
 def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:

@@ -98,7 +98,7 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     lines, columns = kept
     if pixels.shape[:2] == size:
         return _three(pixels[lines.start : lines.stop, columns.start : columns.stop])
-    if _is_left_to_torch(pixels.shape[:2], size, mode):
+    if is_left_to_torch(pixels.shape[:2], size, mode):
         return _by_torch(pixels, size, kept, mode)
     if pixels.shape[2] == 3:
         pixels = _four(pixels)
@@ -126,14 +126,15 @@ def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], 
         kept: height and width of the crop.
         mode: a key of :data:`MODES`.
     """
-    if _is_left_to_torch((height, width), size, mode):
+    if is_left_to_torch((height, width), size, mode):
         return 15 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
     turned = 4 * (height + 2) * width
     columns = 2 * 16 * height * kept[1]
     return turned + columns + 3 * 16 * math.prod(kept) + 16 * _GATHERED
 
 
-def _is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
+def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
+    """Whether :func:`resize` leaves an image of the height and width ``have`` to torch, in three bytes a pixel."""
     scale = max(side / resized for side, resized in zip(have, size, strict=True))
     return scale > _MAX_SCALES[mode] or min(*size, *have) < _MIN_SIDE or not _kernels_agree()
 
@@ -284,7 +285,8 @@ def _kernels_agree() -> bool:
 
 
 def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
-    image = torch.from_numpy(_three(pixels)).permute(2, 0, 1)[None].float()
+    whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous
+    image = torch.from_numpy(pixels if whole else _three(pixels)).permute(2, 0, 1)[None].float()
     resized = interpolate(image, size, mode=mode, antialias=True).round_().clamp_(0, 255).to(torch.uint8)
     lines, columns = kept
     return _three(resized[0].permute(1, 2, 0).numpy()[lines.start : lines.stop, columns.start : columns.stop])

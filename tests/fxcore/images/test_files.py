@@ -52,7 +52,7 @@ def test_formats(format: str, cat: PIL.Image.Image) -> None:
     assert image_size(data) == (300, 451)
 
 
-@pytest.mark.parametrize("format", ["ICO", "PPM", "TGA", "PCX", "JPEG2000"])
+@pytest.mark.parametrize("format", ["ICO", "TGA", "PCX", "QOI"])
 def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
     """Each decoder is a way in for whoever sends files; only those that people use stay open."""
     with pytest.raises(BadImage, match="JPEG, PNG"):
@@ -143,7 +143,7 @@ def test_truncated_files(format: str, part: float, cat: PIL.Image.Image) -> None
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"II*\0", b"<svg/>", bytes(5000)],
+    [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"II*\0", bytes(5000)],
 )
 def test_what_is_no_image(data: bytes) -> None:
     for read in (open_image, image_size):

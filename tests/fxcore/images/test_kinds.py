@@ -1,0 +1,82 @@
+"""What is said of files that no decoder takes."""
+
+import io
+import struct
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from fxcore import open_image
+from fxcore.errors import BadImage
+from tests.hostile_images import photo, saved
+
+
+def tiff(values):
+    """An uncompressed TIFF of ``[H, W]`` or ``[H, W, 3]`` in any dtype."""
+    height, width, *samples = values.shape
+    channels = samples[0] if samples else 1
+    data = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    form = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    bits = 8 * values.dtype.itemsize
+    at = 8 + len(data) + 2 + 12 * 10 + 4  # of what fits in no entry
+    entries = [(256, 1, width), (257, 1, height), (258, channels, bits if channels == 1 else at), (259, 1, 1)]
+    entries += [(262, 1, 1 if channels == 1 else 2), (273, 1, 8), (277, 1, channels), (278, 1, height)]
+    entries += [(279, 1, len(data)), (339, channels, form if channels == 1 else at + 2 * channels)]
+    kinds = {258: 3, 339: 3}
+    packed = b"".join(struct.pack("<HHII", tag, kinds.get(tag, 4), count, value) for tag, count, value in entries)
+    more = struct.pack(f"<{2 * channels}H", *[bits] * channels, *[form] * channels) if channels > 1 else b""
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", 10) + packed + bytes(4) + more
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xff\x0a" + bytes(40), "a JPEG XL image, .*; convert it to JPEG, PNG or WebP"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(40), "a JPEG XL image"),
+        (b"\0\0\0\x18ftypheic" + bytes(40), "a HEIF image"),
+        (b"\0\0\0\x18ftypmp42" + bytes(40), "a video"),
+        (b'<?xml version="1.0"?>\n<!-- a cat -->\n<svg width="9"/>', "an SVG drawing, .*; render it to PNG"),
+        (b"\xff\xd8\xff\xc1\0\x11\x0c\0\x10\0\x10\x03" + bytes(40), "a JPEG of 12 bits per sample"),
+        (tiff(np.ones((4, 5, 3), np.float32)), "a TIFF of 3 x 32-bit floats .*; send its pixels as a tensor"),
+        (tiff(np.ones((4, 5), np.float64)), "a TIFF of 1 x 64-bit floats"),
+        (tiff(np.ones((4, 5, 3), np.int16)), "a TIFF of 3 x 16-bit signed integers"),
+    ],
+)
+def test_sound_files_of_other_kinds_are_named(data, said):
+    with pytest.raises(BadImage, match=said):
+        open_image(data)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint32])
+def test_values_of_32_bits_are_clipped_as_by_pil(dtype):
+    values = np.array([[0, 7, 255, 256, 70_000]], dtype)
+    data = tiff(values)
+    assert np.asarray(open_image(data))[0, :, 0].tolist() == [0, 7, 255, 255, 255]
+    assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_grey_levels_of_12_and_16_bits_keep_the_upper_eight():
+    levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+    bits = "".join(f"{level:012b}" for level in levels.ravel().tolist())
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big")
+    entries = [(256, 64), (257, 64), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 64), (279, len(data))]
+    packed = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    twelve = b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", 9) + packed + bytes(4)
+    assert np.array_equal(np.asarray(open_image(twelve))[:, :, 0], levels >> 4)
+    assert np.array_equal(np.asarray(open_image(tiff(levels * 16)))[:, :, 0], levels >> 4)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize(("format", "options"), [("PPM", {}), ("JPEG2000", {}), ("JPEG2000", {"no_jp2": True})])
+def test_formats_that_only_pil_decodes(format, options, mode):
+    data = saved(photo(mode), format, **options)
+    assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_a_jpeg_2000_of_two_sizes_is_refused():
+    data = bytearray(saved(photo(), "JPEG2000"))
+    at = data.index(b"\xff\x4f\xff\x51") + 8
+    data[at : at + 4] = struct.pack(">I", 60_000)
+    with pytest.raises(BadImage, match="two sizes"):
+        open_image(bytes(data))
