@@ -102,7 +102,7 @@ class Ceiling:
             outputs = run(*inputs)
             for info in self.record.outputs:
                 value = outputs[info.key]
-                (pool(value, info.layout, "avg") if self.pooled else value).cpu()
+                (pool(value, info.layout, "avg", info.prefix) if self.pooled else value).cpu()
 
 
 def main() -> None:

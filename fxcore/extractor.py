@@ -26,7 +26,8 @@ from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import Level, stride_of
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.nodes import resolve
-from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
 from fxcore.nesting import tensors_in
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.explain import called
@@ -58,6 +59,7 @@ class OutputInfo:
         bytes_per_image: size at the graph's input size.
         rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
         tokens: the image positions of tokens ``[N, L, C]``; None for other values, or if they are unknown.
+        prefix: the tokens that stand for no position; none of other values.
         attention: the map whose positions attend to each other, for the weights that ``attention_maps`` adds.
 
     >>> from fxcore import get_model, load_model, model_graph
@@ -77,6 +79,7 @@ class OutputInfo:
     bytes_per_image: int
     rows_per_image: int
     tokens: TokenGrid | None = None
+    prefix: PrefixTokens = NO_PREFIX
     attention: AttentionGrid | None = None
 
 
@@ -401,5 +404,6 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> Out
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],
         tokens=token_grid(node) if node.meta["rows"] == 1 else None,
+        prefix=prefix_tokens(node) if node.meta["rows"] == 1 else NO_PREFIX,
         attention=attention_grid(node),
     )

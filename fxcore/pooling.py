@@ -1,6 +1,7 @@
 """Pool feature maps to one vector per image, or to one small map per region.
 
-The pooled dimensions depend on the layout: all but the batch and the channels. Vectors are returned as they are.
+The pooled dimensions depend on the layout: all but the batch and the channels. Vectors are returned as they are, and
+tokens that stand for no position are left out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
+from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 
 Method = Literal["avg", "max", "gem", "cls"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -37,7 +39,7 @@ def channel_dim(layout: str | None, ndim: int) -> int:
     return ndim - 1 if ndim == 3 else min(1, ndim - 1)
 
 
-def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
+def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens = NO_PREFIX) -> Tensor:
     """Pool ``tensor`` over all dimensions but the batch and the channels.
 
     Args:
@@ -45,24 +47,30 @@ def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
             ``[N, C]`` and ``[N]`` are returned as they are.
         layout: of an :class:`~fxcore.extractor.OutputInfo`.
         method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive), or
-            ``cls`` (the first token).
+            ``cls`` (the class token).
+        prefix: of tokens, those before the ones that are pooled, as in timm's own pooling.
 
     Returns:
         ``[N, C]`` in the dtype of ``tensor``; sums are accumulated in float32 or wider.
 
     Raises:
-        BadTensor: an unknown method, ``cls`` for something else than tokens, or a tensor that is not floating-point.
+        BadTensor: an unknown method, ``cls`` for something else than tokens with a class token, or a tensor that is not
+            floating-point.
 
     >>> pool(torch.arange(8.0).reshape(1, 2, 2, 2), "NCHW", "avg")
     tensor([[1.5000, 5.5000]])
+    >>> pool(torch.tensor([[[9.0], [1.0], [2.0]]]), "tokens", "avg", PrefixTokens(1, class_token=True))
+    tensor([[1.5000]])
     """
     if method not in METHODS:
         raise BadTensor(f"there is no pooling {method!r}; there are {', '.join(METHODS)}", method=method)
-    check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method)
+    check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method, prefix)
     if tensor.ndim <= 2:
         return tensor
     if method == "cls":
         return tensor[:, 0]
+    if prefix.count and tensor.ndim == 3:
+        tensor = tensor[:, prefix.count :]
     channel = channel_dim(layout, tensor.ndim)
     spatial = [d for d in range(1, tensor.ndim) if d != channel]
     if method == "max":
@@ -74,8 +82,10 @@ def pool(tensor: Tensor, layout: str | None, method: str) -> Tensor:
     return positive.pow(GEM_POWER).mean(dim=spatial).pow(1.0 / GEM_POWER).to(tensor.dtype)
 
 
-def check_poolable(layout: str | None, ndim: int, floating: bool, method: str) -> None:
-    """Check that :func:`pool` takes tensors with this layout and number of dimensions.
+def check_poolable(
+    layout: str | None, ndim: int, floating: bool, method: str, prefix: PrefixTokens = NO_PREFIX
+) -> None:
+    """Check that :func:`pool` takes tensors with this layout, number of dimensions and prefix tokens.
 
     Raises:
         BadTensor: the method does not apply to such tensors.
@@ -84,9 +94,12 @@ def check_poolable(layout: str | None, ndim: int, floating: bool, method: str) -
         raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
     if method == "cls" and (layout not in (TOKENS, None) or ndim != 3):
         raise BadTensor(
-            f"pool=cls takes the first of the tokens and this node gives {layout or 'something else'}; use pool=avg",
+            f"pool=cls takes the class token and this node gives {layout or 'something else'}; use pool=avg",
             layout=layout,
         )
+    if method == "cls" and not prefix.class_token:
+        kept = f"{prefix.count} before those of the patches, none of them a class token" if prefix.count else "none"
+        raise BadTensor(f"pool=cls takes the class token and the tokens of this node have {kept}; use pool=avg")
 
 
 def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
 from fxcore.graph.patches import patches_of
+from fxcore.graph.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.nesting import map_tensors
 from fxcore.tracing.interpreter import Interpreter, on_device
 
@@ -84,6 +85,7 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
     - ``rows``: how many rows of the first dimension belong to one image; 0 where that dimension does not grow with the
       batch; absent for values that are not tensors;
     - ``patches``: see :mod:`fxcore.graph.patches`;
+    - ``adds_prefix``: see :func:`fxcore.graph.prefix_tokens.adds_prefix`;
     - ``axes``: see :mod:`fxcore.graph.layout`;
     - ``carries``: whether the value holds any tensor;
     - ``memory``: numbers of the storages that the value lies in; nodes that share one share memory;
@@ -110,6 +112,7 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
         node.meta["carries"] = bool(node.meta["memory"])
         target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         node.meta["patches"] = patches_of(node, value, target)
+        node.meta[ADDS_PREFIX] = adds_prefix(node, target)
         node.meta["axes"] = layout.follow(node, value, target)
         node.meta.pop("rows", None)
         if isinstance(value, Tensor):

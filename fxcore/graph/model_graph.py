@@ -22,6 +22,7 @@ from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.levels import Level, find_levels
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
+from fxcore.graph.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
@@ -210,6 +211,8 @@ class ModelGraph:
             annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
+        for node in self.graph.nodes:
+            node.meta[DECLARED] = self._traced.prefix_tokens
         self.levels: dict[str, Level] = find_levels(
             self.entry.name, self.graph, self._root, self.input_size, self._traced.feature_maps
         )

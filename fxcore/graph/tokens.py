@@ -1,17 +1,19 @@
 """Image positions of the tokens ``[N, L, C]`` of a transformer.
 
 A transformer flattens a map of patches, row by row, and prepends tokens that have no position: a class token,
-registers. Both show in the graph: the map is an ancestor of the tokens, and tokens in excess of its positions come
-first.
+registers. How many there are shows in the graph: the map is an ancestor of the tokens, and tokens in excess of its
+positions come first. What they are the model declares, or the names of its parameters say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from fxcore.graph.patches import MAX_PREFIX, is_class_token
+from fxcore.graph.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, PrefixTokens
 from fxcore.tracing.tracer import MODULE, PATH
 from fxcore.transforms.attention import ATTENTION
 
@@ -51,21 +53,62 @@ def token_grid(node: fx.Node) -> TokenGrid | None:
     if not isinstance(value, Tensor):
         return None
     weights = node.meta.get(ATTENTION) and value.ndim == 4 and value.shape[2] == value.shape[3]
-    if not weights and (node.meta.get("axes") != "NLC" or value.ndim != 3):
+    if not weights and not _are_tokens(node):
         return None
     length = value.shape[-1] if weights else value.shape[1]
     ancestors = _ancestors(node)
     if any(str(n.meta.get(MODULE)).rpartition(".")[2] in _REORDERING for n in ancestors):
         return None
-    # Not the nearest map: the keys of some attention come from a smaller one.
-    grids = [(height * width, height, width, n) for n in ancestors for height, width in _sizes(n)]
-    fitting = [grid for grid in grids if length - MAX_PREFIX <= grid[0] <= length]
-    if not fitting:
+    grids = {height * width: (height, width, n) for n in reversed(ancestors) for height, width in _sizes(n)}
+    area = _positions(length, grids, node)
+    if area is None:
         return None
-    area, height, width, source = max(fitting, key=lambda grid: grid[0])
+    height, width, source = grids[area]
     prefix = length - area
-    named = any(map(_has_class_token, ancestors))
-    return TokenGrid(source.meta[PATH], height, width, prefix, prefix == 1 or (prefix > 1 and named))
+    return TokenGrid(source.meta[PATH], height, width, prefix, prefix > 0 and _with_class_token(node, ancestors))
+
+
+def prefix_tokens(node: fx.Node) -> PrefixTokens:
+    """The tokens of an annotated ``node`` that stand for no position: none of values that are not ``[N, L, C]``.
+
+    Without a grid of an image they are counted by the positions of a clip, or as the model declares them. Values of
+    three dimensions and unknown layout are taken to be tokens.
+    """
+    if not _are_tokens(node, (None, "NLC")):
+        return NO_PREFIX
+    grid = token_grid(node)
+    if grid is not None:
+        return PrefixTokens(grid.prefix, grid.class_token)
+    ancestors = _ancestors(node)
+    if not any(n.meta.get(ADDS_PREFIX) for n in ancestors):
+        return NO_PREFIX
+    length = node.meta["value"].shape[1]
+    volume = _positions(length, {volume for n in ancestors for volume in _volumes(n)}, node)
+    declared = node.meta.get(DECLARED)
+    count = length - volume if volume is not None else declared.count if declared is not None else 0
+    return PrefixTokens(count if count < length else 0, _with_class_token(node, ancestors))
+
+
+def _are_tokens(node: fx.Node, axes: Collection[str | None] = ("NLC",)) -> bool:
+    value = node.meta.get("value")
+    return isinstance(value, Tensor) and value.ndim == 3 and node.meta.get("axes") in axes
+
+
+def _positions(length: int, areas: Collection[int], node: fx.Node) -> int | None:
+    """How many of ``length`` tokens stand for positions, of which there may be as many as any of ``areas``."""
+    # Not those of the nearest map: the keys of some attention come from a smaller one.
+    fitting = [area for area in areas if length - MAX_PREFIX <= area <= length]
+    declared = node.meta.get(DECLARED)
+    if declared is not None and length - declared.count in fitting:
+        return int(length - declared.count)
+    return max(fitting, default=None)
+
+
+def _with_class_token(node: fx.Node, ancestors: Sequence[fx.Node]) -> bool:
+    """Whether the prefix tokens of ``node`` begin with a class token: as the model declares, or by the names of its
+    parameters. A single token need not be one: some models have a single register."""
+    declared = node.meta.get(DECLARED)
+    return declared.class_token if declared is not None else any(map(_has_class_token, ancestors))
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
@@ -89,6 +132,15 @@ def _sizes(node: fx.Node) -> list[tuple[int, int]]:
         return []
     height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
     return [(height, width)] if height * width > 1 else []
+
+
+def _volumes(node: fx.Node) -> list[int]:
+    """The number of positions of the node's clip, in a list; empty if it has none."""
+    value = node.meta.get("value")
+    if not isinstance(value, Tensor) or node.meta.get("axes") not in ("NCTHW", "NTHWC") or value.ndim != 5:
+        return []
+    channels = node.meta["axes"].index("C")
+    return [value.shape[1:].numel() // value.shape[channels]]
 
 
 def _has_class_token(node: fx.Node) -> bool:

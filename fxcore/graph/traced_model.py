@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.graph.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.tracing.frozen import made_constants
@@ -29,7 +30,7 @@ class TracedModel:
             that was not traced into computes with values.
         train_nodes: names of the nodes in train mode, in order of execution.
         untraceable: parts of the model that could not be traced.
-        feature_maps: those that the model declares.
+        feature_maps, prefix_tokens: those that the model declares.
         num_params: number of parameters, untraceable parts included.
         constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
         modules: modules by path as they were traced, in-place ones included.
@@ -45,6 +46,7 @@ class TracedModel:
     train_nodes: list[str]
     untraceable: list[UntraceablePart]
     feature_maps: Sequence[FeatureMap]
+    prefix_tokens: PrefixTokens | None
     num_params: int
     constants: list[str]
     modules: dict[str, nn.Module]
@@ -83,6 +85,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
         train_nodes=train_nodes,
         untraceable=untraceable,
         feature_maps=entry.feature_maps(model),
+        prefix_tokens=declared_prefix(model),
         num_params=num_params,
         constants=constants,
         modules=modules,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadBox, BadTensor
+from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.pooling import (
     MapGrid,
     channel_dim,
@@ -85,7 +86,13 @@ class FeatureOptions:
             )
 
     def check(
-        self, key: str, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None = None
+        self,
+        key: str,
+        shape: list[int],
+        dtype: torch.dtype,
+        layout: str | None,
+        prefix: PrefixTokens = NO_PREFIX,
+        grid: MapGrid | None = None,
     ) -> None:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
 
@@ -100,7 +107,7 @@ class FeatureOptions:
                     f"gives {shown} an image; ask for a node before the pooling, such as a level"
                 )
             if self.pool != "none":
-                check_poolable(layout, len(shape), dtype.is_floating_point, self.pool)
+                check_poolable(layout, len(shape), dtype.is_floating_point, self.pool, prefix)
         except BadTensor as error:
             raise BadTensor(f"output {key!r}: {error.detail}", **error.extra, key=key) from None
         if self.normalize is not None and not dtype.is_floating_point:
@@ -117,20 +124,25 @@ class FeatureOptions:
         return shape, dtype
 
     def finish(
-        self, tensor: Tensor, layout: str | None, boxes: Sequence[Tensor] = (), grid: MapGrid | None = None
+        self,
+        tensor: Tensor,
+        layout: str | None,
+        prefix: PrefixTokens = NO_PREFIX,
+        boxes: Sequence[Tensor] = (),
+        grid: MapGrid | None = None,
     ) -> Tensor:
         """Pool, normalise and cast, on the device the tensor is on. Each row's result depends on that row alone.
 
         Args:
             tensor: a row for each image.
-            layout: of ``tensor``.
+            layout, prefix: of ``tensor``.
             boxes, grid: of :func:`fxcore.pooling.pool_regions`, where the rows of the result are regions.
         """
         if self.pool == "roi":
             assert grid is not None  # see check
             tensor, layout = pool_regions(tensor, layout, grid, boxes, self.roi_size), "NCHW"
         elif self.pool != "none":
-            tensor = pool(tensor, layout, self.pool)
+            tensor = pool(tensor, layout, self.pool, prefix)
         if self.normalize == "l2":
             rows = tensor if tensor.ndim > 1 else tensor[:, None]  # of single values
             dim = channel_dim(layout, rows.ndim) if rows.ndim > 2 else 1

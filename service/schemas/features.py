@@ -32,7 +32,8 @@ class FeatureQuery(BaseModel):
 
     pool: Pool = Field(
         default="none",
-        description="Pool each map to one vector per image; `roi` pools each box of a JSON body to a small map, by "
+        description="Pool each map to one vector per image; of tokens, `cls` returns the class token, and the others "
+        "leave it and registers out; `roi` pools each box of a JSON body to a small map, by "
         "`torchvision.ops.roi_align`.",
         examples=["avg"],
     )

@@ -259,6 +259,13 @@ class TokenGrid(BaseModel):
     class_token: bool = Field(description="Whether the first of them is a class token.", examples=[True])
 
 
+class PrefixTokens(BaseModel):
+    """The tokens before those of the patches: a class token, registers."""
+
+    count: int = Field(examples=[1])
+    class_token: bool = Field(description="Whether the first is a class token, which `pool=cls` returns.")
+
+
 class AttentionGrid(BaseModel):
     """The map whose positions attend to each other, for weights `[N, heads, L, L]` or `[N, windows, heads, L, L]`."""
 
@@ -291,6 +298,9 @@ class OutputDetail(BaseModel):
         default=None,
         description="The grid of patches, if the output is tokens or their attention weights.",
         examples=[None],
+    )
+    prefix: PrefixTokens | None = Field(
+        default=None, description="The tokens that stand for no patch, which pooling leaves out.", examples=[None]
     )
     attention: AttentionGrid | None = Field(
         default=None, description="The positions that attend, if the output is attention weights.", examples=[None]

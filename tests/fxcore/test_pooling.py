@@ -4,6 +4,7 @@ from torch.testing import assert_close
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
+from fxcore.graph.prefix_tokens import PrefixTokens
 from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_regions, pooled_shape
 
 SHAPES = {
@@ -33,10 +34,18 @@ def test_pools_everything_but_channels(layout: str, method: str) -> None:
     assert_close(pooled, expected)
 
 
-def test_cls_is_the_first_token() -> None:
+def test_prefix_tokens_are_left_out_and_the_first_may_be_a_class_token() -> None:
     tokens = torch.rand(2, 12, 5)
-    assert torch.equal(pool(tokens, "tokens", "cls"), tokens[:, 0])
+    with_class, registers = PrefixTokens(3, class_token=True), PrefixTokens(3)
+    assert torch.equal(pool(tokens, "tokens", "cls", with_class), tokens[:, 0])
     assert pooled_shape([2, 12, 5], "tokens", "cls") == [2, 5]
+    for prefix in (with_class, registers):
+        assert_close(pool(tokens, "tokens", "avg", prefix), tokens[:, 3:].mean(1))
+        assert_close(pool(tokens, "tokens", "max", prefix), tokens[:, 3:].amax(1))
+    with pytest.raises(BadTensor, match="3 before those of the patches, none of them a class token; use pool=avg"):
+        pool(tokens, "tokens", "cls", registers)
+    with pytest.raises(BadTensor, match="the tokens of this node have none; use pool=avg"):
+        pool(tokens, "tokens", "cls")
     with pytest.raises(BadTensor, match="use pool=avg"):
         pool(torch.rand(2, 5, 3, 4), "NCHW", "cls")
     with pytest.raises(BadTensor):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxcore.graph.prefix_tokens import PrefixTokens
 from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions
@@ -19,11 +20,13 @@ class OutputRows(NamedTuple):
     Attributes:
         key: of the output.
         layout: of one row; see :func:`service.engine.rows.row_layout`.
+        prefix: of tokens, those that stand for no position.
         values: ``[rows, ...]``, on the device.
     """
 
     key: str
     layout: str | None
+    prefix: PrefixTokens
     values: Tensor
 
 
@@ -63,10 +66,10 @@ def finish(
         rows: their rows in the batch; None for all, in order.
     """
     finished = {}
-    for key, layout, values in outputs:
+    for key, layout, prefix, values in outputs:
         if options.wants(key):
             chosen = values if rows is None else values[rows]
-            finished[key] = _on_cpu(options.finish(chosen, layout, *_regions_of(items, key)))
+            finished[key] = _on_cpu(options.finish(chosen, layout, prefix, *_regions_of(items, key)))
     return finished
 
 

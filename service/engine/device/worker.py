@@ -229,7 +229,8 @@ class DeviceWorker:
         outputs = run(*inputs)
         rows = _rows(items)
         return [
-            OutputRows(info.key, row_layout(info), by_image(info, outputs[info.key], rows)) for info in record.outputs
+            OutputRows(info.key, row_layout(info), info.prefix, by_image(info, outputs[info.key], rows))
+            for info in record.outputs
         ]
 
 

@@ -85,7 +85,7 @@ def _row_outputs(record: ExtractorRecord, shape: RowShape, options: FeatureOptio
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info)
-                options.check(info.key, dims, dtype, layout, row.grids.get(info.key))
+                options.check(info.key, dims, dtype, layout, info.prefix, row.grids.get(info.key))
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
         known = ResponseSize(outputs)

@@ -139,9 +139,7 @@ def _spec(text: str) -> ExtractorSpec:
 async def _embed(
     request: Request, state: State, record: ExtractorRecord, body: embeddings.Asked, deadline: float
 ) -> Response:
-    tokens = record.outputs[0].tokens
-    of_tokens = record.outputs[0].layout == "tokens"  # attention weights have a grid too
-    options = _POOLED["cls" if of_tokens and tokens is not None and tokens.class_token else "avg"]
+    options = _POOLED["cls" if record.outputs[0].prefix.class_token else "avg"]
     if body.dimensions is not None:
         _check_dimensions(body.dimensions, record.outputs[0], options.pool)
     result = await state.engine.features(

@@ -1,34 +1,104 @@
-"""The grid of a transformer's tokens, against what timm's own modules say of theirs."""
+"""The grid of a transformer's tokens, and those before it, against what timm's own modules say of theirs."""
 
 import pytest
 import timm
 import torch
+from torch import nn
 
-from fxcore import UserModel, model_graph
-from fxcore.graph.tokens import token_grid
+from fxcore import UserModel, build_extractor, load_model, model_graph
+from fxcore.errors import BadTensor
+from fxcore.graph.prefix_tokens import PrefixTokens
+from fxcore.graph.tokens import prefix_tokens, token_grid
 from fxcore.models.user_models import user_entry
+from fxcore.pooling import pool
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_tiny_patch16_224",
-        "vit_small_patch14_reg4_dinov2",
-        "vit_base_patch16_siglip_224",
-        "deit_tiny_distilled_patch16_224",
-        "vit_medium_patch16_reg4_gap_256",
-        "vit_small_patch16_dinov3",
-    ],
+KINDS = [
+    "vit_tiny_patch16_224",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch16_siglip_224",
+    "deit_tiny_distilled_patch16_224",
+    "vit_medium_patch16_reg4_gap_256",
+    "vit_little_patch16_reg1_gap_256",
+    "vit_base_patch14_reg1_tipsv2",
+    "vit_small_patch16_dinov3",
+    "vit_medium_patch16_rope_reg1_gap_256",
+]
+MORE = sorted(
+    {name for pattern in ("vit_*reg*", "vit_*gap*", "eva02_*") for name in timm.list_models(pattern)} - set(KINDS)
 )
-def test_as_timm_counts_them(name):
-    made = timm.create_model(name, img_size=112, num_classes=3, depth=1)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
+def test_as_timm_counts_and_pools_them(name):
+    torch.manual_seed(0)
+    made = timm.create_model(name, img_size=112, num_classes=3, depth=1).eval()
     entry = user_entry(f"tokens_{name}", UserModel(lambda: made, preprocessing={"resize_size": 112, "crop_size": 112}))
     graph = model_graph(entry)
-    found = token_grid(graph.by_name[graph.resolve(["blocks.0"])["blocks.0"]])
+    node = graph.resolve(["blocks.0"])["blocks.0"]
+    found = token_grid(graph.by_name[node])
     assert found is not None
     assert (found.height, found.width) == made.patch_embed.grid_size
     assert found.prefix == made.num_prefix_tokens
     assert found.class_token == (made.cls_token is not None)
+    prefix = prefix_tokens(graph.by_name[node])
+    assert prefix == PrefixTokens(found.prefix, found.class_token)
+    image = torch.rand(1, 3, 112, 112)
+    with torch.no_grad():
+        values = build_extractor(graph, load_model(entry, "DEFAULT"), {"tokens": node}).module(image)["tokens"]
+        tokens = made.norm(values)
+        for method, theirs in (("avg", "avg"), ("max", "max"), *((("cls", "token"),) if found.class_token else ())):
+            mine = pool(tokens, "tokens", method, prefix)
+            expected = made.pool(tokens, theirs) if made.attn_pool is None else timm_pool(made, tokens, theirs)
+            assert torch.allclose(mine, expected, atol=1e-6), method
+    if not found.class_token:
+        with pytest.raises(BadTensor, match="class token"):
+            pool(tokens, "tokens", "cls", prefix)
+
+
+def timm_pool(made, tokens, theirs):
+    """What timm's model would pool if it had no attention pooling."""
+    return timm.models.vision_transformer.global_pool_nlc(tokens, theirs, made.num_prefix_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "expected"),
+    [
+        ("timm.test_vit", "norm", PrefixTokens(1, True)),
+        ("timm.cait_xxs24_224", "blocks.3", PrefixTokens(0, False)),
+        ("timm.cait_xxs24_224", "norm", PrefixTokens(1, True)),
+        ("timm.naflexvit_base_patch16_gap", "norm", PrefixTokens(4, False)),
+        ("timm.hiera_tiny_224", "blocks.3", PrefixTokens(0, False)),
+        ("vit_b_32", "encoder.ln", PrefixTokens(1, True)),
+        ("mvit_v2_s", "norm", PrefixTokens(1, True)),
+        ("swin_t", "features.1", PrefixTokens(0, False)),
+    ],
+)
+def test_tokens_of_other_models(name, node, expected):
+    """Of clips, before class attention, and without a grid."""
+    graph = model_graph(name)
+    assert prefix_tokens(graph.by_name[graph.resolve([node])[node]]) == expected
+
+
+class OneToken(nn.Module):
+    """A transformer's stem with one token whose parameter's name says what it is."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.proj = nn.Conv2d(3, 8, 16, 16)
+        self.register_parameter(name, nn.Parameter(torch.zeros(1, 1, 8)))
+        self.taken = name
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        patches = self.proj(x).flatten(2).transpose(1, 2)
+        return self.norm(torch.cat([getattr(self, self.taken).expand(patches.shape[0], -1, -1), patches], 1))
+
+
+@pytest.mark.parametrize(("name", "class_token"), [("cls_token", True), ("class_embedding", True), ("register", False)])
+def test_a_lone_token_is_what_it_is_called(name, class_token):
+    entry = user_entry(f"one_{name}", UserModel(lambda: OneToken(name), preprocessing={"crop_size": 64}))
+    graph = model_graph(entry)
+    assert prefix_tokens(graph.by_name["norm"]) == PrefixTokens(1, class_token)
 
 
 def test_tokens_in_another_order_have_no_grid():

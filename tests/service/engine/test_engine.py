@@ -294,7 +294,7 @@ async def test_a_size_the_model_does_not_take(engine: MakeEngine) -> None:
         assert watched.sizes == []
         token = await running.features(record, {"x": torch.zeros(2, 3, 224, 224)}, FeatureOptions(pool="cls"))
         assert token.outputs["encoder"].shape == (2, 768)
-        with pytest.raises(BadTensor, match="pool=cls takes the first of the tokens"):
+        with pytest.raises(BadTensor, match="pool=cls takes the class token"):
             await running.features(await built(running), {"x": torch.zeros(1, 3, 64, 64)}, FeatureOptions(pool="cls"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import threading
 from pathlib import Path
 
@@ -167,3 +168,20 @@ def test_an_embedding_is_the_class_token(client):
     with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
         token = model.forward_features(transform(photo.convert("RGB"))[None])[0, 0, :8]
     assert np.allclose(response.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["timm.vit_wee_patch16_reg1_gap_256", "timm.naflexvit_base_patch16_gap"])
+def test_registers_are_neither_a_class_token_nor_averaged(client, model):
+    path = f"/v1/models/{model}/features?nodes=norm&weights=random"
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+    refused = client.post(f"{path}&pool=cls", content=PHOTO.read_bytes(), headers=headers)
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+    assert "none of them a class token" in refused.json()["detail"]
+    tokens, pooled = (
+        np.load(io.BytesIO(client.post(f"{path}&pool={pool}", content=PHOTO.read_bytes(), headers=headers).content))
+        for pool in ("none", "avg")
+    )
+    count = timm.create_model(model.removeprefix("timm."), depth=1).num_reg_tokens
+    assert count in (1, 4)
+    assert np.allclose(pooled, tokens[:, count:].mean(1), atol=1e-5)
+    assert not np.allclose(pooled, tokens.mean(1), atol=1e-5)

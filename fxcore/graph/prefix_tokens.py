@@ -1,0 +1,82 @@
+"""The tokens that a transformer puts before those of its patches: a class token, registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from fxcore.graph.patches import is_class_token
+
+DECLARED = "declared_prefix"
+"""Key in a node's ``meta`` of the :class:`PrefixTokens` that its model declares, or None."""
+
+ADDS_PREFIX = "adds_prefix"
+"""Key in a node's ``meta``: whether it reads parameters that are called as prefix tokens are."""
+
+
+@dataclass(frozen=True)
+class PrefixTokens:
+    """The tokens before those that stand for positions of the input.
+
+    Attributes:
+        count: how many there are.
+        class_token: whether the first of them is a class token.
+    """
+
+    count: int = 0
+    class_token: bool = False
+
+
+NO_PREFIX = PrefixTokens()
+"""Of values that are no tokens, or tokens that all stand for positions."""
+
+
+def declared_prefix(model: nn.Module) -> PrefixTokens | None:
+    """The prefix tokens that ``model``, or a transformer in it, declares by timm's attributes; None if there is no such
+    declaration, or parts of the model differ.
+
+    timm's transformers have ``num_prefix_tokens``, and one or more of ``has_class_token``, ``num_reg_tokens`` and
+    ``cls_token``. Their attention layers have the first only.
+
+    >>> vit = nn.Module()
+    >>> vit.num_prefix_tokens, vit.num_reg_tokens = 4, 4
+    >>> declared_prefix(nn.Sequential(vit))
+    PrefixTokens(count=4, class_token=False)
+    """
+    own = _declared(model)
+    if own is not None:
+        return own
+    inside = {declared for part in model.modules() if (declared := _declared(part)) is not None}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def adds_prefix(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether ``node`` reads a parameter that is called as class tokens and registers are.
+
+    Args:
+        module: the module that it calls; None for other nodes.
+    """
+    if module is not None:
+        return any(_is_token(path) for path, _ in module.named_parameters())
+    return node.op == "get_attr" and _is_token(str(node.target))
+
+
+def _is_token(path: str) -> bool:
+    last = path.rpartition(".")[2]
+    return is_class_token(path) or "token" in last or "reg" in last
+
+
+def _declared(module: nn.Module) -> PrefixTokens | None:
+    count = getattr(module, "num_prefix_tokens", None)
+    if type(count) is not int or count < 0:
+        return None
+    has_class_token = getattr(module, "has_class_token", None)
+    registers = getattr(module, "num_reg_tokens", None)
+    if isinstance(has_class_token, bool):
+        return PrefixTokens(count, has_class_token and count > 0)
+    if type(registers) is int:
+        return PrefixTokens(count, count > registers)
+    if hasattr(module, "cls_token"):
+        return PrefixTokens(count, module.cls_token is not None and count > 0)
+    return None
