@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import _thread
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -90,11 +92,14 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", program, str(folder)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when this process ends, see _end_with_parent
             stdout=log,
             stderr=subprocess.STDOUT,
             env=variables,
+            start_new_session=True,  # a process group, with the compilers that it runs
         )
+    assert child.stdin is not None
+    with child.stdin:
         deadline = time.monotonic() + LONGEST
         while True:
             try:
@@ -103,7 +108,7 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
             except subprocess.TimeoutExpired:
                 gone = cancelled is not None and cancelled.is_set()
                 if gone or time.monotonic() > deadline:
-                    child.kill()
+                    os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
                     raise ProcessFailed("was cancelled" if gone else f"took over {LONGEST:.0f} s") from None
     if child.returncode:
@@ -128,14 +133,26 @@ def _pass(gate: _thread.LockType) -> None:
         pass
 
 
+def _end_with_parent(folder: Path) -> None:
+    """Wait for the end of the parent process, however it ends; then delete ``folder``, and kill this process and those
+    that it started."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(work: Callable[[Path], None]) -> None:
     """Entry point of the program that :func:`run` starts: call ``work`` with the folder on the command line.
 
-    If that fails, the last line of the output is the reason, and the exit status is 1.
+    If that fails, the last line of the output is the reason, and the exit status is 1. If the parent process ends, this
+    one does too, and deletes the folder.
     """
     os.nice(10)  # the parent may be serving requests
+    folder = Path(sys.argv[1])
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
-        work(Path(sys.argv[1]))
+        work(folder)
     except Exception as error:
         traceback.print_exc()
         print(summarize(error), file=sys.stderr)
