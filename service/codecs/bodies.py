@@ -66,32 +66,56 @@ def check(
     )
 
 
-async def read(
-    request: Request, kind: str, parameters: Mapping[str, str], first_input: str, run_in_pool: RunInPool
-) -> Sent:
-    """The encoded images of a body, or its tensors.
+@dataclass(frozen=True)
+class Body:
+    """A body that has arrived, not yet parsed.
+
+    Attributes:
+        kind: its media type.
+        chunks: its bytes as they arrived; of ``multipart/form-data``, its files.
+    """
+
+    kind: str
+    chunks: list[bytes]
+
+    async def parse(self, first_input: str, run_in_pool: RunInPool) -> Sent:
+        """Parse the encoded images or tensors.
+
+        Args:
+            first_input: the name for the array of an npy body.
+            run_in_pool: runs a function in a thread.
+
+        Raises:
+            Refusal: 422 if the body is not what its type says.
+        """
+        parse = _PARSERS.get(self.kind, _image)
+        if parse in (_image, _files) or sum(map(len, self.chunks)) < SMALL:
+            return parse(self.chunks, first_input)
+        return await run_in_pool(parse, self.chunks, first_input)
+
+
+async def receive(request: Request, kind: str, parameters: Mapping[str, str]) -> Body:
+    """Receive a whole body.
 
     Args:
-        request: whose body is read.
+        request: whose body is received.
         kind, parameters: what :func:`check` gave.
-        first_input: the name for the array of an npy body.
-        run_in_pool: runs a function in a thread.
 
     Raises:
-        Refusal: 422 if the body is not what its type says.
+        Refusal: 422 if it is a malformed form.
         ClientDisconnect: the client left before it had sent everything.
     """
     if kind == "multipart/form-data":
-        return Sent(await multipart.read(request.stream(), parameters))
-    chunks = [chunk async for chunk in request.stream()]
-    parse = _PARSERS.get(kind, _image)
-    if parse is _image or sum(map(len, chunks)) < SMALL:
-        return parse(chunks, first_input)
-    return await run_in_pool(parse, chunks, first_input)
+        return Body(kind, await multipart.read(request.stream(), parameters))
+    return Body(kind, [chunk async for chunk in request.stream()])
 
 
 def _image(chunks: list[bytes], first_input: str) -> Sent:
     return Sent([b"".join(chunks)])
+
+
+def _files(files: list[bytes], first_input: str) -> Sent:
+    return Sent(files)
 
 
 def _npy(chunks: list[bytes], first_input: str) -> Sent:
@@ -139,6 +163,7 @@ def _checked(boxes: list[Any]) -> list[list[list[float]]]:
 
 _PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {
     "application/json": _json,
+    "multipart/form-data": _files,
     npy.MEDIA_TYPE: _npy,
     safetensors.MEDIA_TYPE: _safetensors,
 }

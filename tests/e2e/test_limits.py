@@ -218,18 +218,30 @@ def test_a_disconnect_cancels_the_requests_work(small, slow, at_once):
     assert "Traceback" not in small.log.read_text()
 
 
-def test_a_disconnect_while_the_extractor_is_built_ends_the_request(small, photos):
-    gone = 'fxserve_requests_total{method="POST",route="/v1/embeddings",status="499"}'
+@pytest.mark.parametrize(
+    ("model", "route", "kind"),
+    [
+        ("wide_resnet101_2", "/v1/embeddings", "application/json"),
+        ("resnext101_32x8d", "/v1/models/{model}/features", "application/json"),
+        ("vgg19", "/v1/models/{model}/features", "image/jpeg"),
+    ],
+)
+def test_a_disconnect_while_the_extractor_is_built_ends_the_request(small, photos, model, route, kind):
+    gone = f'fxserve_requests_total{{method="POST",route="{route}",status="499"}}'
     before = small.metric(gone)
-    url = f"data:image/jpeg;base64,{base64.b64encode(photos['chelsea']).decode()}"
-    body = json.dumps({"model": "wide_resnet101_2@random:avgpool", "input": url}).encode()
-    head = _head(f"Content-Length: {len(body)}", "/v1/embeddings").replace(b"image/jpeg", b"application/json")
+    path, image = route.replace("{model}", model), base64.b64encode(photos["chelsea"]).decode()
+    if route == "/v1/embeddings":
+        body = json.dumps({"model": f"{model}@random:avgpool", "input": f"data:image/jpeg;base64,{image}"}).encode()
+    else:
+        path += "?weights=random&nodes=avgpool"
+        body = json.dumps({"images": [image]}).encode() if kind == "application/json" else photos["chelsea"]
+    head = _head(f"Content-Length: {len(body)}", path).replace(b"image/jpeg", kind.encode())
     with small.connect() as connection:
         connection.sendall(head + body)
         time.sleep(0.2)
     until(lambda: small.metric(gone) == before + 1)
     extractors = small.http.get("/v1/extractors").json()["extractors"]
-    assert "ready" not in [one["state"] for one in extractors if one["model"] == "wide_resnet101_2"]
+    assert "ready" not in [one["state"] for one in extractors if one["model"] == model]
 
 
 def test_a_client_disconnects_while_sending(small):

@@ -188,17 +188,26 @@ async def _respond(
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
     state.engine.admission.check()
     with Deadline(request, state.request_seconds(timeout)) as deadline:
-        sent = None
+
+        async def received() -> bodies.Body:
+            body = await bodies.receive(request, kind, parameters)
+            deadline.body_read()
+            return body
+
+        body = sent = None
         if kind == json.MEDIA_TYPE:  # the only bodies with boxes, which are checked before anything is built
-            sent = await bodies.read(request, kind, parameters, "", state.engine.run_in_encoder)
+            body = await received()
+            sent = await body.parse("", state.engine.run_in_encoder)
         _options_of(query).check_boxes(sent is not None and sent.boxes is not None)
         record = await find()
         if record.run is None:
+            body = body or await received()  # until then, a client that leaves is not noticed
             await state.engine.extractors.load(record)
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         if sent is None:
-            sent = await bodies.read(request, kind, parameters, record.inputs[0].name, state.engine.run_in_encoder)
-        deadline.body_read()
+            body = body or await received()
+            sent = await body.parse(record.inputs[0].name, state.engine.run_in_encoder)
+        del body  # its text or form is not needed once parsed
         return await _extract(request, state, record, sent, query, accepted, deadline.at)
 
 
