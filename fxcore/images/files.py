@@ -11,14 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import PIL.Image
 import PIL.TiffImagePlugin
+from PIL import features
 
 from fxcore.bad_argument import BadArgument
 from fxcore.errors import BadImage, ImageTooLarge
+from fxcore.images import avif
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped
 from fxcore.images.kinds import described
+from fxcore.images.orientation import orientation
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+_HAS_AVIF = "avif" in features.modules and features.check("avif")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", *(["AVIF"] if _HAS_AVIF else []))
 
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
 # and application segments except APP1, which is EXIF or XMP.
@@ -56,9 +60,10 @@ _TURNS = {
 _RGB_BYTES = 4
 """Bytes of a pixel in PIL's memory, for all modes but those in :data:`_MODE_BYTES`."""
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1}
-_BESIDE_BYTES = {"WEBP": 12, "TIFF": 8, "PPM": 8, "JPEG2000": 36}
+_BESIDE_BYTES = {"WEBP": 12, "TIFF": 8, "PPM": 4, "JPEG2000": 36, "AVIF": 18}
 """Bytes per pixel that decoders hold beside PIL's image: libwebp two canvases and its output, libtiff a strip, which
-may be the whole image, OpenJPEG two of 32 bits per component, and PIL's copy of a tile."""
+may be the whole image, OpenJPEG two values of 32 bits per component and a tile, libavif planes of 16 bits and its
+output."""
 
 _BITS = 16
 """Bits of grey levels in the modes I and I;16 of PIL, of all formats but TIFF."""
@@ -232,6 +237,9 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
     _check_pixels(image.height, image.width, max_pixels)
     if image.format in ("JPEG", "MPO"):
         _check_scans(pixels)
+    elif image.format == "AVIF":
+        avif.check(data, image.height * image.width)
+        turn = orientation(image.info.get("exif"), None)
     return Opened(image, turn, pixels)
 
 

@@ -84,7 +84,7 @@ KINDS: dict[str, Kind] = {
     "bad-image": Kind(
         422,
         "Bad image",
-        "image 1: these 12 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000",
+        "image 1: these 12 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000, AVIF",
         {"index": 1},
     ),
     "bad-box": Kind(

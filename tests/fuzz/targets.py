@@ -190,7 +190,7 @@ def _v2_of_nothing(shape: list[int]) -> bytes:
 
 def _images() -> list[bytes]:
     small = photo(size=(24, 16))
-    formats = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+    formats = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
     names = ("exif that loops", "exif of gigabytes", "tiff of gigabytes", "no data", "gif says it is large")
     odd = [deep_png(color) for color in (0, 2, 4, 6)] + [gif_over_its_canvas(), gif_past_its_colours()]
     return [saved(small, format) for format in formats] + odd + [HOSTILE[name][0]() for name in names]

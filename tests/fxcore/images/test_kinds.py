@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import pytest
 
 from fxcore import open_image
@@ -67,9 +68,13 @@ def test_grey_levels_of_12_and_16_bits_keep_the_upper_eight():
     assert np.array_equal(np.asarray(open_image(tiff(levels * 16)))[:, :, 0], levels >> 4)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-@pytest.mark.parametrize(("format", "options"), [("PPM", {}), ("JPEG2000", {}), ("JPEG2000", {"no_jp2": True})])
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+@pytest.mark.parametrize(
+    ("format", "options"), [("PPM", {}), ("JPEG2000", {}), ("JPEG2000", {"no_jp2": True}), ("AVIF", {})]
+)
 def test_formats_that_only_pil_decodes(format, options, mode):
+    if format == "PPM" and mode == "RGBA":
+        mode = "RGB"  # it has no alpha
     data = saved(photo(mode), format, **options)
     assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
 
@@ -80,3 +85,26 @@ def test_a_jpeg_2000_of_two_sizes_is_refused():
     data[at : at + 4] = struct.pack(">I", 60_000)
     with pytest.raises(BadImage, match="two sizes"):
         open_image(bytes(data))
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_an_avif_is_turned_as_by_pil(turn):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = turn
+    data = saved(photo(), "AVIF", exif=exif.tobytes())
+    expected = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
+    assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
+
+
+def test_an_avif_whose_frame_is_larger_than_it_says_is_refused():
+    data = bytearray(saved(PIL.Image.new("RGB", (2000, 1000)), "AVIF"))
+    at = data.index(b"ispe") + 8
+    data[at : at + 8] = struct.pack(">II", 1, 1)
+    with pytest.raises(BadImage, match="a frame of 2000 x 1000 in an image of 1 pixels"):
+        open_image(bytes(data))
+
+
+def test_an_animated_avif_is_refused():
+    frames = [photo() for _ in range(3)]
+    with pytest.raises(BadImage, match="animated AVIF"):
+        open_image(saved(frames[0], "AVIF", save_all=True, append_images=frames[1:]))

@@ -158,7 +158,7 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
         "001.png": "box 0, [0, 0, 81.5, 64], reaches out of its image, which is 80 x 64 pixels",
         "003.png": "box 1, [50, 10, 20, 40], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
         "004.png": "box 0, [0, 10, 10, 30], lies outside of the part of its image that the model sees: leave it out",
-        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000",
+        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000, AVIF",
         "gone.png": "it has boxes but is not among the images",
     }
 

@@ -152,7 +152,7 @@ def test_images_that_cannot_be_read_are_listed_and_tried_again(
     assert "truncated" in listed.pop("003.png")
     assert listed == {
         "004.png": "the image is empty (0 bytes)",
-        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000",
+        "005.png": "these 4 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000, AVIF",
         "shut.png": "No such file or directory",
     }
     for number in (3, 4, 5):
