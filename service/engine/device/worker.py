@@ -156,8 +156,9 @@ class DeviceWorker:
         if not items:
             return
         error: BaseException | None = None
+        finished: list[tuple[list[Item], dict[str, Tensor]]] = []
         try:
-            self._compute(items)
+            finished = self._compute(items)
         except _DEVICE_LOST as lost:
             if not is_out_of_memory(lost) and not self._is_usable():
                 raise
@@ -167,6 +168,11 @@ class DeviceWorker:
             log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=True)
             error = raised.with_traceback(None)
         if error is None:
+            # Outside the try: once a row is delivered, its batch must not be computed again.
+            for group, outputs in finished:
+                _deliver(group, outputs)
+            if finished:
+                self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
             return
         out_of_memory = is_out_of_memory(error)
         self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
@@ -205,13 +211,13 @@ class DeviceWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, items: Sequence[Item]) -> None:
-        """Run a batch through its extractor, and deliver the outputs to its jobs."""
+    def _compute(self, items: Sequence[Item]) -> list[tuple[list[Item], dict[str, Tensor]]]:
+        """Run a batch through its extractor. Returns its items in groups of equal options, each with its outputs."""
         started = time.monotonic()
         record = items[0].job.record
         run = record.run  # read once: a backend is swapped in between batches
         if run is None:  # evicted meanwhile: no request waits for these items
-            return
+            return []
         with torch.inference_mode():
             values = self._forward(record, run, items)
             finished = [(group, finish(values, options, group, rows)) for options, group, rows in by_options(items)]
@@ -219,9 +225,7 @@ class DeviceWorker:
         spent = time.monotonic() - started
         for job in {item.job for item in items}:
             job.computed += spent
-        for group, outputs in finished:
-            _deliver(group, outputs)
-        self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
+        return finished
 
     def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
         """The outputs of ``run`` for a batch."""
@@ -237,12 +241,17 @@ class DeviceWorker:
 def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
     """Deliver to the jobs of ``items`` their rows of ``outputs``.
 
-    A delivery that fails, fails its own job only: other jobs may have their rows already, so the batch must not be
-    computed again.
+    A delivery that fails, fails its own job only.
     """
     parts = deliveries(items)
-    counts = [len(job.output_rows(rows)) for job, rows in parts]
-    pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
+    try:
+        counts = [len(job.output_rows(rows)) for job, rows in parts]
+        pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
+    except Exception as error:
+        log.exception("the outputs of a batch could not be delivered")
+        for job, _ in parts:
+            job.fail(_error_for(error, is_out_of_memory(error)))
+        return
     for place, (job, rows) in enumerate(parts):
         try:
             job.deliver(rows, {key: piece[place] for key, piece in pieces.items()})

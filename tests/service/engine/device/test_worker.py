@@ -3,11 +3,14 @@
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from service.engine import FeatureOptions
+from service.engine.device import worker
 from service.engine.errors import ComputeFailed, NotReady
 from tests.service.engine.running import (
     POISON,
@@ -168,3 +171,33 @@ async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
             await running.features(record, tensors(POISON))
         assert (await running.features(record, tensors(0))).images == 1
         assert running.readiness()[0]
+
+
+async def test_rows_are_delivered_once(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the outputs of one request of a batch cannot be split, the others have theirs already."""
+    split = worker.split_rows
+
+    def fails_where_pooled(values: torch.Tensor, counts: list[int]) -> Sequence[torch.Tensor]:
+        if values.ndim == 2:
+            raise RuntimeError("no pieces")
+        return split(values, counts)
+
+    async with engine() as running:
+        record = await built(running)
+        expected = (await running.features(record, tensors(1))).outputs
+        watched = Watched(record)
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0)))
+        await watched.begun()
+        monkeypatch.setattr(worker, "split_rows", fails_where_pooled)
+        plain = asyncio.create_task(running.features(record, tensors(1)))
+        await waiting(running, 1)
+        pooled = asyncio.create_task(running.features(record, tensors(2), FeatureOptions(pool="avg")))
+        await waiting(running, 2)
+        watched.open.set()
+        await first
+        with pytest.raises(ComputeFailed, match="RuntimeError: no pieces"):
+            await pooled
+        for key, values in (await plain).outputs.items():
+            assert_close(values, expected[key], rtol=1e-5, atol=1e-5)
+        assert watched.sizes == [1, 2]
