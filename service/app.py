@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -30,6 +31,10 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.observability.tracing import Traces
+
+log = logging.getLogger("fxserve")
+
+_SAMPLE_SECONDS = 2.0
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). Every GET route also answers
@@ -129,13 +134,20 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 
 async def _sample(engine: Engine) -> None:
-    """Update this process's gauges regularly: ``/metrics`` of any process reports those of all."""
+    """Update this process's gauges regularly: ``/metrics`` of any process reports those of all.
+
+    An update that fails, as on a full disk, is logged, once until one succeeds.
+    """
+    failing = False
     while True:
-        engine.sample()
+        try:
+            engine.sample()
+            failing = False
+        except Exception:
+            if not failing:
+                log.exception("the metrics of this process could not be updated; it is tried again")
+            failing = True
         await asyncio.sleep(_SAMPLE_SECONDS)
-
-
-_SAMPLE_SECONDS = 2.0
 
 
 def traces_type() -> type[Traces]:

@@ -123,7 +123,7 @@ def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
         async with lifespan(app) as state:
             engine = app.state.fxserve.engine
             while not (said := engine.readiness())[0]:
-                if "failed" in said[1]:
+                if engine.preload_failed:
                     raise RuntimeError(said[1])
                 await asyncio.sleep(0.1)
             with bridged(app.state.fxserve.metrics, engine):

@@ -71,6 +71,7 @@ class Engine:
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
+        preload_failed: whether an extractor of the settings could not be preloaded; :meth:`readiness` says why.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
@@ -110,6 +111,7 @@ class Engine:
         self._pipeline = Pipeline(settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades)
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
+        self.preload_failed = False
         self.draining = False
         self._in_flight = InFlight()
 
@@ -336,5 +338,6 @@ class Engine:
             wrong = isinstance(error, FxError | ValueError)  # else it is a bug, and its traceback is wanted
             log.error("%s failed: %s", self._preload_trouble, error, exc_info=None if wrong else error)
             self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else summarize(error)}"
+            self.preload_failed = True
         else:
             self._preload_trouble = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,7 +12,10 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.app import _sample
+from service.engine import Engine
 from service.observability.metrics import SHARED_DIR
+from service.settings import Settings
 
 DASHBOARD = Path(__file__).parents[3] / ".deploy/grafana/dashboards/fxserve.json"
 FEATURES = "/v1/models/{}/features?weights=random&nodes=features.3&pool=avg"
@@ -95,3 +99,30 @@ print(metrics.text().decode())
     environment = {**os.environ, SHARED_DIR: str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
+
+
+def test_gauges_are_updated_again_after_a_failure(monkeypatch, caplog):
+    """As on a disk that was full for a while."""
+    engine = Engine(Settings(device="cpu"))
+    updates = 0
+
+    def update(loaded: float) -> None:
+        nonlocal updates
+        updates += 1
+        if updates in (1, 2, 4):
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(engine.metrics.models_loaded, "set", update)
+    monkeypatch.setattr("service.app._SAMPLE_SECONDS", 0.001)
+
+    async def sampled() -> None:
+        task = asyncio.create_task(_sample(engine))
+        while updates < 6:
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(sampled())
+    assert [record.getMessage() for record in caplog.records].count(
+        "the metrics of this process could not be updated; it is tried again"
+    ) == 2

@@ -207,6 +207,15 @@ async def test_a_missing_configured_model_is_reported(engine: MakeEngine, caplog
     assert told.startswith("FXSERVE_MODELS: there is no model 'resnet5'; did you mean resnet50")
 
 
+async def test_a_preload_may_be_called_failed(engine: MakeEngine) -> None:
+    """Whether one has failed is not read from a sentence with the operator's own words."""
+    async with engine(preload="squeezenet1_1@random:features.3=failed") as running:
+        await until(lambda: "failed" in running.readiness()[1])
+        assert not running.preload_failed
+        await until(lambda: running.readiness()[0])
+        assert not running.preload_failed
+
+
 @pytest.mark.parametrize("preload", ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9"])
 async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
     async with engine(preload=preload) as running:
@@ -214,6 +223,7 @@ async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: 
         ready, reason = running.readiness()
         assert not ready
         assert preload in reason
+        assert running.preload_failed
 
 
 async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
