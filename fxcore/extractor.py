@@ -263,7 +263,7 @@ def create_extractor(
         if isinstance(value, Tensor) and value.layout is torch.strided:
             node.meta["tensor_meta"] = _metadata(value)
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
-    result.meta.update(module.meta if isinstance(module, fx.GraphModule) else {})
+    result.meta.update(traced.meta)
     for part in result.modules():
         if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
             part.training = False

@@ -16,7 +16,7 @@ from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, Simulation
 from fxcore.tracing.input_mismatch import explain_mismatch
-from fxcore.transforms.base import require_eval
+from fxcore.transforms.base import fork, require_eval
 from fxcore.transforms.keep_float import KEPT
 
 __all__ = ["CannotQuantize", "Inputs", "LayerError", "Quantized", "missing", "quantize"]
@@ -82,6 +82,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2', 'maxpool']
     """
     require_eval(module, "quantize")
+    module = fork(module)
     batches = _batches(module, calibration)
     few = tuple(tensor[:_REPORT_ROWS] for tensor in batches[0]) if _rows(batches[0]) is not None else batches[0]
     if (why := missing()) is not None:

@@ -344,6 +344,19 @@ def names(graph: fx.Graph) -> list[str]:
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
 
+def name_nodes(graph: fx.Graph) -> None:
+    """Name the nodes of a graph of torchvision's, which does not keep its names: calls of modules by their paths, other
+    nodes, whose modules the graph does not show, by their fx names."""
+    count: dict[str, int] = {}
+    taken = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    for node in graph.nodes:
+        name = str(node.target) if node.op == "call_module" else node.name
+        if node.op in ("output", "get_attr") or (node.op != "call_module" and name in taken):
+            continue
+        count[name] = count.get(name, -1) + 1
+        node.meta.setdefault(PATH, f"{name}_{count[name]}" if count[name] else name)
+
+
 def public_name(node: fx.Node) -> str:
     """torchvision's name of the node, or its fx name where it has none."""
     return str(node.meta.get(PATH, node.name))

@@ -15,10 +15,11 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, fx, nn
+from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.tracer import PATH, name_nodes
 from fxcore.transforms.effects import train_mode
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
@@ -157,7 +158,8 @@ def applied(module: nn.Module) -> tuple[Applied, ...]:
 def fork(module: fx.GraphModule) -> fx.GraphModule:
     """Copy the graph of ``module`` into a new module with the same submodules, parameters and buffers.
 
-    Not ``copy.deepcopy``: that copies every parameter, and sets torchvision's GraphModule to train mode.
+    Not ``copy.deepcopy``: that copies every parameter, and sets torchvision's GraphModule to train mode. Of that one it
+    is the graph of the current mode, whose calls of modules get the names that torchvision gave them.
     """
     graph = fx.Graph(tracer_cls=module.graph._tracer_cls)
     copies: dict[fx.Node, fx.Node] = {}
@@ -165,7 +167,9 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph._codegen = copy.deepcopy(module.graph._codegen)
     made = GraphModule(module, graph, class_name=type(module).__name__)
-    made.meta.update(module.meta)
+    made.meta.update(getattr(module, "meta", {}))
+    if isinstance(module, DualGraphModule):
+        name_nodes(graph)
     made.training = module.training
     return made
 
@@ -260,6 +264,7 @@ def add(module: fx.GraphModule, near: str, value: nn.Module | Tensor) -> str:
         Its path: under the parent of ``near`` if that parent is a container of this GraphModule, and not shared with
         the original; else at the root.
     """
+    near = dict(module.meta.get(_ADDED, ())).get(near, near)  # what the replaced one has replaced itself
     *prefix, leaf = near.split(".")
     parent: nn.Module = module
     for item in prefix:

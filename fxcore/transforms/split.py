@@ -8,7 +8,7 @@ from torch import fx
 
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.base import CannotTransform, find_node, finish, require_eval
+from fxcore.transforms.base import CannotTransform, find_node, finish, fork, require_eval
 
 
 class Halves(NamedTuple):
@@ -58,6 +58,7 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
     True
     """
     require_eval(module, "split_at")
+    module = fork(module)
     cut = find_node(module, node, "split_at")
     order = {n: i for i, n in enumerate(module.graph.nodes)}
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]

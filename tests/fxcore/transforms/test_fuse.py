@@ -355,3 +355,49 @@ def test_linear_of_unknown_rank_stays() -> None:
     # As many positions as channels: what torch's own fusion gets wrong.
     assert verify(original, kept, torch.randn(2, 5, 6)).max_abs == 0
     assert applied(fuse_linear_bn(original, assume_2d=True))[-1].changes == 1
+
+
+class SharedPair(nn.Module):
+    """A convolution and a batch norm that are called several times, in the ways that ``calls`` writes."""
+
+    def __init__(self, calls):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        for norm in (self.bn, self.other):
+            nn.init.uniform_(norm.running_var, 0.5, 3)
+            nn.init.normal_(norm.running_mean)
+            nn.init.normal_(norm.weight)
+        self.calls = calls
+
+    def forward(self, x, y):
+        return eval(self.calls, {"conv": self.conv, "bn": self.bn, "other": self.other, "x": x, "y": y})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "bn(conv(x)) + bn(bn(conv(y)))",
+        "bn(bn(conv(x))) + bn(conv(y))",
+        "bn(bn(bn(conv(x)))) + bn(bn(conv(y)))",
+        "bn(bn(conv(x)))",
+        "bn(conv(bn(conv(x)))) + conv(y)",
+        "other(bn(conv(x))) + bn(other(conv(y)))",
+        "other(bn(conv(x))) + bn(conv(y)) + conv(x + y)",
+        "bn(conv(x)) + other(conv(y)) + bn(bn(x))",
+    ],
+)
+def test_shared_modules_called_in_different_ways(calls):
+    model = SharedPair(calls).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    x, y = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
+    fused = fuse_conv_bn(trace(model))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x, y), model(x, y), rtol=1e-4, atol=1e-4)
+    assert applied(fused)[-1].changes > 0
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_two_norms_in_a_row_keep_the_name_of_the_convolution():
+    fused = fuse_conv_bn(trace(SharedPair("bn(other(conv(x)))").eval()))
+    assert {name for name, _ in fused.named_parameters()} == {"conv.weight", "conv.bias"}
