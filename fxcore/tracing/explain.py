@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from fxcore.errors import NotTraceable
 from fxcore.tracing.frozen import StateWrite
+from fxcore.tracing.proxies import TracedKey, TracedWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _FXCORE = Path(__file__).parents[1]
@@ -49,7 +50,7 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """The error to raise for a trace that failed.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
-    ``kwargs``, ``constructor``, ``assignment``, ``function``, ``module``, ``write``, ``other``), ``module``
+    ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``other``), ``module``
     (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
@@ -122,12 +123,17 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
             "leave out the conversion where a size or a tensor will do (x.shape[0] // 2, x.to(torch.int64)), or "
             "pass the value in concrete_args",
         )
-    if "does not support item assignment" in message or "does not support item deletion" in message:
+    if isinstance(error, TracedWrite) or "does not support item deletion" in message:
         return _Reason(
             "assignment",
-            f"{shown} writes into a traced value",
-            "use torch.where, masked_fill or torch.cat, or keep a function that does the writing whole "
-            "(leaf_functions)",
+            f"{shown} changes a traced value in a way that a graph cannot record",
+            "give the new value a new name, or copy it into the old one with copy_",
+        )
+    if isinstance(error, TracedKey):
+        return _Reason(
+            "key",
+            f"{shown} looks a traced value up in a dictionary or set",
+            "pass what decides it in concrete_args" + _FIXED,
         )
     if outside := _outside(spot):
         return _Reason(

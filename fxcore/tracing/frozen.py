@@ -127,6 +127,10 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
                 self._saved[place] = whole, whole.clone()
 
+    def kept_in(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer of a model in eval mode whose memory ``tensor`` is in; None if there is none."""
+        return None if self._training else self._state.get(tensor.untyped_storage()._cdata)
+
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """The origin of ``tensor``; None if it was not recorded."""
         found: Origin | None = self._origins.get(tensor)

@@ -21,10 +21,12 @@ from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.copies import shallow_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
+from fxcore.tracing.attributes import attribute
 from fxcore.tracing.explain import called, explain
-from fxcore.tracing.frozen import FROZEN, FactoryRecorder
+from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.leaves import kept_whole
+from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.trace_arguments import (
     AUTO,
     LeafModule,
@@ -35,6 +37,7 @@ from fxcore.tracing.trace_arguments import (
     default_leaf_modules,
     leaves,
 )
+from fxcore.tracing.writes import mutated_argument, settle_writes, viewed
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
@@ -105,6 +108,9 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
                 self.failure = error, self.path_of_module(m)
             raise
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return RecordingProxy(node, self)
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:
             return attr_val
@@ -119,12 +125,26 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
         if kind == "call_function":
             target = self._originals.get(target, target)
+        elif kind == "call_method" and target in TENSOR_METHODS:
+            kind, target = "call_function", TENSOR_METHODS[target]
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
         proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
         proxy.node.meta[MODULE] = self.current_module_qualname
+        if (base := mutated_argument(proxy.node, {})) is not None:
+            self._check_write(base)
         if kind == "call_module" and target in self.untraceable:
             proxy.node.meta[UNTRACEABLE] = self.untraceable[target]
         return cast(fx.Proxy, proxy)
+
+    def _check_write(self, base: fx.Node) -> None:
+        """Refuse writes to the memory of ``base`` if it is a parameter or buffer: later calls would see them.
+
+        Raises:
+            StateWrite: it is.
+        """
+        source = viewed(base)
+        if source.op == "get_attr" and (name := self.factories.kept_in(attribute(self.root, str(source.target)))):
+            raise StateWrite(name)
 
     def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
         """torchvision's name for ``node``.
@@ -292,6 +312,7 @@ def record(
                 untraceable[path] = explained.detail.split("; ")[0]
     _check_names(graph, root)
     _drop_arguments(graph, concrete)
+    settle_writes(graph, tracer.root)
     tracer.factories.warn(called(root))
     return graph, tracer.root
 

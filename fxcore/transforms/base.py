@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
+from fxcore.tracing.attributes import attribute
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.tracer import PATH, name_nodes
 from fxcore.transforms.effects import train_mode
@@ -231,14 +232,6 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
 def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
     """Modules that the graph calls, by target."""
     return {str(n.target): module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"}
-
-
-def attribute(module: nn.Module, target: str) -> Any:
-    """The attribute that a ``get_attr`` node reads, by its target."""
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def constant(module: fx.GraphModule, argument: Any) -> Any:

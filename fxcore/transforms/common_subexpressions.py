@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from fxcore.tracing.writes import memory_of, mutated_argument
 from fxcore.transforms.base import transform
 from fxcore.transforms.effects import is_pure
-from fxcore.transforms.writes import memory_of, mutated_argument
 
 
 @transform

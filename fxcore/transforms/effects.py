@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.writes import mutated_argument
+from fxcore.tracing.writes import mutated_argument
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")

@@ -17,10 +17,11 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.nesting import tensors_in
+from fxcore.tracing.attributes import attribute
 from fxcore.tracing.interpreter import mutable
-from fxcore.transforms.base import add, attribute, erase_dead, transform
+from fxcore.tracing.writes import mutated_argument
+from fxcore.transforms.base import add, erase_dead, transform
 from fxcore.transforms.effects import UNINITIALIZED
-from fxcore.transforms.writes import mutated_argument
 
 
 @transform

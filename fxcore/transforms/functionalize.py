@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, memory_of, mutated_argument, pure_target, written
 from fxcore.transforms.base import CannotTransform
-from fxcore.transforms.writes import memory_of, mutated_argument, pure_target, written
 
 # In ``node.meta`` of a node that writes to a copy which was made for it alone.
 _ON_COPY = "on_copy"
@@ -116,6 +116,8 @@ class _Functionalizer:
         for node in graph.nodes:
             if _ON_COPY in node.meta:
                 continue
+            if node.target in IN_PLACE_OPERATORS and node.meta.get("carries") is False:
+                node.target = IN_PLACE_OPERATORS[node.target]  # of numbers, which are not written to
             base = mutated_argument(node, modules)
             observed = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
             if base is not None or observed:
@@ -140,7 +142,7 @@ class _Functionalizer:
             return False
         before = self.aliases.current(base)
         operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
-        keeps_dtype = operands or getattr(target, "__name__", target) in _BOOLEAN
+        keeps_dtype = not _same_dtype([before, *operands]) or getattr(target, "__name__", target) in _BOOLEAN
         if keeps_dtype and node.op != "call_module" and target is not written:
             # An in-place operation keeps the dtype of what it overwrites, whatever the dtype of the other operand.
             with self.graph.inserting_before(node):
@@ -292,6 +294,12 @@ class _Functionalizer:
 
 def _is_tensor(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("value"), (tuple, list))
+
+
+def _same_dtype(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the values of annotated nodes have one dtype; a single node has one."""
+    values = [node.meta.get("value") for node in nodes]
+    return len(nodes) == 1 or len({v.dtype if isinstance(v, Tensor) else object() for v in values}) == 1
 
 
 def _same_view(one: fx.Node, other: fx.Node) -> bool:

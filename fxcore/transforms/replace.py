@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.tracing.writes import mutated_argument
 from fxcore.transforms.base import (
     BadParameter,
     CannotTransform,
@@ -19,7 +20,6 @@ from fxcore.transforms.base import (
     hooked,
     transform,
 )
-from fxcore.transforms.writes import mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
 
@@ -159,17 +158,17 @@ def test_augmented_assignment(own_entry: OwnEntry) -> None:
     assert torch.equal(values["relu_"], (expected + x).relu())
 
 
-def test_item_assignment_is_explained(own_entry: OwnEntry) -> None:
-    """torch.fx cannot record it."""
-
+def test_item_assignment_leaves_earlier_values(own_entry: OwnEntry) -> None:
     class Assigns(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            x[:, 0] = 5.0
-            return x
+            y = x * 2
+            y[:, 0] = 5.0
+            return y + 1
 
-    with pytest.raises(NotTraceable) as caught:
-        trace_graph(own_entry(Assigns))
-    assert "x[:, 0] = 5.0" in caught.value.extra["source"]
+    graph, x = trace_graph(own_entry(Assigns)), torch.randn(2, 3, 32, 32)
+    values = build_extractor(graph, Assigns().eval(), graph.resolve(["mul", "add"])).module(x)
+    assert torch.equal(values["mul"], x * 2)
+    assert torch.equal(values["add"], Assigns()(x))
 
 
 def test_resnets_batch_norms_keep_their_negative_values() -> None:

@@ -73,8 +73,24 @@ class Zeros(nn.Module):
 
 class Write(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        x[0] = 1
+        x.data = x * 2
         return x
+
+
+class Keep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.seen[:2]
+        seen += x.mean()
+        return x * self.seen
+
+
+class Table(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * {32: 2}.get(x.shape[-1], 1)
 
 
 class Options(nn.Module):
@@ -112,7 +128,9 @@ FAILURES = [
     (Count, "range", "for _ in range(x.shape[0]):", "concrete_args"),
     (Rows, "iteration", "for row in x:", "unbind"),
     (Zeros, "constructor", "return x + torch.zeros(x.shape[0], 4)", "zeros_like"),
-    (Write, "assignment", "x[0] = 1", "masked_fill"),
+    (Write, "assignment", "x.data = x * 2", "new name"),
+    (Keep, "write", "seen += x.mean()", "new tensor"),
+    (Table, "key", "return x * {32: 2}.get(x.shape[-1], 1)", "concrete_args"),
     (Options, "kwargs", "return F.relu(x, **kwargs)", "signature"),
     (Numpy, "function", "return x * np.sqrt(x)", "leaf_functions=(np.sqrt,)"),
 ]

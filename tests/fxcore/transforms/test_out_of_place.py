@@ -149,7 +149,72 @@ def keeps_its_type(y: Tensor) -> Tensor:
     return y
 
 
+def augmented_beside_another_name(y: Tensor) -> Tensor:
+    before = y
+    y += y.mean(1, keepdim=True)
+    before -= 0.5
+    return y * 2 + before
+
+
+def augmented_in_a_list(y: Tensor) -> Tensor:
+    maps = [y]
+    top = maps[-1]
+    top *= 0.5
+    return maps[0] - top.relu() * 2
+
+
+def augmented_slices(y: Tensor) -> Tensor:
+    part, (a, b) = y[:, 1:3], y.chunk(2, 1)
+    part /= 3
+    a -= b
+    b **= 2
+    return y * 1
+
+
+def augmented_items(y: Tensor) -> Tensor:
+    y[:, 0] += 2
+    y[..., ::2] *= -1
+    y.data += 1
+    return y
+
+
+def assigned_items(y: Tensor) -> Tensor:
+    rows, before = y.size(2) // 2, y[:, 0]
+    y[:, 0, :rows] = 0
+    y[y > 0.5] = 0.5
+    y[:, 1] = before
+    return y
+
+
+def augmented_sizes(y: Tensor) -> Tensor:
+    channels = y.size(1)
+    same = channels
+    channels *= 2
+    channels -= 1
+    return y * channels + same
+
+
+def augmented_keeps_its_type(y: Tensor) -> Tensor:
+    y *= torch.tensor([1.5, -2.0, 0.5, 3.0], dtype=torch.float64).view(4, 1, 1)
+    return y
+
+
+def augmented_constant(y: Tensor) -> Tensor:
+    total = torch.ones(1, 4, 1, 1)
+    same = total
+    total += y.mean((0, 2, 3), keepdim=True)
+    return y * total + same
+
+
 KNOWN: list[Callable[[Tensor], Tensor]] = [
+    augmented_beside_another_name,
+    augmented_constant,
+    augmented_in_a_list,
+    augmented_items,
+    augmented_keeps_its_type,
+    augmented_sizes,
+    augmented_slices,
+    assigned_items,
     base_of_a_slice,
     base_of_a_slice_of_a_slice,
     base_of_a_flattened_one,
@@ -208,6 +273,7 @@ def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]
     model = Model(write).eval()
     pure = out_of_place(trace(model))
     with torch.no_grad():
+        torch.testing.assert_close(trace(model)(image()), model(image()), rtol=0, atol=0)
         torch.testing.assert_close(pure(image()), model(image()), rtol=0, atol=0)
     again = out_of_place(pure)
     assert applied(again)[-1].changes == 0

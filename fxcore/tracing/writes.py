@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.layer_types import DROPOUTS
+from fxcore.tracing.attributes import attribute
 from fxcore.tracing.leaves import one_node
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
@@ -34,6 +35,9 @@ _VIEWS = {
     "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
     "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
+_VIEW_ATTRIBUTES = ("data", "real", "imag", "T", "mT", "H", "mH")
+_CASTS = {"double", "to", "type", "type_as"}
+_SIZES = {"dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
 _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, *DROPOUTS)
 
 
@@ -57,7 +61,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
     elif node.op == "call_function":
         in_place = (
             node.kwargs.get("inplace") is True
-            or node.target in IN_PLACE_OPERATORS
+            or (node.target in IN_PLACE_OPERATORS and not is_number(first))
             or node.target is operator.setitem
             or _is_in_place_name(getattr(node.target, "__name__", ""))
         )
@@ -92,18 +96,107 @@ def pure_target(node: fx.Node) -> Any:
     return node.target
 
 
+def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
+    """Reduce the writes of a traced graph to those that matter in one call.
+
+    Constants that are written to are cloned in each call. In-place operators (``h += y``) become plain ones where
+    nothing reads the overwritten memory later, and where they compute sizes: passes that look for additions find those
+    of torchvision's residual blocks, which write ``out += identity``. An operator whose write is seen through another
+    name stays in place.
+
+    >>> def twice(x):
+    ...     h = x * 2
+    ...     h += 1
+    ...     same = h
+    ...     h += 1
+    ...     return h + same
+    >>> from fxcore import trace
+    >>> [node.target.__name__ for node in trace(twice).graph.nodes if node.op == "call_function"]
+    ['mul', 'add', 'iadd', 'add']
+    """
+    modules = dict(root.named_modules())
+    writes = {node: base for node in graph.nodes if (base := mutated_argument(node, modules)) is not None}
+    for target in {str(source.target) for base in writes.values() if (source := viewed(base)).op == "get_attr"}:
+        _clone_constant(graph, target)
+    operators = [node for node in graph.nodes if node.target in IN_PLACE_OPERATORS]
+    if not operators:
+        return
+    memory, rank = memory_of(graph, modules), {n: i for i, n in enumerate(graph.nodes)}
+    sharing: dict[int, list[fx.Node]] = {}
+    for node, storages in memory.items():
+        for storage in storages:
+            sharing.setdefault(storage, []).append(node)
+    for node in operators:
+        base = node.args[0]
+        others = {m for storage in memory.get(base, ()) for m in sharing[storage] if rank[m] < rank[node]}
+        seen = any(rank[user] > rank[node] for m in others for user in m.users)
+        if node not in writes or not (seen or _may_cast(node, root)):
+            node.target = IN_PLACE_OPERATORS[node.target]
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node of which ``node`` is a view, by the names of the operations between them; itself if it is none."""
+    while _is_view(node, {}) and (first := _first(node)) is not None:
+        node = first
+    return node
+
+
+def _clone_constant(graph: fx.Graph, target: str) -> None:
+    """Clone the attribute ``target`` once in each call, and let all that read it read the clone."""
+    first, *others = (node for node in graph.nodes if node.op == "get_attr" and node.target == target)
+    with graph.inserting_after(first):
+        clone = graph.call_method("clone", (first,))
+    first.replace_all_uses_with(clone, delete_user_cb=lambda user: user is not clone)
+    for other in others:
+        other.replace_all_uses_with(clone)
+        graph.erase_node(other)
+
+
+def _may_cast(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the operands of an in-place operator may differ in dtype: its result has that of the first."""
+    waiting = [argument for argument in node.all_input_nodes if argument is not node.args[0]]
+    seen: set[fx.Node] = set()
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        name = one.target if one.op == "call_method" else getattr(one.target, "__name__", "")
+        if name in _CASTS or "dtype" in one.kwargs:
+            return True
+        if one.op == "get_attr" and attribute(root, str(one.target)).dtype == torch.float64:
+            return True
+        if one.op in ("call_function", "call_method"):
+            waiting += one.all_input_nodes
+    return False
+
+
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
     """The storages that each node's value lies in, by number.
 
     For annotated nodes they are known. For others the operation decides; one that may return a view counts as one.
     """
     found: dict[fx.Node, frozenset[int]] = {}
+    attributes: dict[str, frozenset[int]] = {}
     for number, node in enumerate(graph.nodes, 1):
         first, known = _first(node), node.meta.get("memory")
         if known is None and first is not None and (_is_view(node, modules) or mutated_argument(node, modules)):
             known = found[first]
+        elif known is None and node.op == "get_attr":
+            known = attributes.setdefault(str(node.target), frozenset({-number}))
         found[node] = known or frozenset({-number})
     return found
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is a size or computed from sizes alone, and so holds no memory."""
+    if "carries" in node.meta:
+        return not node.meta["carries"]
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name in _SIZES or (node.target is getattr and node.args[1] in _SIZES):
+        return True
+    arithmetic = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
+    return arithmetic and bool(node.all_input_nodes) and all(map(is_number, node.all_input_nodes))
 
 
 def _first(node: fx.Node) -> fx.Node | None:
@@ -114,6 +207,8 @@ def _first(node: fx.Node) -> fx.Node | None:
 def _is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         return isinstance(modules.get(str(node.target)), _SAME)
+    if node.target is getattr:
+        return node.args[1] in _VIEW_ATTRIBUTES
     if node.target is operator.getitem:
         return len(node.all_input_nodes) == 1  # an index that is a tensor makes a copy
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

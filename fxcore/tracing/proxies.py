@@ -1,0 +1,109 @@
+"""Proxies that record what torch.fx's do not: in-place operators, and writes to items and attributes.
+
+``h += y`` writes to the memory of ``h``. torch.fx's proxies have no in-place operators, so Python falls back to
+``h = h + y``, and other names of the same memory miss the change (pytorch#198077).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.proxy import Attribute
+
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, is_number
+
+_OWN = frozenset(("tracer", "node", "root", "attr", "_node"))
+_KEYS = frozenset(("dtype", "device", "layout"))
+# Attributes of tensors that have no effect on values.
+_HARMLESS = frozenset(("requires_grad", "grad", "names"))
+
+# ``Tensor.__iadd__`` → ``operator.iadd``: what torch passes to proxies for ``tensor += proxy``.
+TENSOR_METHODS: dict[str, Callable[..., Any]] = {f"__{o.__name__}__": o for o in IN_PLACE_OPERATORS}
+TENSOR_METHODS["__setitem__"] = operator.setitem
+
+
+class TracedWrite(TypeError):
+    """A model sets an attribute of a traced value, which a graph cannot record."""
+
+
+class TracedKey(TypeError):
+    """A model looks a traced value up in a dictionary or set, whose entries its value would have to equal."""
+
+
+class RecordingProxy(fx.Proxy):
+    """A proxy that records in-place operators as ``operator.iadd`` and so on, and ``x[i] = y`` as ``setitem``."""
+
+    def __getattr__(self, name: str) -> RecordingAttribute:
+        return RecordingAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _set_attribute(self, name, value)
+
+    def __hash__(self) -> int:
+        return _hash(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+class RecordingAttribute(Attribute):
+    """An attribute of a proxy; see :class:`RecordingProxy`."""
+
+    def __getattr__(self, name: str) -> RecordingAttribute:
+        return RecordingAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _set_attribute(self, name, value)
+
+    def __hash__(self) -> int:
+        return _hash(self)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _set_attribute(proxy: fx.Proxy, name: str, value: Any) -> None:
+    """Set an attribute of Python's; refuse those of a tensor, of which its values depend.
+
+    ``x.data += 1`` sets ``x.data`` to the result of an operation that wrote to it; there is nothing more to record.
+
+    Raises:
+        TracedWrite: ``name`` is an attribute of tensors.
+    """
+    if name in _OWN or name in _HARMLESS or not hasattr(Tensor, name):
+        object.__setattr__(proxy, name, value)
+        return
+    made = value.node if isinstance(value, fx.Proxy) else None
+    if made is not None and made.target in IN_PLACE_OPERATORS and made.all_input_nodes[0].target is getattr:
+        return
+    raise TracedWrite(f"sets the attribute {name} of a traced value")
+
+
+def _hash(proxy: fx.Proxy) -> int:
+    """Hash a proxy by identity, as torch hashes tensors; refuse what Python hashes by value.
+
+    Raises:
+        TracedKey: it is a size, computed from sizes alone, a dtype or a device.
+    """
+    node = proxy.node
+    if is_number(node) or (node.target is getattr and node.args[1] in _KEYS):
+        raise TracedKey("uses a traced value as a key")
+    return id(proxy)
+
+
+def _recorder(in_place: Callable[..., Any], pure: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def record(self: fx.Proxy, other: Any) -> fx.Proxy:
+        # Under the name that torch.fx gives it, and torchvision's extractor.
+        name = self.tracer.graph._target_to_str(pure)
+        return self.tracer.create_proxy("call_function", in_place, (self, other), {}, name=name)
+
+    record.__name__ = f"__{in_place.__name__}__"
+    return record
+
+
+for _in_place, _pure in IN_PLACE_OPERATORS.items():
+    for _kind in (RecordingProxy, RecordingAttribute):
+        setattr(_kind, f"__{_in_place.__name__}__", _recorder(_in_place, _pure))
