@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+# Attributes of modules that hold what is registered in them.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
@@ -38,7 +44,7 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:
-    """Copy a module, but not its submodules and tensors; attributes of the copy can be set.
+    """Copy a module, but not its submodules and tensors; attributes, submodules and hooks of the copy can be set.
 
     Not copy.copy, which some classes do not support.
 
@@ -48,15 +54,57 @@ def shallow_copy(model: nn.Module) -> nn.Module:
     (True, 1)
     """
     made: nn.Module = object.__new__(type(model))
-    made.__dict__.update(vars(model))
-    made.__dict__.update({key: dict(vars(model)[key]) for key in ("_parameters", "_buffers", "_modules")})
+    for key, value in vars(model).items():
+        if key in _REGISTERED or key.endswith(_HOOKS):
+            value = copy.copy(value)
+        elif isinstance(value, MethodType) and value.__self__ is model:
+            value = MethodType(value.__func__, made)  # model.forward = MethodType(...)
+        made.__dict__[key] = value
     return made
+
+
+def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """Copy a module and its submodules, but neither tensors nor other attributes: its mode is its own.
+
+    Scripted modules are not copied.
+
+    Args:
+        copies: module → copy, of modules that are copied already; extended.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2)).eval()
+    >>> other = private_copy(model)
+    >>> _ = model.train()
+    >>> other[0].training, other[0].weight is model[0].weight
+    (False, True)
+    """
+    copies = {} if copies is None else copies
+    if model not in copies and isinstance(model, torch.jit.ScriptModule):
+        copies[model] = model
+    if model not in copies:
+        made = copies[model] = shallow_copy(model)
+        for name, child in vars(model)["_modules"].items():
+            vars(made)["_modules"][name] = child and private_copy(child, copies)
+    return copies[model]
+
+
+def own_modules(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> None:
+    """Replace the modules that a GraphModule calls by private copies.
+
+    torch.fx makes the containers on the way to them, which are bare Modules, for each GraphModule.
+    """
+    copies = {} if copies is None else copies
+    for name, child in module._modules.items():
+        if type(child) is nn.Module:
+            own_modules(child, copies)
+        elif child is not None:
+            module._modules[name] = private_copy(child, copies)
 
 
 def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
     """A shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
 
-    torch.fx makes an input of every argument, even of ``mask=None``, whose proxy is not None.
+    Where the class of ``model`` has its own ``__call__``, that takes them. torch.fx makes an input of every argument,
+    even of ``mask=None``, whose proxy is not None.
 
     Args:
         fixed: values of other arguments; the rest have their defaults.
@@ -67,10 +115,18 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
     >>> narrowed(Scaled(), ["x"], {"factor": 3})(5)
     15
     """
-    # torch.fx reads the names of the inputs from the code object.
-    scope: dict[str, Any] = {"forward": type(model).forward, "fixed": dict(fixed or {})}
-    passed = ", ".join(f"{name}={name}" for name in taken)
-    exec(f"def narrow(self, {', '.join(taken)}): return forward(self, {passed}, **fixed)", scope)
     made = shallow_copy(model)
-    made.__class__ = type(type(model).__name__, (type(model),), {"forward": scope["narrow"]})
+    name = "__call__" if has_own_call(type(model)) else "forward"
+    own = made.__dict__.pop(name, None)  # set on the instance, and called without it
+    scope: dict[str, Any] = {"function": own or getattr(type(model), name), "fixed": dict(fixed or {})}
+    # torch.fx reads the names of the inputs from the code object.
+    passed = ", ".join([*([] if own else ["self"]), *(f"{name}={name}" for name in taken)])
+    exec(f"def narrow(self, {', '.join(taken)}): return function({passed}, **fixed)", scope)
+    made.__class__ = type(type(model).__name__, (type(model),), {name: scope["narrow"]})
     return made
+
+
+def has_own_call(kind: type) -> bool:
+    """Whether a class that is not torch's defines ``__call__``, which runs in place of its forward."""
+    home = next(base for base in kind.__mro__ if "__call__" in vars(base))
+    return home.__module__.split(".")[0] != "torch"

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.bad_argument import BadArgument
-from fxcore.copies import narrowed
+from fxcore.copies import narrowed, own_modules
 from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import observe
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
@@ -129,7 +129,8 @@ def build_extractor(
 
     Args:
         graph: the model's graph; it does not change.
-        model: from :func:`fxcore.models.weights.load_model`, perhaps moved and cast. The module shares its parameters.
+        model: from :func:`fxcore.models.weights.load_model`, perhaps moved and cast. The module shares
+            its parameters and modules: backends fold them once for all extractors over a model.
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
 
@@ -199,7 +200,8 @@ def create_extractor(
 ) -> fx.GraphModule:
     """Make an extractor of any module: a graph module in eval mode that returns the values of chosen nodes.
 
-    ``module`` is neither changed nor moved, and keeps its mode; the result shares its parameters. In-place operations
+    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, but no
+    modules: it stays in eval mode when training goes on. In-place operations
     are replaced by out-of-place ones, so that no value depends on which others are extracted.
 
     Args:
@@ -240,6 +242,7 @@ def create_extractor(
         require_eval(module, "create_extractor")  # before it runs, which would change running statistics
         inputs = positional(module, example_inputs)
         traced = fork(module)
+        own_modules(traced)
     else:
         model, inputs = _with_tensors_only(module, example_inputs)
         traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
@@ -265,7 +268,7 @@ def create_extractor(
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(traced.meta)
     for part in result.modules():
-        if part is result or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
+        if part is result or type(part) is nn.Module:  # a container that GraphModule made
             part.training = False
     return result
 

@@ -267,10 +267,10 @@ def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
             it has hooks or a forward of its own.
     """
     kind = type(layer)
-    if hooked(layer) or "forward" in vars(layer):
+    if hooked(layer):
+        own = "a forward of its own" if "forward" in vars(layer) else "hooks"
         raise CannotExport(
-            f"{target} has {'hooks' if hooked(layer) else 'a forward of its own'}, which the format fx cannot contain; "
-            "use another format",
+            f"{target} has {own}, which the format fx cannot contain; use another format",
             format="fx",
             module=target,
         )

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.copies import shallow_copy, shared_copy
+from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.explain import called, explain
@@ -27,6 +27,7 @@ from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
+from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
     AUTO,
     LeafModule,
@@ -65,6 +66,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         untraceable: paths of modules to keep whole because they cannot be traced, each with the reason.
         factories: records the origins of constants; the caller enters it for the trace.
         originals: functions to record in place of others, see :func:`fxcore.tracing.leaves.kept_whole`.
+        paths: paths of modules that stand for parts of the traced one, such as those that its hooks refer to.
 
     Attributes:
         failure: the error that ended the trace, and the path of the innermost module that raised it.
@@ -77,6 +79,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         untraceable: Mapping[str, str] | None = None,
         factories: FactoryRecorder | None = None,
         originals: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+        paths: Mapping[nn.Module, str] | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
@@ -89,13 +92,20 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.failure: tuple[BaseException, str] | None = None
         self.factories = factories or FactoryRecorder()
         self._originals = originals or {}
+        self._paths = paths or {}
         self._thread = threading.get_ident()
         self._latest: dict[str, int] = {}  # by a name without its number: the number of the latest that has one
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
+        if not module_qualname:
+            return False
         if module_qualname in self.untraceable or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
             return True
         return bool(super().is_leaf_module(m, module_qualname))
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        path = self._paths.get(mod)
+        return path if path is not None else str(super().path_of_module(mod))
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
@@ -256,7 +266,13 @@ def trace(
     (['x', 'halved'], ['x', 'truediv'])
     """
     model = _private(root, training) if isinstance(root, nn.Module) else root
-    graph, holder = record(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions, concrete_args=concrete_args)
+    graph, holder = record(
+        model,
+        leaf_modules=leaf_modules,
+        leaf_functions=leaf_functions,
+        concrete_args=concrete_args,
+        original=root if isinstance(root, nn.Module) else None,
+    )
     name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
     try:
         made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
@@ -271,7 +287,7 @@ def trace(
             advice=advice,
         ) from error
     for part in made.modules():
-        if part is made or type(part) is nn.Module:  # a container that GraphModule made; the others are shared
+        if part is made or type(part) is nn.Module:  # a container that GraphModule made
             part.training = training
     return made
 
@@ -282,12 +298,17 @@ def record(
     leaf_modules: Sequence[LeafModule] | str | None = None,
     leaf_functions: Sequence[Callable[..., Any]] = (),
     concrete_args: Mapping[str, Any] | None = None,
+    original: nn.Module | None = None,
 ) -> tuple[fx.Graph, nn.Module]:
     """Trace a private module in its current mode, or a function; see :func:`trace`.
 
+    Args:
+        original: the module that ``root`` is a copy of; its hooks and closures may refer to its own parts.
+
     Returns:
-        The graph, and the module that it refers to. That is ``root`` itself if it is a module: constants of the graph
-        become its attributes (:func:`fxcore.tracing.frozen.made_constants`).
+        The graph, and the module that it refers to. That is ``root`` itself if it is a module, or a copy with the same
+        parts if ``root`` has hooks or a ``__call__`` of its own: constants of the graph become its attributes
+        (:func:`fxcore.tracing.frozen.made_constants`).
     """
     check_root(root)
     given = leaves(leaf_modules)
@@ -299,10 +320,14 @@ def record(
     untraceable: dict[str, str] = {}
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
-            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals)
+            traced, paths = root, {module: path for path, module in (original or nn.Module()).named_modules()}
+            if isinstance(root, nn.Module) and called_otherwise(root):
+                traced, inner = entry(root)
+                paths |= {root: "", inner: ""}
+            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
             try:
                 with tracer.factories:
-                    graph = cast(fx.Graph, tracer.trace(root, concrete or None))
+                    graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
                 break
             except Exception as error:
                 path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
@@ -320,7 +345,7 @@ def record(
 def _private(model: nn.Module, training: bool) -> nn.Module:
     """A copy of ``model`` to trace in the mode ``training``, with the same parameters."""
     if all(part.training == training for part in model.modules()):
-        return shallow_copy(model)  # tracing sets attributes on the outermost module only
+        return private_copy(model)
     try:
         return shared_copy(model).train(training)
     except Exception as error:

@@ -334,8 +334,9 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether ``module`` has forward hooks, and so may compute something else than its class does."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether ``module`` has forward hooks or a forward of its own, and so may compute something else than its class
+    does."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:

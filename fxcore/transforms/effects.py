@@ -132,7 +132,7 @@ def _is_pure_module(module: nn.Module) -> bool:
         type(part).__module__.split(".")[0] in ("torch", "torchvision")
         and not isinstance(part, fx.GraphModule)
         and getattr(part, "inplace", None) is not True
-        and not (part._forward_hooks or part._forward_pre_hooks)
+        and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
         for part in module.modules()
     )
 

@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,22 @@ def test_the_module_stays_as_it_is() -> None:
     with pytest.raises(UnknownNode, match="layer4"):
         fxcore.create_extractor(model, ["layer5"], torch.rand(1, 3, 64, 64))
     assert all(part.training for part in model.modules())
+
+
+@pytest.mark.parametrize(("make", "name"), [(nn.Sequential.eval, "3"), (fxcore.trace, "3"), (fx.symbolic_trace, "_3")])
+def test_training_that_goes_on_does_not_change_it(make: Callable[[nn.Module], nn.Module], name: str) -> None:
+    torch.manual_seed(0)
+    model = make(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU(inplace=True)).eval())
+    x = torch.randn(2, 3, 8, 8)
+    extractor, expected = fxcore.create_extractor(model, [name], x), model(x)
+    norm = model.get_submodule("1")
+    model.train()
+    assert torch.equal(extractor(x)[name], expected)
+    assert norm.num_batches_tracked == 0
+    assert norm.training
+    extractor.train()
+    assert not model.eval().get_submodule("1").training
+    assert extractor.get_submodule("1").training
 
 
 def test_a_graph_in_train_mode_is_refused_and_left_alone() -> None:

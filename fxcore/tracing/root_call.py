@@ -1,0 +1,84 @@
+"""Trace the call of a module rather than the forward of its class.
+
+torch.fx traces ``type(root).forward``. It sees neither hooks of the root, nor ``root.forward = ...``, nor a
+``__call__`` of its class, all of which calling the root runs (pytorch#105445).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from fxcore.copies import has_own_call, shallow_copy
+
+
+def called_otherwise(root: nn.Module) -> bool:
+    """Whether calling ``root`` runs more, or something else, than the forward of its class.
+
+    >>> model = nn.ReLU()
+    >>> called_otherwise(model), called_otherwise(model.register_forward_hook(print) and model)
+    (False, True)
+    """
+    return bool(
+        root._forward_hooks
+        or root._forward_pre_hooks
+        or (not isinstance(root, fx.GraphModule) and ("forward" in vars(root) or has_own_call(type(root))))
+    )
+
+
+def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A module to trace in place of ``root``, whose forward calls a copy of ``root``; and that copy.
+
+    Both have the submodules and tensors of ``root``.
+
+    >>> model = nn.Linear(2, 3)
+    >>> _ = model.register_forward_hook(lambda module, inputs, output: output * 0 + 1)
+    >>> import torch
+    >>> made, _ = entry(model)
+    >>> made.forward(torch.ones(2)).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    made, inner = shallow_copy(root), shallow_copy(root)
+    made.__dict__.pop("forward", None)
+    made.__class__ = type(type(root).__name__, (type(root),), {"forward": _forward(root, inner)})
+    return made, inner
+
+
+def _forward(root: nn.Module, inner: nn.Module) -> Callable[..., Any]:
+    """A function that calls ``inner``, with the parameters by which ``root`` is called."""
+    parameters = _parameters(root)
+    kinds = inspect.Parameter
+    stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
+    taken, passed, defaults = ["self"], [], {}
+    keyword_only = False
+    for parameter in parameters:
+        name, kind = parameter.name, parameter.kind
+        if kind is kinds.KEYWORD_ONLY and not keyword_only:
+            taken.append("*")
+        keyword_only = keyword_only or kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
+        given = ""
+        if parameter.default is not parameter.empty:
+            defaults[name], given = parameter.default, f"=defaults[{name!r}]"
+        taken.append(stars.get(kind, "") + name + given)
+        passed.append(f"{name}={name}" if kind is kinds.KEYWORD_ONLY else stars.get(kind, "") + name)
+    scope: dict[str, Any] = {"call": inner, "defaults": defaults}
+    # torch.fx reads the names of the inputs from the code object.
+    exec(f"def forward({', '.join(taken)}): return call({', '.join(passed)})", scope)
+    made: Callable[..., Any] = scope["forward"]
+    return made
+
+
+def _parameters(root: nn.Module) -> list[inspect.Parameter]:
+    """The parameters by which ``root`` is called: of its ``__call__`` or, where that takes any, of its forward."""
+    found: list[Any] = [type(root).__call__] if has_own_call(type(root)) else []
+    for function in (*found, type(root).forward):
+        function = vars(root).get("forward", function) if function is type(root).forward else function
+        parameters = [*inspect.signature(function).parameters.values()]
+        if function is not vars(root).get("forward"):
+            parameters = parameters[1:]
+        if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+            return parameters
+    return [*inspect.signature(type(root).forward).parameters.values()][1:]
