@@ -8,6 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,6 +19,12 @@ from fxcore.errors import UnknownWeights, WeightsUnavailable
 StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
 
 FILE_PREFIX = "file:"
+
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""Paths at which DataParallel and AveragedModel, torch.compile and Lightning keep a model."""
+
+_AVERAGED = "n_averaged"
+"""AveragedModel's counter, beside the model's keys."""
 
 UNREAD = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of auxiliary heads that GoogLeNet and Inception run in training only; files may lack them."""
@@ -109,7 +116,7 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
     Raises:
         WeightsUnavailable: ``state`` does not match the model.
     """
-    versions = getattr(state, "_metadata", None)
+    state, versions = _without_prefix(state, model.state_dict())
     if name.startswith("densenet"):
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
@@ -134,6 +141,24 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
         return model.float()
     except RuntimeError as error:
         raise misfit(name, file, str(error)) from error
+
+
+def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, dict[str, Any] | None]:
+    """``state`` and its modules' versions without the path of a wrapper that all keys begin with, where no key is the
+    model's own otherwise."""
+    versions = known = getattr(state, "_metadata", None)
+    if not expected.keys().isdisjoint(state):
+        return state, known
+    found = {key: value for key, value in state.items() if key != _AVERAGED}
+    while found and expected.keys().isdisjoint(found):
+        prefix = next((p for p in WRAPPERS if all(key.startswith(p) for key in found)), None)
+        if prefix is None:
+            return state, known  # as it is, for the error
+        found = {key.removeprefix(prefix): value for key, value in found.items()}
+        if versions is not None:
+            inside = {path: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
+            versions = {path[len(prefix) :]: version for path, version in inside.items()}
+    return found, versions
 
 
 def _fault(value: Tensor, expected: Tensor) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import WeightsUnavailable
-from tests.fxcore.conftest import Put
+from tests.fxcore.conftest import OwnEntry, Put
 
 SMALL = "shufflenet_v2_x0_5"
 
@@ -335,3 +335,47 @@ def test_each_load_is_private_in_eval_mode_and_out_of_place() -> None:
     assert not any(m.training for m in one.modules())
     assert not any(p.requires_grad for p in one.parameters())
     assert {p.dtype for p in one.parameters()} == {torch.float32}
+
+
+def in_wrappers(model: nn.Module) -> dict[str, Mapping[str, Any]]:
+    """What training scripts save of ``model``, by what they wrap it in."""
+    state = model.state_dict()
+    compiled = torch.compile(torch.nn.DataParallel(model))
+    return {
+        "DataParallel": torch.nn.DataParallel(model).state_dict(),
+        "torch.compile": torch.compile(model).state_dict(),
+        "both": compiled.state_dict(),
+        "AveragedModel": torch.optim.swa_utils.AveragedModel(model).state_dict(),
+        "Lightning": {"state_dict": {f"model.{key}": value for key, value in state.items()}, "epoch": 3},
+        "Lightning and torch.compile": {"state_dict": {f"model._orig_mod.{key}": v for key, v in state.items()}},
+    }
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["DataParallel", "torch.compile", "both", "AveragedModel", "Lightning", "Lightning and torch.compile"]
+)
+@pytest.mark.parametrize("name", ["squeezenet1_1", "mnasnet0_5"])  # mnasnet converts old keys by their versions
+def test_checkpoints_of_wrapped_models(name: str, wrapper: str, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    trained = torchvision.models.get_model(name)
+    torch.save(in_wrappers(trained)[wrapper], tmp_path / "mine.pth")
+    loaded = load_model(get_model(name), "file:mine.pth", tmp_path).state_dict()
+    assert loaded.keys() == trained.state_dict().keys()
+    assert all(torch.equal(value, loaded[key]) for key, value in trained.state_dict().items())
+
+
+def test_keys_of_the_models_own_are_no_wrapper(tmp_path: Path, own_entry: OwnEntry) -> None:
+    """Of a model that has all of it in a part called ``model``; only DataParallel's prefix is in the way."""
+
+    def build() -> nn.Module:
+        whole = nn.Module()
+        whole.model = nn.Conv2d(3, 4, 1)
+        return whole
+
+    trained = build()
+    torch.save({f"module.{key}": value for key, value in trained.state_dict().items()}, tmp_path / "mine.pth")
+    loaded = load_model(own_entry(build), "file:mine.pth", tmp_path)
+    assert torch.equal(loaded.get_parameter("model.weight"), trained.get_parameter("model.weight"))
+    torch.save({f"other.{key}": value for key, value in trained.state_dict().items()}, tmp_path / "other.pth")
+    with pytest.raises(WeightsUnavailable, match=r"other\.model\.weight"):
+        load_model(own_entry(build), "file:other.pth", tmp_path)
