@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 from service.engine.errors import AdmissionFull, RequestTooLarge
+from service.engine.requests.returns import Returns
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request; empty for the service itself."""
@@ -37,7 +38,7 @@ _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
 
 _MOST_AWAITED = 8
-"""Refused requests whose retries are scheduled, as a multiple of those that may be admitted."""
+"""Refused requests whose retries are scheduled for a client, as a multiple of those that may be admitted."""
 
 _SHARE = 8
 """How many times the free amount one client may hold."""
@@ -61,9 +62,7 @@ class Admission:
         self._requests_of: dict[str, int] = {}
         self._bytes_of: dict[str, int] = {}
         self._departures: deque[float] = deque(maxlen=1024)
-        self._returns: deque[float] = deque(
-            maxlen=_MOST_AWAITED * max_requests
-        )  # when refused requests are to be retried
+        self._returns = Returns(_MOST_AWAITED * max_requests)
         self._busy = 0.0
         self._busy_since: float | None = None
         self._turns = 0
@@ -104,19 +103,17 @@ class Admission:
         return Reservation(self, CLIENT.get())
 
     def retry_after(self) -> float:
-        """Seconds until all requests in the server, and all refused before this one, will be done, at the recent drain
-        rate.
+        """Seconds until all requests in the server, and the retries before one of the current client, will be done, at
+        the recent drain rate.
 
-        So clients that are refused together retry one after another: if all retried at once, most would be refused
-        again.
+        So requests that are refused together are retried one after another: if all were retried at once, most would be
+        refused again.
         """
         now = self._busy_time()
         while self._departures and now - self._departures[0] > _WINDOW:
             self._departures.popleft()
         measured = now - self._departures[0] if len(self._departures) == self._departures.maxlen else min(now, _WINDOW)
-        while self._returns and self._returns[0] < time.monotonic():
-            self._returns.popleft()
-        before = self.requests + len(self._returns)
+        before = self.requests + self._returns.before(CLIENT.get())
         # If nothing was done lately, that may go on for as long again.
         seconds = measured * before / len(self._departures) if self._departures else measured
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
@@ -158,7 +155,7 @@ class Admission:
 
     def _full(self, why: str) -> AdmissionFull:
         seconds = self.retry_after()
-        self._returns.append(time.monotonic() + seconds)
+        self._returns.add(CLIENT.get(), time.monotonic() + seconds)
         return AdmissionFull(f"{why}; try again in {seconds:.0f} s", retry_after=seconds)
 
     def _claim(self, client: str, amount: int, own: int) -> None:
@@ -230,7 +227,7 @@ class Ticket:
     ) -> None:
         if self._has_turn:
             self._admission._pass_on()
-        self._admission._leave(self._client, self._bytes + self._response > 0)
+        self._admission._leave(self._client, self._has_turn or self._bytes + self._response > 0)
         self._admission._release(self._client, self._bytes)
         if self._reservation is not None and error is None:
             self._reservation.transfer(self._response)

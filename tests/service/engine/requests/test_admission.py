@@ -100,6 +100,40 @@ def test_clients_that_are_refused_together_come_back_one_after_another(monkeypat
     assert [waits.count(seconds) for seconds in (1, 2, 3, 4, 5)] == pytest.approx([1, 10, 10, 10, 9], abs=2)
 
 
+def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    admission = Admission(10, 1000)
+    for _ in range(100):  # ten a second
+        with admission.enter() as ticket:
+            ticket.claim(1)
+            clock += 0.1
+    held = []
+    for number in range(10):
+        CLIENT.set(f"client {number}")
+        held.append(admission.enter())
+
+    def refused(client: str) -> float:
+        CLIENT.set(client)
+        with pytest.raises(AdmissionFull) as caught:
+            admission.check()
+        assert caught.value.retry_after is not None
+        return caught.value.retry_after
+
+    for _ in range(200):
+        refused("in a hurry")
+    assert refused("in a hurry") >= 8  # its own retries come one after another
+    assert refused("patient") <= 2
+    waits = [refused(f"one of many {number}") for number in range(40)]
+    assert waits == sorted(waits)
+    assert 5 <= waits[-1] <= 6  # so do those of many clients
+    for ticket in held:
+        ticket.__exit__(None, None, None)
+    clock += 60
+    CLIENT.set("in a hurry")
+    assert admission.retry_after() == 1
+
+
 def entered(admission: Admission, client: str) -> int:
     """How many places a client gets that takes all it can."""
     CLIENT.set(client)

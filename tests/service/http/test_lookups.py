@@ -1,0 +1,29 @@
+"""Slow GET requests: what those that find no place are told."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+
+import pytest
+
+from service.engine.errors import AdmissionFull
+from service.http.lookups import Lookups
+
+
+@pytest.mark.anyio
+async def test_retry_after_follows_the_rate_of_lookups() -> None:
+    lookups = Lookups(60, threads=1, max_requests=4)
+    lookups.start()
+    try:
+        for _ in range(20):
+            async with lookups.place() as place:
+                await place.run(lambda: time.sleep(0.15))
+        async with AsyncExitStack() as held:
+            for _ in range(4):
+                await held.enter_async_context(lookups.place())
+            with pytest.raises(AdmissionFull) as refused:
+                await held.enter_async_context(lookups.place())
+    finally:
+        lookups.close()
+    assert refused.value.retry_after == 1  # of the three seconds that were busy, four lookups take less than one
