@@ -22,7 +22,7 @@ from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.queue import Queue
-from service.engine.device.threads import Pool, compute_on, compute_with, in_pool, thread_trouble
+from service.engine.device.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
 from service.engine.errors import Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
@@ -223,7 +223,12 @@ class Engine:
         metrics.gpu_memory_total_bytes.labels(name).set(total)
 
     async def extractor(
-        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True, keep: bool = False
+        self,
+        spec: ExtractorSpec,
+        wait: float = 0.0,
+        build: bool = True,
+        keep: bool = False,
+        trace_in: RunInThread | None = None,
     ) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, made if there is none yet.
 
@@ -232,6 +237,7 @@ class Engine:
             wait: seconds to wait for its build; when they are over the record is returned in state ``building``.
             build: whether one may be made.
             keep: whether the store, where there is one, must have it afterwards.
+            trace_in: runs in a thread what may trace the model; by default in one that builds extractors.
 
         Returns:
             The record and whether it is new. A failed build is not raised: see ``state`` and ``problem``.
@@ -243,7 +249,7 @@ class Engine:
             Draining: the service is shutting down.
         """
         self._refuse_new_work()
-        record, created = await self.extractors.get(spec, build, keep)
+        record, created = await self.extractors.get(spec, build, keep, trace_in)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created

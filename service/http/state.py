@@ -17,9 +17,11 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX, imported
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
+from service.engine.device.threads import RunInThread
 from service.engine.registry.served import is_served, may_serve, require_served
 from service.http.lookups import Lookups
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
+from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings
 
@@ -115,6 +117,24 @@ class State:
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
             "X-Fxserve-Weights": _percent_encoded(record.weights),
         }
+
+    def trace_in(self, build: bool) -> RunInThread:
+        """Return what runs the tracing of a request: the threads that build, so that no look-up delays inference.
+
+        Of a request that may not ``build``, tracing is a look-up, and limited as look-ups are.
+        """
+        return self.engine.run_in_builder if build else self.in_thread
+
+    async def extractor(self, spec: ExtractorSpec, build: bool) -> ExtractorRecord:
+        """Look up the extractor of a spec, or create it if the request may ``build``.
+
+        Raises:
+            Forbidden: there is none, and the request may not.
+            AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
+            FxError: see :meth:`Engine.extractor`.
+        """
+        record, _ = await self.engine.extractor(spec, build=build, trace_in=self.trace_in(build))
+        return record
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which may trace a model, in a thread of :attr:`lookups`.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,13 @@ from fxcore.process import check_threads
 from service.engine.errors import as_exception
 
 T = TypeVar("T")
+
+
+class RunInThread(Protocol):
+    """Calls a function in a thread, and returns what it returns."""
+
+    async def __call__(self, function: Callable[[], T], /) -> T: ...
+
 
 _NICENESS = 10
 """Niceness of the threads that run at a low priority, above the process's own."""

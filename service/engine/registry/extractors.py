@@ -15,12 +15,13 @@ from concurrent.futures import Executor
 from copy import copy
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
-from service.engine.device.threads import in_pool
+from service.engine.device.threads import RunInThread, in_pool
 from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull
 from service.engine.record import ExtractorRecord
 from service.engine.registry.adoption import Adoption
@@ -102,13 +103,17 @@ class Extractors:
             self._adoption = Adoption(self.sharing, records, self._resolve, self.ensure)
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[bytes, str] = OrderedDict()
+        self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
-    async def get(self, spec: ExtractorSpec, build: bool = True, keep: bool = False) -> tuple[ExtractorRecord, bool]:
+    async def get(
+        self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
+    ) -> tuple[ExtractorRecord, bool]:
         """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
 
         Args:
             spec: what to build.
             build: whether one may be made.
+            trace_in: runs in a thread what may trace the model; by default in one that builds extractors.
             keep: whether it must be in the store afterwards, if there is one. Otherwise a store that cannot be written
                 is no error.
 
@@ -122,7 +127,7 @@ class Extractors:
         record = self._records.get(self._resolved.get(key, ""))
         created = False
         if record is None:
-            fresh = await self._resolve(spec)
+            fresh = await self._resolve(spec, trace_in)
             record = self._records.get(fresh.id)
             if record is None:
                 record, created = await self._add(fresh, build, keep)
@@ -147,8 +152,12 @@ class Extractors:
         self.ensure(record)
         return record, created
 
-    async def _resolve(self, spec: ExtractorSpec) -> ExtractorRecord:
-        return await in_pool(self._pool, resolve, spec, self._device, self._allowed)
+    async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
+        if trace_in is None:
+            return await in_pool(self._pool, resolve, spec, self._device, self._allowed)
+        # One at a time: all but the first find the graph traced.
+        async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
+            return await trace_in(lambda: resolve(spec, self._device, self._allowed))
 
     async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:
         """Register ``fresh``, unless it is known by now. Returns the known record, and whether it is new to all

@@ -18,12 +18,13 @@ from service.codecs import bodies, embeddings, json
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
+from service.http.access import may_build
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout, get_or_create
+from service.http.routes.features import Timeout
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
 from service.schemas.problems import Refusal
@@ -94,7 +95,7 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
     if ":" in model:
         spec = _spec(model)
         await state.model(spec.model)  # raises if it is not served
-        return await get_or_create(request, state, spec)
+        return await state.extractor(spec, may_build(request))
     try:
         record = await state.engine.extractors.look_up(model)
     except UnknownExtractor as error:

@@ -144,13 +144,7 @@ async def extract_in_one_step(
         image_size=query.image_size,
     )
 
-    return await _respond(request, state, lambda: get_or_create(request, state, spec), query, timeout)
-
-
-async def get_or_create(request: Request, state: State, spec: ExtractorSpec) -> ExtractorRecord:
-    """Look up the extractor of a spec, or create it if the request's key allows that."""
-    record, _ = await state.engine.extractor(spec, build=may_build(request))
-    return record
+    return await _respond(request, state, lambda: state.extractor(spec, may_build(request)), query, timeout)
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:

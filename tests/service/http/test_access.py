@@ -137,6 +137,31 @@ def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
     assert "image 0" in locked.post(infer, json=document, headers=headers["read"]).json()["error"]
 
 
+def test_tracing_for_a_key_to_read_is_a_look_up(locked, headers, photos):
+    """It waits for no builder, and has no more than the places of look-ups: here they have none."""
+    image = base64.b64encode(photos["chelsea"]).decode()
+    document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [image]}]}
+    requests = [
+        ("/v1/models/resnet18/features?weights=random&nodes=avgpool", {"images": [image]}),
+        ("/v1/embeddings", {"model": "resnet18@random:avgpool", "input": image}),
+        ("/v2/models/resnet18/infer", document),
+        ("/v2/models/resnet18/infer", document | {"outputs": [{"name": "avgpool"}]}),
+    ]
+    lookups = locked.app.state.fxserve.lookups
+
+    def ask_all():
+        locked.app.state.fxserve.own_tensors.clear()
+        return [locked.post(path, json=body, headers=headers["read"]).status_code for path, body in requests]
+
+    with locked.builders_busy():
+        assert ask_all() == [403] * 4
+    places, lookups._admission.max_requests = lookups._admission.max_requests, 0
+    try:
+        assert ask_all() == [429] * 4
+    finally:
+        lookups._admission.max_requests = places
+
+
 def test_models_that_are_not_served_are_refused_on_every_route(locked, operations, headers, photos):
     """FXSERVE_MODELS: whatever takes a model's name says that there is none."""
     for method, path in operations:

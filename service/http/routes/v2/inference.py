@@ -81,7 +81,7 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         deadline.body_read()
         kind, _ = media_type(request.headers.get("content-type"))
         sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
-        tensors = await metadata.inputs_of(state, target)
+        tensors = await metadata.inputs_of(state, target, may_build(request))
         limit_bytes = state.settings.max_body_bytes
         if sent.small:
             payload = v2.read(sent, limit_bytes, tensors)
@@ -150,9 +150,8 @@ async def _extractor(
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise Refusal("invalid-request", "parameter 'weights' must be the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in payload.outputs if output.name is not None]
-    spec = await metadata.own_spec(state, target, weights, nodes)
-    record, _ = await state.engine.extractor(spec, build=may_build(request))
-    return record
+    build = may_build(request)
+    return await state.extractor(await metadata.own_spec(state, target, weights, nodes, build), build)
 
 
 def _requested_outputs(

@@ -69,26 +69,23 @@ def own_nodes(graph: ModelGraph) -> list[str]:
 
 
 async def own_spec(
-    state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = ()
+    state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = (), build: bool = True
 ) -> ExtractorSpec:
-    """Build the spec of the extractor that serves a model."""
+    """Build the spec of the extractor that serves a model, for a request that may ``build`` it or not."""
     if not nodes:
-        nodes = (await _own(state, entry, entry.structure(weights))).nodes
+        nodes = (await _own(state, entry, entry.structure(weights), build)).nodes
     return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
 
 
-async def inputs_of(state: State, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
-    """List the inputs that ``target`` accepts."""
+async def inputs_of(state: State, target: ExtractorRecord | ModelEntry, build: bool) -> list[TensorMetadata]:
+    """List the inputs that ``target`` accepts, for a request that may ``build`` extractors or not."""
     if isinstance(target, ExtractorRecord):
         return inputs(target.inputs, target.preprocessing)
-    return (await _own(state, target, target.structure())).inputs
+    return (await _own(state, target, target.structure(), build)).inputs
 
 
-async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
-    """Get the default tensors of a model, cached for each structure.
-
-    Runs in the builder threads, so that slow GET requests do not delay inference.
-    """
+async def _own(state: State, entry: ModelEntry, structure: str, build: bool) -> OwnTensors:
+    """Get the default tensors of a model, cached for each structure."""
     key = entry.name, structure
     own = state.own_tensors.get(key)
     if own is None:
@@ -97,7 +94,7 @@ async def _own(state: State, entry: ModelEntry, structure: str) -> OwnTensors:
             graph = model_graph(entry, structure)
             return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
 
-        own = state.own_tensors[key] = await state.engine.run_in_builder(look_up)
+        own = state.own_tensors[key] = await state.trace_in(build)(look_up)
     return own
 
 
