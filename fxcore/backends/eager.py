@@ -20,6 +20,7 @@ from fxcore.int8.quantize import missing, quantize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.transforms.base import CannotTransform, finish, fork, hooked
 from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
+from fxcore.transforms.memory_formats import ignore_memory_formats
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
@@ -54,6 +55,8 @@ class EagerModule:
             self.module = fuse_conv_bn(folded)
         except CannotTransform:  # functions in train mode, as in models that apply dropout in eval mode too
             self.module = finish(fork(folded))
+        ignore_memory_formats(self.module.graph, {})
+        self.module.recompile()
         pack_convolutions(self.module, of=module)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
         fuse_post_ops(self.module)

@@ -27,12 +27,15 @@ IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 
+#: key in ``node.meta`` of a node that writes to a copy which was made for it alone
+ON_COPY = "on_copy"
+
 # Methods whose names end with an underscore, but that do not write to the tensor.
 _NO_WRITES = ("requires_grad_", "share_memory_")
 
 _VIEWS = {
-    "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
-    "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
+    "as_strided", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",
+    "permute", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
     "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
 _VIEW_ATTRIBUTES = ("data", "real", "imag", "T", "mT", "H", "mH")
@@ -136,7 +139,7 @@ def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
 
 def viewed(node: fx.Node) -> fx.Node:
     """The node of which ``node`` is a view, by the names of the operations between them; itself if it is none."""
-    while _is_view(node, {}) and (first := _first(node)) is not None:
+    while is_view(node, {}) and (first := _first(node)) is not None:
         node = first
     return node
 
@@ -180,7 +183,7 @@ def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, f
     attributes: dict[str, frozenset[int]] = {}
     for number, node in enumerate(graph.nodes, 1):
         first, known = _first(node), node.meta.get("memory")
-        if known is None and first is not None and (_is_view(node, modules) or mutated_argument(node, modules)):
+        if known is None and first is not None and (is_view(node, modules) or mutated_argument(node, modules)):
             known = found[first]
         elif known is None and node.op == "get_attr":
             known = attributes.setdefault(str(node.target), frozenset({-number}))
@@ -204,7 +207,8 @@ def _first(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
-def _is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether ``node`` returns a view of its first argument, or may, by its name."""
     if node.op == "call_module":
         return isinstance(modules.get(str(node.target)), _SAME)
     if node.target is getattr:

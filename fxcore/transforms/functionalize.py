@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.tracing.tracer import PATH, public_name
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, memory_of, mutated_argument, pure_target, written
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, ON_COPY, memory_of, mutated_argument, pure_target, written
 from fxcore.transforms.base import CannotTransform
-
-# In ``node.meta`` of a node that writes to a copy which was made for it alone.
-_ON_COPY = "on_copy"
+from fxcore.transforms.memory_formats import ignore_memory_formats
 
 _BOOLEAN = frozenset(
     (
@@ -26,7 +24,8 @@ _BOOLEAN = frozenset(
 
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Rewrite in-place operations in ``graph``, which should be a copy.
+    """Rewrite in-place operations in ``graph``, which should be a copy, and those that depend on the memory format
+    (:func:`~fxcore.transforms.memory_formats.ignore_memory_formats`).
 
     ``torch.func.functionalize`` is not used: it works on ATen operations, and node names would be lost.
 
@@ -44,6 +43,7 @@ def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
             storage.
     """
     count = _Functionalizer(graph, modules).run()
+    ignore_memory_formats(graph, modules)
     graph.lint()
     return count
 
@@ -114,7 +114,7 @@ class _Functionalizer:
         self.aliases = _Aliases(graph, modules)
         self.writes: dict[fx.Node, _Write] = {}
         for node in graph.nodes:
-            if _ON_COPY in node.meta:
+            if ON_COPY in node.meta:
                 continue
             if node.target in IN_PLACE_OPERATORS and node.meta.get("carries") is False:
                 node.target = IN_PLACE_OPERATORS[node.target]  # of numbers, which are not written to
@@ -131,7 +131,7 @@ class _Functionalizer:
                 self._write_to_copies(node, write.bases)
         for node in self.graph.nodes:  # no storage is shared now, and only copies are written to
             node.meta.pop("memory", None)
-            if _ON_COPY not in node.meta:
+            if ON_COPY not in node.meta:
                 node.meta.pop("mutates", None)
         return len(self.writes)
 
@@ -166,7 +166,7 @@ class _Functionalizer:
                 if views[base]:  # the write goes through a view: only a part of the storage changes
                     copy = self._clone_storage(storage)
                     put = self.graph.call_method("copy_", (self._apply(views[base], copy, storage), node))
-                    put.meta[_ON_COPY] = True
+                    put.meta[ON_COPY] = True
                     whole = self._after_write(copy, put)
                 again = {m: self._apply(views[m], whole, storage) for m in others}
             self._redirect({aliases.roots[storage]: whole, **again}, storage)
@@ -178,7 +178,7 @@ class _Functionalizer:
         storages = dict.fromkeys(map(self.aliases.storage_of, bases))
         copies = [copy for storage in storages for copy in self._write_to_copy(node, storage)]
         node.meta["mutates"] = [i for i, m in enumerate(node.all_input_nodes) if m in copies]
-        node.meta[_ON_COPY] = True
+        node.meta[ON_COPY] = True
 
     def _write_to_copy(self, node: fx.Node, storage: int) -> list[fx.Node]:
         """Pass a copy of ``storage`` to ``node``, which later reads read.
