@@ -83,7 +83,7 @@ def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
     if model not in copies:
         made = copies[model] = shallow_copy(model)
         for name, child in vars(model)["_modules"].items():
-            vars(made)["_modules"][name] = child and private_copy(child, copies)
+            vars(made)["_modules"][name] = None if child is None else private_copy(child, copies)
     return copies[model]
 
 

@@ -19,7 +19,7 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed, own_modules
-from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
+from fxcore.errors import BadTensor, DuplicateKey, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import observe
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.layout import layout_name
@@ -40,6 +40,7 @@ from fxcore.tracing.tracer import PATH, UNTRACEABLE, record, trace
 from fxcore.transforms.base import APPLIED, fork, require_eval
 from fxcore.transforms.functionalize import functionalize
 from fxcore.transforms.out_of_place import out_of_place
+from fxcore.wrappers import check_python, unwrapped, without_prefix
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -205,7 +206,8 @@ def create_extractor(
     are replaced by out-of-place ones, so that no value depends on which others are extracted.
 
     Args:
-        module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned.
+        module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned. Of compiled modules, DataParallel and
+            the like it is the model inside, whose nodes may also be named by the wrapper's paths.
         return_nodes: names, which are their own keys, or name → key. A name is torchvision's name of a node
             (``get_graph_node_names``), or a truncated path, which means the last node under it.
         example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
@@ -236,8 +238,10 @@ def create_extractor(
     >>> {key: tuple(value.shape) for key, value in extractor(ids=torch.zeros(2, 5, dtype=torch.int64)).items()}
     {'before': (2, 5, 4), 'after': (2, 5, 4)}
     """
+    check_python(module)
     if not isinstance(module, nn.Module):
         raise NotAModule(f"an extractor is made of a module, not of {module!r:.100}")
+    wrapper, module = module, unwrapped(module)
     if isinstance(module, fx.GraphModule):
         require_eval(module, "create_extractor")  # before it runs, which would change running statistics
         inputs = positional(module, example_inputs)
@@ -251,7 +255,11 @@ def create_extractor(
     except Exception as error:
         raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
     named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
-    names = NodeNames(called(module), named or {n.name: n for n in traced.graph.nodes if n.op != "output"})
+    names = NodeNames(
+        called(module),
+        named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
+        wrapped=module is not wrapper,
+    )
     exact = names.resolve(return_nodes)
     pure = out_of_place(traced)
     by_fx_name = {n.name: n for n in pure.graph.nodes}
@@ -293,10 +301,12 @@ class NodeNames:
     Args:
         model: name of the module, for errors.
         by_name: observed nodes by name, in order of execution.
+        wrapped: whether names may be paths in a wrapper of the module.
     """
 
-    def __init__(self, model: str, by_name: dict[str, fx.Node]) -> None:
+    def __init__(self, model: str, by_name: dict[str, fx.Node], wrapped: bool = False) -> None:
         self.model = model
+        self._wrapped = wrapped
         self.by_name = by_name
         self.eval_nodes = list(by_name)
         self.levels: dict[str, Level] = {}
@@ -309,7 +319,7 @@ class NodeNames:
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
         """Key → exact name, see :func:`fxcore.graph.nodes.resolve`."""
-        pairs = return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes))
+        pairs = [*(return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes)))]
         for pair in pairs:
             if not all(isinstance(name, str) for name in (pair if isinstance(return_nodes, Mapping) else pair[1:])):
                 raise UnknownNode(
@@ -317,7 +327,15 @@ class NodeNames:
                     name=str(pair[-1])[:100],
                     suggestions=[],
                 )
-        return resolve(self, return_nodes)
+        if not self._wrapped:
+            return resolve(self, return_nodes)
+        exact: dict[str, str] = {}
+        for first, second in pairs:
+            name, key = (first, second) if isinstance(return_nodes, Mapping) else (second, second)
+            if key in exact:
+                raise DuplicateKey(f"the key {key!r} is given twice; each output needs a key of its own", key=key)
+            exact |= resolve(self, {name if name in self.by_name else without_prefix(name): key})
+        return exact or resolve(self, return_nodes)
 
 
 def _listed(names: Any) -> Sequence[Any]:

@@ -46,6 +46,7 @@ from fxcore.models.entry import ModelEntry, Task, WeightsInfo
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
+from fxcore.wrappers import unwrapped
 
 FILE = "models.toml"
 GROUP = "fxcore.models"
@@ -347,6 +348,7 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
     built = model.builder(**model.arguments)
     if not isinstance(built, nn.Module):
         raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
+    built = unwrapped(built)
     try:
         private = shared_copy(built, own_parameters=True)
     except Exception as error:

@@ -17,6 +17,7 @@ from torch import nn
 from fxcore.errors import FxError, NotTraceable
 from fxcore.tracing.explain import called
 from fxcore.tracing.leaves import NotAFunction
+from fxcore.wrappers import check_python
 
 #: in ``leaf_modules``: keep whole what cannot be traced
 AUTO = "auto"
@@ -42,6 +43,7 @@ def check_root(root: Any) -> None:
     """
     if isinstance(root, (nn.Module, FunctionType)):
         return
+    check_python(root)
     name = getattr(root, "__qualname__", None) or repr(root)[:100]
     if isinstance(root, type) and issubclass(root, nn.Module):
         advice = f"pass an instance, {root.__name__}(...)"

@@ -39,6 +39,7 @@ from fxcore.tracing.trace_arguments import (
     leaves,
 )
 from fxcore.tracing.writes import mutated_argument, settle_writes, viewed
+from fxcore.wrappers import check_python, unwrap_parts, unwrapped
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
@@ -194,7 +195,7 @@ def trace(
     be on the meta device.
 
     Args:
-        root: any module, or a Python function.
+        root: any module, or a Python function. Of compiled modules, DataParallel and the like it is the model inside.
         training: trace in train mode; the result is in that mode.
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
             (:func:`~fxcore.tracing.trace_arguments.default_leaf_modules`); paths such as ``layer4.0`` and patterns
@@ -265,6 +266,7 @@ def trace(
     >>> names(trace(Halving(), leaf_functions=[halved]).graph), names(trace(Halving()).graph)
     (['x', 'halved'], ['x', 'truediv'])
     """
+    root = unwrapped(root) if isinstance(root, nn.Module) else root
     model = _private(root, training) if isinstance(root, nn.Module) else root
     graph, holder = record(
         model,
@@ -344,10 +346,12 @@ def record(
 
 def _private(model: nn.Module, training: bool) -> nn.Module:
     """A copy of ``model`` to trace in the mode ``training``, with the same parameters."""
-    if all(part.training == training for part in model.modules()):
-        return private_copy(model)
+    check_python(model)
     try:
-        return shared_copy(model).train(training)
+        alike = all(part.training == training for part in model.modules())
+        made = private_copy(model) if alike else shared_copy(model).train(training)
+        unwrap_parts(made)
+        return made
     except Exception as error:
         mode = "train" if training else "eval"
         advice = f"call .{mode}() on it first"

@@ -22,6 +22,7 @@ from fxcore.tracing.attributes import attribute
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.tracer import PATH, name_nodes
 from fxcore.transforms.effects import train_mode
+from fxcore.wrappers import check_python
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
 APPLIED = "transforms"
@@ -199,6 +200,7 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
 
     Raises:
         CannotTransform: it is not.
+        NotTraceable: it is TorchScript or exported, and cannot be traced or set to eval mode.
 
     >>> model = fx.symbolic_trace(lambda x: nn.functional.dropout(x, 0.5))
     >>> try:
@@ -207,6 +209,7 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
     ...     print(error.detail)
     remove needs a module in eval mode, and dropout is called with training=True; pass training=self.training
     """
+    check_python(module)
     if not isinstance(module, fx.GraphModule):
         raise CannotTransform(
             f"{name} works on a torch.fx.GraphModule, not on a {type(module).__name__}; trace the model first",
