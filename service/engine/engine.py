@@ -26,7 +26,7 @@ from service.engine.device.threads import Pool, RunInThread, compute_on, compute
 from service.engine.device.worker import DeviceWorker
 from service.engine.errors import Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
-from service.engine.placement import most_compiled, pick_device
+from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord
 from service.engine.regions import Boxes
 from service.engine.registry.extractors import Extractors
@@ -91,7 +91,8 @@ class Engine:
         # Downloads take minutes and hardly any CPU; models that are cached must not wait for them.
         self._downloads = Pool(DOWNLOADS, "fxserve-download")
         self.models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
-        self._upgrades = Upgrades(self.device, self._queue, settings)
+        limits = compiled_limits(settings.compute_threads)
+        self._upgrades = Upgrades(self.device, self._queue, settings, limits.usual)
         self.records = Records(metrics.evictions)
         self.extractors = Extractors(
             self.records,
@@ -102,7 +103,7 @@ class Engine:
             self._upgrades,
             self.metrics,
             settings.models,
-            most_compiled=most_compiled(settings.compute_threads),
+            compiled=limits,
             store=None if settings.extractors is None else Store(settings.extractors),
             most_stored=settings.max_stored_extractors,
         )

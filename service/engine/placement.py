@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from fxcore.backends.openvino import THREADS_EACH
@@ -12,13 +14,34 @@ _SHARE = 1 / 4
 """Share of the threads of this process that compiled extractors may take. The service itself, models of a fixed size
 and compiling processes need the rest."""
 
+_USUAL = 16
+"""Compiled extractors beside which no other takes over from eager while all are in use."""
 
-def most_compiled(compute_threads: int) -> int:
-    """Most extractors that OpenVINO may run at a time, by their threads. With one thread, each computes on the calling
-    thread and needs none."""
+BUSY_SECONDS = 10.0
+"""Seconds after its last request in which a compiled extractor counts as in use: else those in use would replace each
+other."""
+
+
+class CompiledLimits(NamedTuple):
+    """How many extractors OpenVINO may run at a time, as each has threads of its own.
+
+    Attributes:
+        usual: those beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and none is added by itself.
+        most: none beyond it stays that has no request in flight.
+    """
+
+    usual: int
+    most: int
+
+
+def compiled_limits(compute_threads: int) -> CompiledLimits:
+    """The limits on this machine. With one thread, each computes on the calling thread and needs none of its own."""
+    if compute_threads == 1:
+        return CompiledLimits(MOST_THREADS, MOST_THREADS)
     limit = available_threads()
     threads = MOST_THREADS if limit is None else min(MOST_THREADS, int(_SHARE * limit))
-    return max(1, threads // THREADS_EACH) if compute_threads > 1 else MOST_THREADS
+    most = max(1, threads // THREADS_EACH)
+    return CompiledLimits(min(_USUAL, most), most)
 
 
 def pick_device(asked: str) -> torch.device:

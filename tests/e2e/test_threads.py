@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import InterpretedServer, servers, until
+from tests.e2e.conftest import InterpretedServer, Server, servers, until
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(
@@ -100,3 +103,39 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
     server.limit(before)
     until(lambda: server.http.get("/readyz").status_code == 200)
     assert answered(server.extractor("features.5", "openvino"))["state"] == "ready"
+
+
+@pytest.mark.exhaustive
+def test_threads_are_bounded_whatever_the_number_of_extractors(start: Callable[..., Server]) -> None:
+    """OpenVINO starts two for each compiled model, of which each batch size may have one of its own."""
+    server = start(lowering="true", compute_threads=2, cache_dir="")
+    threads = psutil.Process(server.process.pid).num_threads
+
+    def ask(extractor: str, rows: int) -> None:
+        body = io.BytesIO()
+        np.save(body, np.zeros((rows, 3, 224, 224), np.float32))
+        headers = {"content-type": "application/x-npy"}
+        path = f"/v1/extractors/{extractor}/features?preprocess=none&pool=avg"
+        assert server.http.post(path, content=body.getvalue(), headers=headers).status_code == 200
+
+    def compiled() -> int:
+        listed = server.http.get("/v1/extractors").json()["extractors"]
+        waiting = any(one["state"] in ("waiting", "lowering") for e in listed for one in e["checks"]["candidates"])
+        return 0 if waiting else sum(e["backend"] == "openvino" for e in listed)
+
+    extractors = []
+    for nodes in itertools.islice(itertools.combinations([f"features.{place}" for place in range(2, 13)], 2), 30):
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": list(nodes)}
+        extractors.append(server.http.post("/v1/extractors", json=spec, params={"wait": 200}).json()["id"])
+    ask(extractors[0], 1)
+    until(lambda: compiled() == 1)
+    first = threads()
+    deadline = time.monotonic() + 600
+    while not 12 <= compiled() <= 16:
+        assert time.monotonic() < deadline
+        for extractor in extractors:
+            ask(extractor, 16)
+    for extractor in extractors:
+        for rows in (1, 2, 3, 4, 6, 8):
+            ask(extractor, rows)
+    assert threads() <= first + 2 * (15 + 8)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
 from service.engine.errors import Unsupported
+from service.engine.placement import BUSY_SECONDS
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
 from service.schemas.v1 import ExtractorSpec
 
@@ -52,6 +54,15 @@ def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
     """Whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
     over = (record for record in known if record.model_key == key and not record.gone and record.run is not None)
     return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
+
+
+def has_place(known: Iterable[ExtractorRecord], usual: int) -> bool:
+    """Whether one more extractor may be compiled beside those in ``known``: there are fewer than ``usual``, or one that
+    was not used for long can be evicted for it."""
+    unused = time.monotonic() - BUSY_SECONDS
+    loaded = [record for record in known if record.run is not None]
+    compiled = [r for r in loaded if r.backend == "openvino" or (r.upgrade is not None and not r.upgrade.done())]
+    return len(compiled) < usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

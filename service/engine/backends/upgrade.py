@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
@@ -27,7 +28,7 @@ from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, faster_t
 from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
-from service.engine.backends.choice import chosen_backend, has_copy
+from service.engine.backends.choice import chosen_backend, has_copy, has_place
 from service.engine.backends.fallback import OneSize
 from service.engine.backends.int8_advice import KeepFloatSearch, shown, simulation
 from service.engine.backends.lowering import Lowering
@@ -52,6 +53,9 @@ WORTH_SECONDS = 30.0
 """Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
 mobilenet_v3_small and 40 for swin_t, and what it finds takes a third to three quarters of the time."""
 
+_FULL_SECONDS = 1.0
+"""Seconds after which it is looked again for a place for one more compiled extractor."""
+
 
 class Upgrades:
     """Chooses what runs each extractor. For one event loop.
@@ -60,9 +64,10 @@ class Upgrades:
         device: where extractors run.
         queue: the device worker's.
         settings: threads, cache, and whether ``auto`` looks for something faster.
+        usual: compiled extractors beside which none is added while all are in use.
     """
 
-    def __init__(self, device: torch.device, queue: Queue, settings: Settings) -> None:
+    def __init__(self, device: torch.device, queue: Queue, settings: Settings, usual: int) -> None:
         self._device = device
         self._settings = settings
         self._verdicts = Verdicts(settings)
@@ -73,7 +78,9 @@ class Upgrades:
         self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
         # Called when another backend may have taken over, which takes memory.
         self.on_upgrade: Callable[[], object] = lambda: None
-        self._improved: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()
+        self._lowered: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()  # and those that are being lowered
+        self._usual = usual
+        self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
         self._checks: set[asyncio.Task[Candidate]] = set()
 
     def start(self) -> None:
@@ -84,7 +91,7 @@ class Upgrades:
     def close(self) -> None:
         """Cancel all lowerings and searches."""
         self._lowering.cancel_all()
-        for record in self._improved:
+        for record in self._lowered:
             if record.upgrade is not None:
                 record.upgrade.cancel()
         for check in self._checks:
@@ -149,6 +156,7 @@ class Upgrades:
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
         candidate.state = CandidateState.SERVING
         record.backend = backend.name
+        self._lowered.add(record)
         record.checks = report(record, candidate, [candidate])
         record.run = lowered if candidate.any_size else OneSize(lowered, reference.row_shapes)
         if isinstance(lowered, EagerInt8):
@@ -218,12 +226,20 @@ class Upgrades:
         return search.refusal(record.spec, far)
 
     def used(self, record: ExtractorRecord, images: int) -> None:
-        """Count a request that ``record`` answered, and search for a faster backend if it has answered enough."""
+        """Count a request that ``record`` answered, and search for a faster backend if it has answered enough and there
+        is place for one more that is compiled."""
         record.images += images
         if not self._settings.lowering or record.upgrade is not None:
             return
-        if record.images >= WORTH_A_COPY or not has_copy(self._improved, record.model_key):
+        if record.images < WORTH_A_COPY and has_copy(self._lowered, record.model_key):
+            return
+        now = time.monotonic()
+        if now < self._full_until:
+            return
+        if has_place(self._lowered, self._usual):
             self.improve(record)
+        else:
+            self._full_until = now + _FULL_SECONDS
 
     async def pays(self, record: ExtractorRecord, images: int) -> bool:
         """Whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or eager
@@ -245,7 +261,7 @@ class Upgrades:
         """Start the search for a faster backend, unless it was started before, there is no such backend, or ``record``
         is deleted or unloaded."""
         if record.upgrade is None and record.extractor is not None and (faster := self._faster(record)):
-            self._improved.add(record)
+            self._lowered.add(record)
             record.upgrade = asyncio.create_task(self._improve(record, record.extractor, faster))
         return record.upgrade
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
 from typing import Literal
@@ -17,6 +18,7 @@ from typing import Literal
 from prometheus_client import Counter
 
 from fxcore.graph.model_graph import ModelGraph, forget_graph
+from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord, ModelKey
 from service.engine.registry.graphs import graph_bytes, idle_graphs
 from service.engine.registry.weights import ModelStore
@@ -42,7 +44,7 @@ class Eviction:
         pool: the threads that collect evicted objects.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         evictions: counts what was evicted, by kind and reason.
-        most_compiled: extractors that OpenVINO may run at a time, as each has threads of its own.
+        compiled: how many extractors OpenVINO may run at a time.
     """
 
     def __init__(
@@ -52,14 +54,14 @@ class Eviction:
         pool: Executor,
         memory_budget: int,
         evictions: Counter,
-        most_compiled: int,
+        compiled: CompiledLimits,
     ) -> None:
         self._models = models
         self._records = records
         self._pool = pool
         self._memory_budget = memory_budget
         self._evictions = evictions
-        self._most_compiled = most_compiled
+        self._compiled = compiled
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:
@@ -113,14 +115,19 @@ class Eviction:
         return [record.held for record in self._records if record.held is not None]
 
     def _evict_compiled(self) -> bool:
-        """Evict extractors that OpenVINO runs, each with threads of its own, down to the limit; whether one was
-        evicted."""
+        """Evict extractors that OpenVINO runs, down to the limits; whether one was evicted."""
         built = (record for record in self._records if record.run is not None)
         compiled = [record for record in built if record.backend == "openvino"]
         idle = sorted(
             (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
         )
-        over = idle[: max(0, len(compiled) - self._most_compiled)]
+        unused = time.monotonic() - BUSY_SECONDS
+        over = [
+            record
+            for place, record in enumerate(idle)
+            if place < len(compiled) - self._compiled.most
+            or (place < len(compiled) - self._compiled.usual and record.last_used < unused)
+        ]
         for record in over:
             self.unload(record, "threads")
         return bool(over)

@@ -23,6 +23,7 @@ from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import RunInThread, in_pool
 from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull
+from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.registry.adoption import Adoption
 from service.engine.registry.building import build as build_record
@@ -56,7 +57,7 @@ class Extractors:
         upgrades: chooses the backend of each extractor.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
-        most_compiled: extractors that OpenVINO may run at a time.
+        compiled: how many extractors OpenVINO may run at a time.
         store: the extractors that other processes know too.
         most_stored: extractors that the store may have.
 
@@ -77,7 +78,7 @@ class Extractors:
         metrics: Metrics,
         allowed: Sequence[str] | None = None,
         *,
-        most_compiled: int,
+        compiled: CompiledLimits,
         store: Store | None = None,
         most_stored: int = 1,
     ) -> None:
@@ -88,7 +89,7 @@ class Extractors:
         self._pool = pool
         self._allowed = None if allowed is None else frozenset(allowed)
         self._records = records
-        self.eviction = Eviction(models, self._records.values(), pool, memory_budget, metrics.evictions, most_compiled)
+        self.eviction = Eviction(models, self._records.values(), pool, memory_budget, metrics.evictions, compiled)
         upgrades.on_upgrade = self.eviction.make_room
         self.sharing: Sharing | None = None
         self.store_health: StoreHealth | None = None

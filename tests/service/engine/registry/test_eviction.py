@@ -16,9 +16,11 @@ from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
 from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import kept_graphs, model_graph
+from service.engine.backends.upgrade import WORTH_A_COPY
 from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
+from service.engine.placement import CompiledLimits
 from service.garbage import tidy
-from tests.service.engine.fake_backends import Broken, Held
+from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 
 pytestmark = pytest.mark.anyio
@@ -359,7 +361,7 @@ async def test_extractors_with_threads_of_their_own_are_few(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those used least recently go, whether they were compiled when they were built or took over later."""
-    monkeypatch.setattr("service.engine.engine.most_compiled", lambda threads: 2)
+    monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 2))
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
@@ -371,3 +373,28 @@ async def test_extractors_with_threads_of_their_own_are_few(
         assert later.backend == "openvino"
         assert [record.run is None for record in (*named, later)] == [True, True, False, False]
         assert (await running.features(named[0], tensors(1))).images == 1
+
+
+async def test_extractors_in_use_are_not_replaced_by_others(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the usual number those used next stay on eager, unless one that is compiled was idle for long."""
+    monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 4))
+    monkeypatch.setattr("service.engine.backends.upgrade._FULL_SECONDS", 0.0)
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
+    async with engine(lowering=True) as running:
+        records = [await built(running, nodes=[f"features.{place}"]) for place in (3, 4, 5)]
+        for record in records:
+            await running.features(record, tensors(*range(WORTH_A_COPY)))
+            if record.upgrade is not None:
+                await settled(record)
+        assert [record.backend for record in records] == ["openvino", "openvino", "eager"]
+        asked = await built(running, nodes=["features.6"], backend="openvino")
+        assert [record.run is None for record in (*records, asked)] == [False] * 4
+        monkeypatch.setattr("service.engine.backends.choice.BUSY_SECONDS", 0.0)
+        monkeypatch.setattr("service.engine.registry.eviction.BUSY_SECONDS", 0.0)
+        await running.features(records[2], tensors(0))
+        await settled(records[2])
+        assert [record.run is None for record in (*records, asked)] == [True, True, False, False]
+        assert records[2].backend == "openvino"
