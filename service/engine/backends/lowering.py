@@ -35,7 +35,8 @@ class Lowering:
         self._device = device
         self._trials = trials
         self._settings = settings
-        self._cancelled: dict[ExtractorRecord, threading.Event] = {}  # of the lowerings in progress
+        # Of the lowerings in progress: one extractor may have several, where it was evicted and built again.
+        self._cancelled: list[tuple[ExtractorRecord, threading.Event]] = []
         # (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
         self._remade: set[tuple[str, str]] = set()
 
@@ -48,12 +49,15 @@ class Lowering:
     ) -> tuple[Lowered, Reference]:
         """Lower ``record`` in ``pool``; also gives the reference to compare with.
 
-        A cached artifact is tried on one photograph: a damaged one may load and compute something else.
+        A cached artifact is tried on one photograph: a damaged one may load and compute something else. Cancelling the
+        call cancels the lowering.
 
         Raises:
             LoweringFailed: the backend does not take the model, or the lowering was cancelled.
         """
-        cancelled = self._cancelled[record] = threading.Event()
+        cancelled = threading.Event()
+        in_progress = record, cancelled
+        self._cancelled.append(in_progress)
         if record.gone and not record.users:
             cancelled.set()
 
@@ -76,16 +80,18 @@ class Lowering:
                 lowered, reference = await in_pool(pool, work, False)
             return lowered, reference
         finally:
-            del self._cancelled[record]
+            cancelled.set()
+            self._cancelled.remove(in_progress)
 
     def cancel(self, record: ExtractorRecord) -> None:
-        """Cancel the lowering of ``record``, if there is one."""
-        if record in self._cancelled:
-            self._cancelled[record].set()
+        """Cancel the lowerings of ``record``."""
+        for lowered, cancelled in self._cancelled:
+            if lowered is record:
+                cancelled.set()
 
     def cancel_all(self) -> None:
         """Cancel all lowerings."""
-        for cancelled in self._cancelled.values():
+        for _, cancelled in self._cancelled:
             cancelled.set()
 
     async def _confirmed(self, backend: Backend, reference: Reference, lowered: Lowered) -> bool:

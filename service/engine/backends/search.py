@@ -126,6 +126,8 @@ class Search:
     def _fall_back(self, candidate: Candidate, error: BaseException) -> None:
         """Record that ``candidate`` failed a batch after it took over, and that eager serves again."""
         record = self._record
+        if record.extractor is not self._extractor:  # evicted meanwhile: the record is of another build
+            return
         candidate.fail(summarize(error))
         log.error(
             "%s failed for extractor %s; eager serves it again: %s", candidate.backend, record.id, summarize(error)

@@ -96,6 +96,9 @@ class Eviction:
         """Evict ``record``; the next request for it builds it again."""
         if record.run is not None:
             self._evictions.labels("extractor", reason).inc()
+        for background in (record.upgrade, record.check):  # they are about what is freed here
+            if background is not None:
+                background.cancel()
         record.extractor = record.held = None
         record.run = record.upgrade = record.check = None
         record.images = 0

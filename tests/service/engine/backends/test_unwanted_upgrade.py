@@ -9,7 +9,7 @@ import pytest
 
 from service.engine.errors import BackendRefused
 from tests.service.engine.fake_backends import Held, settled
-from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors
+from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
@@ -98,3 +98,29 @@ async def test_closing_does_not_wait_for_a_lowering(engine: MakeEngine, held: He
         let_go.start()
     assert not held.open.is_set()
     let_go.cancel()
+
+
+async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: Held) -> None:
+    """Evicted while its search waits for the device, and built and used again before that is free."""
+    async with engine(lowering=True) as running:
+        busy, record = await built(running, nodes=["features.2"]), await built(running, nodes=["features.3"])
+        watched = Watched(busy)
+        await asyncio.gather(*(one.check for one in (busy, record) if one.check is not None))
+        watched.open.clear()
+        first = asyncio.create_task(running.features(busy, tensors(0)))
+        await watched.begun()
+        running.extractors.eviction.unload(record)  # built again, it is measured, for which the device must be free
+        await running.extractors.load(record)
+        searches = [running._upgrades.improve(record)]
+        running.extractors.eviction.unload(record)
+        await running.extractors.load(record)
+        searches.append(running._upgrades.improve(record))
+        watched.open.set()
+        await first
+        await held.began("features.3")
+        held.open.set()
+        await settled(record)
+        assert [search is not None and search.cancelled() for search in searches] == [True, False]
+        assert held.begun == [["features.3"]]
+        assert record.upgrade is not None and record.upgrade.exception() is None
+        assert (await running.features(record, tensors(0))).images == 1
