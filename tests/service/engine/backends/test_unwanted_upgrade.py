@@ -122,5 +122,6 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         await settled(record)
         assert [search is not None and search.cancelled() for search in searches] == [True, False]
         assert held.begun == [["features.3"]]
-        assert record.upgrade is not None and record.upgrade.exception() is None
+        assert record.upgrade is not None
+        assert record.upgrade.exception() is None
         assert (await running.features(record, tensors(0))).images == 1
