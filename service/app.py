@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
+
+# By default idle OpenMP threads spin, which on a shared core starves the very thread they wait for. OpenMP reads the
+# variable when torch is loaded, so it is set before that.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the console script."""
     collect_rarely()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in service.app
     app()
 
 

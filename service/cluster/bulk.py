@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -19,6 +20,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+# In actors, as in service.app.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import orjson
 import pyarrow
