@@ -1,4 +1,4 @@
-"""The catalog of models: torchvision's, timm's where it is installed, and users' own."""
+"""The catalog of models: torchvision's, timm's and packaged ones where they are installed, and users' own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from fxcore import torch_ao
 from fxcore.bad_argument import BadArgument
 from fxcore.errors import FxError, UnknownModel, Unsupported
 from fxcore.models.entry import ModelEntry
+from fxcore.models.packaged_models import PackagedEntry, packaged_models
 from fxcore.models.timm_models import PREFIX, TimmEntry, imported, timm_model, timm_models
 from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_models
 
-Source = Literal["torchvision", "timm", "own"]
+Source = Literal["torchvision", "timm", "packaged", "own"]
 
 # Users' own models, and errors in descriptions, by name.
 _registered: dict[str, ModelEntry] = {}
@@ -32,10 +33,12 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
 
 
 def list_models(source: Source | None = None) -> list[ModelEntry]:
-    """All models of torchvision and of users (:mod:`fxcore.models.user_models`), sorted by name.
+    """All models of torchvision, of packages (:mod:`fxcore.models.packaged_models`) and of users
+    (:mod:`fxcore.models.user_models`), sorted by name.
 
     Args:
-        source: only models of ``torchvision``, of users (``own``), or of ``timm``, which are not listed without it.
+        source: only models of ``torchvision``, of packages (``packaged``), of users (``own``), or of ``timm``, which
+            are not listed without it.
 
     Raises:
         BadArgument: there is no such source.
@@ -51,8 +54,9 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
         raise BadArgument(f"there is no source {source!r:.100}; there are {', '.join(get_args(Source))}")
     if source == "timm":
         return list(timm_models().values())
-    asked = {**(torchvision_models() if source != "own" else {}), **(_registered if source != "torchvision" else {})}
-    entries = [entry for _, entry in sorted(asked.items())]
+    by_source = {"torchvision": torchvision_models(), "packaged": packaged_models(), "own": _registered}
+    asked = by_source if source is None else {source: by_source[source]}
+    entries = sorted((entry for models in asked.values() for entry in models.values()), key=lambda entry: entry.name)
     return [entry for entry in entries if entry.task != "quantization" or torch_ao.available()]
 
 
@@ -64,6 +68,8 @@ def source_of(entry: ModelEntry) -> Source:
     """
     if isinstance(entry, TimmEntry):
         return "timm"
+    if isinstance(entry, PackagedEntry):
+        return "packaged"
     return "torchvision" if isinstance(entry, TorchvisionEntry) else "own"
 
 
@@ -82,7 +88,7 @@ def get_model(name: str) -> ModelEntry:
         raise BadArgument(f"a model's name is text such as 'resnet50', not {name!r:.100}")
     if name.startswith(PREFIX):
         return timm_model(name)
-    registry = {**torchvision_models(), **_registered}
+    registry = {**torchvision_models(), **packaged_models(), **_registered}
     quantized = registry[name].task == "quantization" if name in registry else name.startswith("quantized_")
     if quantized and not torch_ao.available():
         near = [name.removeprefix("quantized_")]

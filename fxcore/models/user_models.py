@@ -43,6 +43,7 @@ from fxcore.errors import FxError, summarize
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
+from fxcore.models.packaged_models import packaged_models
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
@@ -219,8 +220,8 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     """
     if not _NAME.fullmatch(name):
         raise BadUserModel("a name is at most 128 letters, digits, '.', '_' and '-', and begins with a letter or digit")
-    if name in torchvision_models():
-        raise BadUserModel("torchvision has a model of this name; take another")
+    if name in torchvision_models() or name in packaged_models():
+        raise BadUserModel("there is a model of this name already; take another")
     if name.startswith(PREFIX):
         raise BadUserModel(f"names that begin with {PREFIX!r} are timm's; take another")
     if model.input not in _INPUTS:

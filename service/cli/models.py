@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
-Source = Literal["torchvision", "timm", "own"]
+Source = Literal["torchvision", "timm", "packaged", "own"]
 Format = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
 _DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid", "layout")

@@ -13,7 +13,7 @@ Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Preprocess = Literal["default", "pil", "fast", "none"]
-Source = Literal["torchvision", "timm", "own"]
+Source = Literal["torchvision", "timm", "packaged", "own"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 
 # Large enough to fill a batch, small enough that one request is decoded while another is computed. A request that the

@@ -33,7 +33,7 @@ export async function showCatalogue(pane) {
   const tasks = h("div", { class: "row" })
   pane.replaceChildren(h("div", { class: "pane-head" }, search, tasks, count), results)
   const whole = await listed("")
-  const options = /** @type {Array<[string, string]>} */ ([["", "All sources"], ["torchvision", "torchvision"], ["own", "Own"]])
+  const options = /** @type {Array<[string, string]>} */ ([["", "All sources"], ["torchvision", "torchvision"], ["packaged", "With weights"], ["own", "Own"]])
   if (whole.timm) options.push(["timm", `timm (${whole.timm.models})`])
   tasks.append(
     select("Task", [["", "All tasks"], ...Object.entries(TASKS)], task, (value) => { task = value; show() }),

@@ -168,6 +168,11 @@ class WeightsSummary(BaseModel):
     url: str | None = Field(examples=["https://download.pytorch.org/models/resnet50-11ad3fa6.pth"])
     metrics: dict[str, Any] = Field(examples=[{"ImageNet-1K": {"acc@1": 80.858, "acc@5": 95.434}}])
     categories: int = Field(description="Number of classes that the weights were trained on.", examples=[1000])
+    category_names: list[str] | None = Field(
+        None,
+        description="With `categories=true`, their names in the order of the model's outputs; null where not known.",
+        examples=[["tench", "goldfish"]],
+    )
     cached: bool = Field(description="Whether the file is in the server's cache.", examples=[True])
     revision: str | None = Field(
         None,

@@ -43,9 +43,9 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 def test_the_readme_has_its_commands() -> None:
-    assert "python3 -m venv .venv && .venv/bin/pip install '.[openvino]' && .venv/bin/fxserve serve" in COMMANDS
+    assert "python3 -m venv .venv && .venv/bin/pip install '.[openvino,trained]' && .venv/bin/fxserve serve" in COMMANDS
     assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest" in COMMANDS
-    assert len(CURLS) == 5
+    assert len(CURLS) == 6
 
 
 @pytest.mark.parametrize("command", CURLS, ids=lambda command: command[-60:])
@@ -53,10 +53,13 @@ def test_curl_lines_work_as_they_stand(command: str, server: Server, tmp_path: P
     done = shell(command.replace("http://127.0.0.1:8000", server.url), tmp_path)
     assert done.returncode in (0, 23), done.stderr  # 23: head has read enough
     if "-o" not in shlex.split(command):
-        assert done.stdout.startswith('{"model":"resnet50"'), done.stdout[:500]
+        if "index(max" in command:
+            assert done.stdout == "285\n"
+        else:
+            assert done.stdout.startswith(('{"model":"resnet50"', '{"model":"efficientnet_lite0"')), done.stdout[:500]
         return
     written = (tmp_path / shlex.split(command)[-1]).read_bytes()
-    if "weights=random" not in command and "features" in command:
+    if "resnet50/features" in command:
         problem = json.loads(written)  # servers in tests have no network
         assert problem["type"] == "/problems/weights-unavailable"
         assert problem["title"] in README

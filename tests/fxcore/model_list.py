@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fxcore import get_model, list_models
 
-ALL = [entry.name for entry in list_models()]
-CLOSED = [entry.name for entry in list_models() if entry.task in ("detection", "optical_flow")]
+ALL = [entry.name for entry in list_models("torchvision")]
+CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
 # One model of each family, small where there is a choice. The values of these are compared always, of the others

@@ -59,7 +59,10 @@ async def list_models(
     ] = None,
     source: Annotated[
         Source | None,
-        Query(description="Only models from this source; `own` are the operator's.", examples=["torchvision"]),
+        Query(
+            description="Only models from this source; `own` are the operator's, `packaged` come with their weights.",
+            examples=["torchvision"],
+        ),
     ] = None,
     q: Annotated[
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
@@ -95,10 +98,16 @@ async def list_models(
     response_model=ModelDetail,
     responses=documented("unknown-model", "unsupported", "invalid-request", *LOOKUP_PROBLEMS),
 )
-async def show_model(state: Shared, model: Model) -> Response:
+async def show_model(
+    state: Shared,
+    model: Model,
+    categories: Annotated[
+        bool, Query(description="Also list the names of the classes of each set of weights.", examples=[True])
+    ] = False,
+) -> Response:
     """Show a model: its weights, and for its default weights the inputs, preprocessing and pyramid levels."""
     entry = await state.model(model)
-    return _json(await state.in_thread(lambda: _detail(entry, state.settings.preprocess)))
+    return _json(await state.in_thread(lambda: _detail(entry, state.settings.preprocess, categories)))
 
 
 @router.get(
@@ -216,9 +225,9 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
-def _detail(entry: ModelEntry, preprocess: str) -> bytes:
+def _detail(entry: ModelEntry, preprocess: str, categories: bool) -> bytes:
     graph = model_graph(entry, entry.structure())
-    weights = {}
+    weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
         info = entry.weights_info(name)
         counted = graph.num_params if name == graph.weights else None
@@ -230,6 +239,8 @@ def _detail(entry: ModelEntry, preprocess: str) -> bytes:
             "cached": info.cached,
             "revision": info.revision,
         }
+        if categories:
+            weights[name]["category_names"] = info.categories or None
     return orjson.dumps(
         {
             "name": entry.name,

@@ -28,11 +28,11 @@ def test_tasks_are_torchvisions_packages() -> None:
         "classification": torchvision.models,
     }
     for task, package in packages.items():
-        assert {e.name for e in list_models() if e.task == task} == set(tv.list_models(module=package)), task
+        assert {e.name for e in list_models("torchvision") if e.task == task} == set(tv.list_models(module=package)), task
 
 
 def test_weights_are_torchvisions() -> None:
-    for entry in list_models():
+    for entry in list_models("torchvision"):
         enum = tv.get_model_weights(entry.name)
         assert entry.weights == tuple(w.name for w in enum)
         assert entry.default_weights == enum.DEFAULT.name

@@ -291,7 +291,7 @@ WRONG = {
         ":Gone cannot be imported: AttributeError",
     ),
     "sixteen": ("builder = 'MODULE:Tiny'\nconcrete_args = { msk = 1 }", "its forward takes pixels, mask, and no 'msk'"),
-    "resnet50": ("builder = 'MODULE:Tiny'", "torchvision has a model of this name"),
+    "resnet50": ("builder = 'MODULE:Tiny'", "there is a model of this name already"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
     "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
 }

@@ -100,7 +100,7 @@ def test_the_help_names_what_extract_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_models_lists_what_torchvision_lists() -> None:
-    result = fxserve("models")
+    result = fxserve("models", "--source", "torchvision")
     assert [row[0] for row in rows(result.stdout, "model")] == list_models()
     resnet50 = next(row for row in rows(result.stdout, "model") if row[0] == "resnet50")
     assert resnet50 == ["resnet50", "classification", "IMAGENET1K_V2", "IMAGENET1K_V1", "25.6 M", "no"]

@@ -11,11 +11,21 @@ from service.schemas.v1 import ExtractorSpec
 
 
 def test_all_models_of_torchvision(client):
-    models = client.get("/v1/models").json()["models"]
+    models = client.get("/v1/models?source=torchvision").json()["models"]
     assert [model["name"] for model in models] == torchvision.models.list_models()
     by_name = {model["name"]: model for model in models}
     assert by_name["resnet50"]["weights"] == ["IMAGENET1K_V1", "IMAGENET1K_V2"]
     assert by_name["resnet50"]["default_weights"] == "IMAGENET1K_V2"
+
+
+def test_names_of_classes(client):
+    meta = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.meta
+    weights = client.get("/v1/models/resnet50?categories=true").json()["weights"]
+    assert weights["IMAGENET1K_V2"]["category_names"] == meta["categories"]
+    assert "category_names" not in client.get("/v1/models/resnet50").json()["weights"]["IMAGENET1K_V2"]
+    weights = client.get("/v1/models/efficientnet_lite0?categories=true").json()["weights"]
+    assert weights["IMAGENET1K"]["category_names"] == meta["categories"]
+    assert weights["IMAGENET1K"]["cached"]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +37,8 @@ def test_all_models_of_torchvision(client):
         ("q=nothing-like-it", set()),
         ("source=torchvision&q=resnet18", {"resnet18", "quantized_resnet18"}),
         ("source=own", set()),
+        ("source=packaged&q=lite0", {"efficientnet_lite0"}),
+        ("q=efficientnet_lite0", {"efficientnet_lite0"}),
     ],
 )
 def test_models_by_task_and_name(client, query, expected):
