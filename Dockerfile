@@ -7,7 +7,7 @@ COPY pyproject.toml .
 # https://download.pytorch.org/whl/cpu has torch without CUDA, several GB smaller. torchvision must come from there too.
 ARG TORCH_INDEX=
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-extra = p['optional-dependencies']; print(*p['dependencies'], *extra['openvino'], *extra['otel'], sep='\n')" \
+extra = p['optional-dependencies']; print(*p['dependencies'], *extra['openvino'], *extra['otel'], *extra['trained'], sep='\n')" \
       > requirements.txt \
  && grep -E '^torch(vision)?\b' requirements.txt > torch.txt \
  && /opt/fxserve/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt \
