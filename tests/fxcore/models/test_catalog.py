@@ -27,8 +27,9 @@ def test_tasks_are_torchvisions_packages() -> None:
         "optical_flow": tv.optical_flow,
         "classification": torchvision.models,
     }
+    entries = list_models("torchvision")
     for task, package in packages.items():
-        assert {e.name for e in list_models("torchvision") if e.task == task} == set(tv.list_models(module=package)), task
+        assert {e.name for e in entries if e.task == task} == set(tv.list_models(module=package)), task
 
 
 def test_weights_are_torchvisions() -> None:
