@@ -39,6 +39,7 @@ from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
 from service.engine.requests.plan import Inputs
+from service.engine.tasks import background
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
 from service.schemas.spec_text import spec_of_text
@@ -135,7 +136,7 @@ class Engine:
         self._worker.start()
         self._decoders.start()
         await self.extractors.start()
-        self._preloading = asyncio.create_task(self._preload())
+        self._preloading = background(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
         """The context that a request runs in until its response is sent.

@@ -40,6 +40,7 @@ from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import BackendRefused, EngineError, NotReady, is_shortage, shortage
 from service.engine.record import ExtractorRecord
+from service.engine.tasks import background
 from service.garbage import tidy
 from service.settings import Settings
 
@@ -187,7 +188,7 @@ class Upgrades:
 
     def _begin(self, record: ExtractorRecord, check: Coroutine[Any, Any, Candidate]) -> None:
         """Start a measurement of ``record`` in the background."""
-        record.check = asyncio.create_task(check)
+        record.check = background(check)
         self._checks.add(record.check)
         record.check.add_done_callback(self._checks.discard)
 
@@ -262,7 +263,7 @@ class Upgrades:
         is deleted or unloaded."""
         if record.upgrade is None and record.extractor is not None and (faster := self._faster(record)):
             self._lowered.add(record)
-            record.upgrade = asyncio.create_task(self._improve(record, record.extractor, faster))
+            record.upgrade = background(self._improve(record, record.extractor, faster))
         return record.upgrade
 
     def _faster(self, record: ExtractorRecord) -> Sequence[Backend]:

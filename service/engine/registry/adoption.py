@@ -11,6 +11,7 @@ from service.engine.record import ExtractorRecord
 from service.engine.registry.records import Records
 from service.engine.registry.sharing import Sharing
 from service.engine.registry.store import Stored
+from service.engine.tasks import background
 from service.schemas.v1 import ExtractorSpec
 
 
@@ -60,7 +61,7 @@ class Adoption:
         """The record of ``stored``; concurrent callers share one."""
         running = self._running.get(stored.id)
         if running is None:
-            running = self._running[stored.id] = asyncio.create_task(self._known(stored))
+            running = self._running[stored.id] = background(self._known(stored))
             running.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(running)
 

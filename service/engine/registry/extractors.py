@@ -36,6 +36,7 @@ from service.engine.registry.store import Store, Stored, is_id
 from service.engine.registry.store_health import StoreHealth
 from service.engine.registry.watching import Known, Watcher
 from service.engine.registry.weights import ModelStore
+from service.engine.tasks import background
 from service.garbage import tidy
 from service.observability.metrics import Metrics
 from service.schemas.v1 import ExtractorSpec
@@ -260,7 +261,7 @@ class Extractors:
         if record.run is None and record.build is None:
             record.state = "building"
             record.problem = None
-            record.build = asyncio.create_task(
+            record.build = background(
                 build_record(record, self._models, self._upgrades, self._pool, self.eviction.make_room)
             )
 

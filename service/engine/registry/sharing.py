@@ -15,6 +15,7 @@ from service.engine.record import ExtractorRecord
 from service.engine.registry.objects import DamagedObject, StoreError
 from service.engine.registry.store import Store, Stored
 from service.engine.registry.store_health import StoreHealth
+from service.engine.tasks import background
 
 log = logging.getLogger("fxserve.store")
 
@@ -87,7 +88,7 @@ class Sharing:
         while True:
             search = self._searches.get(id_or_name)
             if search is None:
-                search = self._searches[id_or_name] = _Search(asyncio.create_task(self._find(id_or_name)))
+                search = self._searches[id_or_name] = _Search(background(self._find(id_or_name)))
             found = await asyncio.shield(search.task)
             if found is not None or search.began >= asked:
                 return found
@@ -217,7 +218,7 @@ class Sharing:
         A thread cannot be cancelled: after a timeout it goes on, and :meth:`delete` waits for it.
         """
         fields = record.id, record.spec, record.weights, record.return_nodes, record.fingerprint
-        save = asyncio.create_task(in_pool(self._pool, self._store.put, *fields))
+        save = background(in_pool(self._pool, self._store.put, *fields))
         saves = self._saves.setdefault(record.id, set())
         saves.add(save)
 

@@ -15,6 +15,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.device.threads import in_pool
 from service.engine.record import PRECISIONS, ModelKey
+from service.engine.tasks import background
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ModelStore:
         """
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = asyncio.create_task(self._load(entry, key))
+            load = self._loads[key] = background(self._load(entry, key))
         try:
             return await asyncio.shield(load)
         except BaseException:
