@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -97,14 +97,20 @@ class Job:
         """The rows of the response that the rows ``rows`` of the input become."""
         return rows if self.regions is None else self.regions.of(rows)
 
-    def deliver(self, rows: range, outputs: dict[str, Tensor]) -> None:
-        """Take the outputs (on the CPU) of some rows, ``[len(output_rows(rows)), ...]``. The last delivery completes
-        the response; :func:`announce` then wakes the caller."""
+    def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
+        """Take the outputs of some rows. The last delivery completes the response; :func:`announce` then wakes the
+        caller.
+
+        Args:
+            rows: their indices.
+            outputs: by key ``[len(output_rows(rows)), ...]``, on the CPU.
+            borrowed: keys of outputs whose memory is overwritten after this call.
+        """
         if self._settled.is_set():
             return
         for key, values in outputs.items():
             if len(rows) == self.rows:
-                self._outputs[key] = self._own(values)
+                self._outputs[key] = copied(values) if key in borrowed else self._own(values)
                 continue
             if key not in self._outputs:
                 many = self.rows if self.regions is None else self.regions.count

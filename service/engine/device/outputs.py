@@ -30,6 +30,20 @@ class OutputRows(NamedTuple):
     values: Tensor
 
 
+class Finished(NamedTuple):
+    """What a batch gives the items with equal options.
+
+    Attributes:
+        items: those items, in order.
+        outputs: by key, ``[rows, ...]`` of these items, on the CPU.
+        borrowed: keys of outputs in memory that the next batch overwrites.
+    """
+
+    items: Sequence[Item]
+    outputs: dict[str, Tensor]
+    borrowed: frozenset[str]
+
+
 def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
     """Items grouped by their options, with the batch rows of each group (None: all, in order)."""
     groups: dict[FeatureOptions, tuple[list[Item], list[int]]] = {}

@@ -52,6 +52,11 @@ class Staging:
             for place, tensors in enumerate(zip(*parts, strict=True))
         )
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the reused memory, so that the next batch overwrites it."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(memory.untyped_storage().data_ptr() == address for memory in self._memory.values())
+
     def _ready(self, place: int, rows: Tensor, decoder: Decoder, dtype: torch.dtype) -> Tensor:
         if rows.dtype == torch.uint8:
             out = None
@@ -96,10 +101,8 @@ class Staging:
             return known
         count = shape.numel()
         memory = self._memory.get((place, dtype))
-        if memory is None or memory.numel() <= count:
-            # One element more than a batch fills: a job copies what is not all of its memory, so a response that is the
-            # model's input is not overwritten by the next batch.
-            memory = torch.empty(count + 1, dtype=dtype, pin_memory=self._device.type == "cuda")
+        if memory is None or memory.numel() < count:
+            memory = torch.empty(count, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = memory
             self._views.clear()  # some are of the smaller memory that this replaces
         if len(self._views) >= _CACHED_VIEWS:

@@ -11,19 +11,19 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fxcore.backends import Lowered
 from fxcore.errors import summarize
 from service.engine.device.job import Item, announce
-from service.engine.device.outputs import OutputRows, by_options, deliveries, finish, split_rows
+from service.engine.device.outputs import Finished, OutputRows, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_on
 from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
+from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.rows import by_image, row_layout
 from service.observability.metrics import Metrics
@@ -156,7 +156,7 @@ class DeviceWorker:
         if not items:
             return
         error: BaseException | None = None
-        finished: list[tuple[list[Item], dict[str, Tensor]]] = []
+        finished: list[Finished] = []
         try:
             finished = self._compute(items)
         except _DEVICE_LOST as lost:
@@ -169,8 +169,8 @@ class DeviceWorker:
             error = raised.with_traceback(None)
         if error is None:
             # Outside the try: once a row is delivered, its batch must not be computed again.
-            for group, outputs in finished:
-                _deliver(group, outputs)
+            for group in finished:
+                _deliver(group)
             if finished:
                 self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
             return
@@ -211,8 +211,8 @@ class DeviceWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, items: Sequence[Item]) -> list[tuple[list[Item], dict[str, Tensor]]]:
-        """Run a batch through its extractor. Returns its items in groups of equal options, each with its outputs."""
+    def _compute(self, items: Sequence[Item]) -> list[Finished]:
+        """Run a batch through its extractor; the outputs of its items in groups of equal options."""
         started = time.monotonic()
         record = items[0].job.record
         run = record.run  # read once: a backend is swapped in between batches
@@ -220,12 +220,18 @@ class DeviceWorker:
             return []
         with torch.inference_mode():
             values = self._forward(record, run, items)
-            finished = [(group, finish(values, options, group, rows)) for options, group, rows in by_options(items)]
+            finished = [self._finished(values, *group) for group in by_options(items)]
             del values
         spent = time.monotonic() - started
         for job in {item.job for item in items}:
             job.computed += spent
         return finished
+
+    def _finished(
+        self, values: Sequence[OutputRows], options: FeatureOptions, items: list[Item], rows: list[int] | None
+    ) -> Finished:
+        outputs = finish(values, options, items, rows)
+        return Finished(items, outputs, frozenset(key for key, one in outputs.items() if self._staging.owns(one)))
 
     def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
         """The outputs of ``run`` for a batch."""
@@ -238,15 +244,12 @@ class DeviceWorker:
         ]
 
 
-def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
-    """Deliver to the jobs of ``items`` their rows of ``outputs``.
-
-    A delivery that fails, fails its own job only.
-    """
-    parts = deliveries(items)
+def _deliver(finished: Finished) -> None:
+    """Deliver to the jobs their rows of the outputs. A delivery that fails, fails its own job only."""
+    parts = deliveries(finished.items)
     try:
         counts = [len(job.output_rows(rows)) for job, rows in parts]
-        pieces = {key: split_rows(values, counts) for key, values in outputs.items()}
+        pieces = {key: split_rows(values, counts) for key, values in finished.outputs.items()}
     except Exception as error:
         log.exception("the outputs of a batch could not be delivered")
         for job, _ in parts:
@@ -254,7 +257,7 @@ def _deliver(items: Sequence[Item], outputs: Mapping[str, Tensor]) -> None:
         return
     for place, (job, rows) in enumerate(parts):
         try:
-            job.deliver(rows, {key: piece[place] for key, piece in pieces.items()})
+            job.deliver(rows, {key: piece[place] for key, piece in pieces.items()}, finished.borrowed)
         except Exception as error:
             job.fail(_error_for(error, is_out_of_memory(error)))
     announce([job for job, _ in parts])

@@ -55,6 +55,16 @@ def test_memory_is_taken_once() -> None:
     assert len(places) == 1
 
 
+def test_what_lies_in_reused_memory_is_known() -> None:
+    staging = Staging(CPU)
+    given = parts([2, 2], (3, 8, 8), True)
+    (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+    assert all(map(staging.owns, (batch, batch[1:], batch.permute(0, 2, 3, 1))))
+    assert not any(map(staging.owns, (given[0], batch + 1, batch.clone()[:1])))
+    (alone,) = staging.inputs([(given[0],)], DECODER, FLOAT)
+    assert not staging.owns(alone)
+
+
 def test_batches_of_all_kinds_in_turn() -> None:
     """One staging's memory: larger ones and smaller, in both formats, several dtypes, and images that become floats."""
     staging = Staging(CPU)
