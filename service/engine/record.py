@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec
 from service.byte_cache import ByteCache
 from service.engine.candidate import Candidate
+from service.engine.errors import EngineError
 from service.engine.options import FeatureOptions
 from service.engine.rows import ResponseSize, RowShape, RowSize
 from service.engine.transformation import Transformed
@@ -33,6 +35,9 @@ State = Literal["building", "ready", "failed"]
 ModelKey = tuple[str, str, str]
 """Model, canonical weights and precision: extractors with the same key share their loaded weights."""
 
+
+MAX_RETRY_SECONDS = 60.0
+"""Maximum time between two attempts to build an extractor whose build fails."""
 
 SIZES_BYTES = 512 * 1024
 """Most bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
@@ -62,7 +67,9 @@ class ExtractorRecord:
         return_nodes: key → node, resolved, in the order asked for.
         preprocessing: turns images into its inputs.
         state: ``building``, ``ready`` or ``failed``.
-        problem: why, when it failed.
+        problem: why, when it failed; raise :attr:`failure` instead.
+        failures: how many builds in a row have failed.
+        retry_at: when a failed build may be tried again, on the clock of ``time.monotonic()``.
         extractor: the built module; None until then and after eviction. The next request builds it again; ``outputs``
             and the rest stay.
         outputs: what it returns, in the order asked for; known once it was built.
@@ -98,6 +105,8 @@ class ExtractorRecord:
     preprocessing: Preprocessing
     state: State = "building"
     problem: FxError | None = None
+    failures: int = 0
+    retry_at: float = 0.0
     extractor: Extractor | None = None
     outputs: list[OutputInfo] = field(default_factory=list)
     backend: str = "eager"
@@ -151,6 +160,21 @@ class ExtractorRecord:
     def pinned_or_active(self) -> bool:
         """Whether it must stay in memory now."""
         return self.pinned or self.active
+
+    def fail(self, problem: FxError) -> None:
+        """Record that its build failed, and back off: after 1 s it may be tried again, after twice as long each time
+        that it fails again, up to :data:`MAX_RETRY_SECONDS`."""
+        self.state, self.problem = "failed", problem
+        self.retry_at = time.monotonic() + min(2.0**self.failures, MAX_RETRY_SECONDS)
+        self.failures += 1
+
+    @property
+    def failure(self) -> FxError | None:
+        """A copy of ``problem`` to raise; one that may pass says when the build may be tried again."""
+        failure = copy(self.problem)
+        if isinstance(failure, EngineError) and failure.retry_after is not None:
+            failure.retry_after = max(0.0, self.retry_at - time.monotonic())
+        return failure
 
     def storages(self) -> dict[int, int]:
         """Bytes that its backend holds beside the model's weights, by address."""

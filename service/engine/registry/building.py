@@ -63,15 +63,16 @@ async def build(
         record.outputs = extractor.outputs
         record.extractor = extractor
         await upgrades.first(record, extractor, original, pool)
-        record.state = "ready"
+        record.state, record.failures = "ready", 0
     except FxError as problem:
-        record.state, record.problem = "failed", _kept(problem)
+        record.fail(_kept(problem))
     except Exception as error:
         log.exception("building extractor %s over %s failed", record.id, record.spec.model)
-        record.state = "failed"
-        record.problem = ExtractorFailed(
-            f"extractor {record.id} over {record.spec.model} could not be built: {summarize(error)}",
-            problem={"error": summarize(error)},
+        record.fail(
+            ExtractorFailed(
+                f"extractor {record.id} over {record.spec.model} could not be built: {summarize(error)}",
+                problem={"error": summarize(error)},
+            )
         )
     finally:
         if record.state == "failed":

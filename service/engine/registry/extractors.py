@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from copy import copy
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -257,8 +257,9 @@ class Extractors:
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
 
     def ensure(self, record: ExtractorRecord) -> None:
-        """Start building ``record`` unless it is built or being built. A failed build is tried again."""
-        if record.run is None and record.build is None:
+        """Start building ``record`` unless it is built, being built, or failed just now: a failed build is tried again
+        once its back-off is over."""
+        if record.run is None and record.build is None and record.retry_at <= time.monotonic():
             record.state = "building"
             record.problem = None
             record.build = background(
@@ -266,17 +267,16 @@ class Extractors:
             )
 
     async def load(self, record: ExtractorRecord) -> ExtractorRecord:
-        """Wait until ``record`` is built and in memory, building it again if it was evicted.
+        """Wait until ``record`` is built and in memory, building it again if it was evicted or failed.
 
         Raises:
             FxError: the error of its build.
         """
-        if record.state != "failed" or isinstance(record.problem, NotReady):
-            self.ensure(record)
+        self.ensure(record)
         if record.build is not None:
             await asyncio.wait({record.build})
-        if record.problem is not None:
-            raise copy(record.problem)
+        if (failure := record.failure) is not None:
+            raise failure
         return record
 
     async def delete(self, id_or_name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from copy import copy
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -188,8 +187,8 @@ async def create_extractor(
 ) -> Response:
     """Create an extractor: a model pruned to what the chosen nodes need."""
     record, created = await state.engine.extractor(spec, wait, keep=True)
-    if record.problem is not None:
-        raise copy(record.problem)
+    if (failure := record.failure) is not None:
+        raise failure
     if record.check is not None and wait > 0:
         await asyncio.wait({record.check}, timeout=min(wait, CHECK_SECONDS))
     status = 202 if record.state == "building" else 201 if created else 200

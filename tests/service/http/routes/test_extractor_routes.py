@@ -42,6 +42,7 @@ def test_make_show_list_and_delete(client, name):
             "bytes_per_image": 512 * 7 * 7 * 4,
             "rows_per_image": 1,
             "tokens": None,
+            "prefix": {"count": 0, "class_token": False},
             "attention": None,
         },
         {
@@ -54,6 +55,7 @@ def test_make_show_list_and_delete(client, name):
             "bytes_per_image": 256 * 14 * 14 * 4,
             "rows_per_image": 1,
             "tokens": None,
+            "prefix": {"count": 0, "class_token": False},
             "attention": None,
         },
     ]
