@@ -123,8 +123,10 @@ class Queue:
             return sum(map(len, self._queues.values()))
 
     def _next(self) -> list[Item] | BackgroundTask | None:
-        if self._tasks and self._tasks[0].latest < time.monotonic():
-            return self._tasks.popleft()
+        task = min(self._tasks, key=lambda task: task.latest, default=None)
+        if task is not None and task.latest < time.monotonic():
+            self._tasks.remove(task)
+            return task
         while self._queues:
             key = min(self._queues, key=lambda key: self._queues[key][0].since)
             batch: list[Item] = []

@@ -11,6 +11,7 @@ import torch
 
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.device.job import Item, Job
+from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.errors import NotReady, OutOfMemory
 from service.engine.requests.sizes import row_size
 from tests.decoding import decoded
@@ -141,6 +142,19 @@ async def test_out_of_memory_errors_have_several_forms(engine: MakeEngine, error
         lost.fail(error)
         with pytest.raises(OutOfMemory):
             await asyncio.wait_for(lost.result(), PATIENCE)
+
+
+async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+    queue = Queue(1, 1)
+    queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+    queue.run_idle(lambda: "patient", max_wait=PATIENCE)
+    overdue = queue.run_idle(lambda: "overdue", max_wait=-1.0)
+    work = queue.take()
+    assert isinstance(work, BackgroundTask)
+    assert work.future is overdue
+    assert isinstance(queue.take(), list)
 
 
 async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
