@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from service.engine.device.worker import DeviceWorker
 from service.engine.errors import Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
-from service.engine.record import ExtractorRecord
+from service.engine.record import ExtractorRecord, retry_seconds
 from service.engine.regions import Boxes
 from service.engine.registry.extractors import Extractors
 from service.engine.registry.own_models import register_models, warn_unknown_models
@@ -72,7 +73,8 @@ class Engine:
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
-        preload_failed: whether an extractor of the settings could not be preloaded; :meth:`readiness` says why.
+        preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
+            why.
     """
 
     def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
@@ -328,24 +330,34 @@ class Engine:
             raise Draining()
 
     async def _preload(self) -> None:
-        """Build the extractors in the settings, pin them, and run one request of zeros through each."""
-        try:
-            for text in self.settings.preload:
-                self._preload_trouble = f"preloading {text}"
-                record = await self.extractors.preload(spec_of_text(text))
-                if record is None:
-                    log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
-                    continue
-                record.pinned = True
-                await self.extractors.load(record)
-                if self.settings.lowering:
-                    await self.settle(record)  # ready means at full speed
-                shapes = zip(record.inputs, record.usual_shapes(), strict=True)
-                await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})
-        except Exception as error:
-            wrong = isinstance(error, FxError | ValueError)  # else it is a bug, and its traceback is wanted
-            log.error("%s failed: %s", self._preload_trouble, error, exc_info=None if wrong else error)
-            self._preload_trouble = f"{self._preload_trouble} failed: {error if wrong else summarize(error)}"
-            self.preload_failed = True
-        else:
-            self._preload_trouble = None
+        """Preload the extractors in the settings; one that fails is tried again until it succeeds, since what it lacks
+        may come: weights that a hub could not serve, a file, memory."""
+        for text in self.settings.preload:
+            self._preload_trouble = f"preloading {text}"
+            for attempt in count():
+                try:
+                    await self._preload_one(text)
+                    break
+                except Exception as error:
+                    wrong = isinstance(error, FxError | ValueError)  # else it is a bug, and its traceback is wanted
+                    self._preload_trouble = f"preloading {text} failed: {error if wrong else summarize(error)}"
+                    self.preload_failed = True
+                    seconds = retry_seconds(attempt)
+                    exc_info = None if wrong or attempt else error
+                    log.error("%s; it is tried again in %.0f s", self._preload_trouble, seconds, exc_info=exc_info)
+                    await asyncio.sleep(seconds)
+            self.preload_failed = False
+        self._preload_trouble = None
+
+    async def _preload_one(self, text: str) -> None:
+        """Build the extractor that ``text`` describes, pin it, and run one request of zeros through it."""
+        record = await self.extractors.preload(spec_of_text(text))
+        if record is None:
+            log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
+            return
+        record.pinned = True
+        await self.extractors.load(record)
+        if self.settings.lowering:
+            await self.settle(record)  # ready means at full speed
+        shapes = zip(record.inputs, record.usual_shapes(), strict=True)
+        await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})

@@ -46,6 +46,12 @@ OUTPUT_BYTES = 512
 """Bytes of the Python objects for the name, shape and dtype of one output."""
 
 
+def retry_seconds(failures: int) -> float:
+    """How long to wait before trying again what failed, after ``failures`` earlier failures in a row: 1 s, and twice as
+    long each time, up to :data:`MAX_RETRY_SECONDS`."""
+    return min(2.0 ** min(failures, 16), MAX_RETRY_SECONDS)
+
+
 def _kept_sizes() -> ByteCache[Any, Any]:
     return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
 
@@ -162,10 +168,9 @@ class ExtractorRecord:
         return self.pinned or self.active
 
     def fail(self, problem: FxError) -> None:
-        """Record that its build failed, and back off: after 1 s it may be tried again, after twice as long each time
-        that it fails again, up to :data:`MAX_RETRY_SECONDS`."""
+        """Record that its build failed; it may be tried again after :func:`retry_seconds`."""
         self.state, self.problem = "failed", problem
-        self.retry_at = time.monotonic() + min(2.0**self.failures, MAX_RETRY_SECONDS)
+        self.retry_at = time.monotonic() + retry_seconds(self.failures)
         self.failures += 1
 
     @property

@@ -258,6 +258,15 @@ async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: 
         assert running.preload_failed
 
 
+async def test_a_preload_that_failed_is_tried_again(engine: MakeEngine, tmp_path: Path) -> None:
+    async with engine(preload="mobilenet_v3_small@file:mine.pth:C4", weights_dir=tmp_path) as running:
+        await until(lambda: running.preload_failed)
+        torch.save(get_model("mobilenet_v3_small").builder(weights=None).state_dict(), tmp_path / "mine.pth")
+        await until(lambda: running.readiness()[0])
+        assert not running.preload_failed
+        assert [(record.state, record.pinned) for record in running.records.list()] == [("ready", True)]
+
+
 async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def defect(*asked: object) -> None:
         raise LookupError("nobody thought of this")
