@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import warnings
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from fxcore.analysis.verify import verify
 from fxcore.exports.captured import Captured
 from fxcore.exports.program import exported, rows_of
 from fxcore.exports.subject import CannotExport
+from fxcore.quiet import quiet
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
@@ -24,8 +24,7 @@ def export_onnx(extractor: Captured) -> bytes:
         CannotExport: onnxruntime's outputs differ from the extractor's.
     """
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         program = torch.onnx.export(
             exported(extractor.module, extractor.inputs),
             input_names=extractor.input_names,

@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import os
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from fxcore.images.preprocessing import Preprocessing
 from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
+from fxcore.quiet import quiet
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 
@@ -281,11 +281,3 @@ def weightless() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
         nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence warnings of builders about default arguments."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -23,9 +23,10 @@ from torch import nn
 from fxcore.copies import narrowed
 from fxcore.errors import UnknownModel, Unsupported
 from fxcore.images.timm_preprocessing import TimmPreprocessing
-from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, quiet
+from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo
 from fxcore.models.hub import HubWeights
 from fxcore.models.state_dicts import damaged, misfit
+from fxcore.quiet import quiet
 
 PREFIX = "timm."
 """What the names of timm's models begin with."""

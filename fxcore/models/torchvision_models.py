@@ -21,8 +21,9 @@ from fxcore.images.preprocessing import (
     Preprocessing,
     VideoPreprocessing,
 )
-from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, quiet, weightless
+from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, weightless
 from fxcore.models.state_dicts import misfit, read_cached
+from fxcore.quiet import quiet
 
 _SUBMODULE_TASKS: dict[str, Task] = {
     "quantization": "quantization",
