@@ -40,18 +40,25 @@ def quiet() -> Iterator[None]:
     global _quiet_threads
     with _LOCK:
         _quiet_threads += 1
-        if _FILTER not in warnings.filters:  # ``catch_warnings`` elsewhere may have taken it out
-            warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
+        if _FILTER not in _filters():  # ``catch_warnings`` elsewhere may have taken it out
+            _filters().insert(0, _FILTER)
     _MESSAGE.depth += 1
-    _MESSAGE.match = _ANY  # type: ignore[assignment]
+    _MESSAGE.match = _ANY
     try:
         yield
     finally:
         _MESSAGE.depth -= 1
         if not _MESSAGE.depth:
-            _MESSAGE.match = _NONE  # type: ignore[assignment]
+            _MESSAGE.match = _NONE
         with _LOCK:
             _quiet_threads -= 1
             if not _quiet_threads:
-                while _FILTER in warnings.filters:
-                    warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
+                with contextlib.suppress(ValueError):  # it is not there any more
+                    while True:
+                        _filters().remove(_FILTER)
+
+
+def _filters() -> list[Any]:
+    """The list that ``warnings`` goes through; ``catch_warnings`` replaces it."""
+    filters: Any = warnings.filters
+    return filters  # type: ignore[no-any-return]

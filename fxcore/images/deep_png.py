@@ -6,12 +6,13 @@ grey; so it decodes them a second time, to the lower ones.
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
-import PIL.Image
 from numpy.typing import NDArray
+
+from fxcore.images.opening import opened
+from fxcore.quiet import quiet
 
 _SIGNATURE = b"\x89PNG"
 _DEPTH_AT, _COLOR_AT = 24, 25
@@ -47,7 +48,7 @@ def decode(data: bytes) -> NDArray[np.uint16]:
 
 def _pixels(data: bytes, raw_mode: str | None = None) -> NDArray[Any]:
     """Pillow's pixels, with its raw mode changed to ``raw_mode``."""
-    with PIL.Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+    with opened(data, ["PNG"]) as image, quiet():
         if raw_mode is not None:
             image.tile = [(*tile[:3], raw_mode) for tile in image.tile]  # type: ignore[misc]
         return np.asarray(image)

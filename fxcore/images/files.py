@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 import struct
-import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +17,9 @@ from fxcore.images import avif
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped
 from fxcore.images.kinds import described
+from fxcore.images.opening import opened, over_limit
 from fxcore.images.orientation import orientation
+from fxcore.quiet import quiet
 
 _HAS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", *(["AVIF"] if _HAS_AVIF else []))
@@ -70,13 +70,6 @@ _BITS = 16
 _TIFF_BITS = 258
 _JPEG_COEFFICIENT_BYTES = 2
 """Bytes per component of a pixel that libjpeg holds for files with more than one scan."""
-
-# The caller limits the size by the header; PIL's own limit would be a second one.
-PIL.Image.MAX_IMAGE_PIXELS = None
-
-# Palettes with transparency and odd EXIF are converted without warnings. Filtered once for the process:
-# ``catch_warnings`` is not thread-safe, and its list of filters would grow with every image.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 
 class Opened(NamedTuple):
@@ -206,14 +199,21 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     image, turn, _ = open_within_limit(data, max_pixels)
     format = image.format or "image"
     try:
-        image.load()
-        if image.mode.startswith("I") and (bits := _bits(image)) <= _BITS:  # PIL would clip grey levels at 255
-            image = PIL.Image.fromarray((np.asarray(image).clip(0, 2**bits - 1) >> (bits - 8)).astype(np.uint8))
-        if image.mode != "RGB":  # else it would be copied
-            image = image.convert("RGB")
-        return image.transpose(_TURNS[turn]) if turn in _TURNS else image
+        with quiet():  # palettes with transparency, and damage that Pillow tolerates
+            return _rgb(image, turn)
+    except PIL.Image.DecompressionBombError as error:
+        raise over_limit(error) from error
     except Exception as error:  # decoders fail in as many ways as there are damaged files
         raise damaged(format, error) from error
+
+
+def _rgb(image: PIL.Image.Image, turn: int) -> PIL.Image.Image:
+    image.load()
+    if image.mode.startswith("I") and (bits := _bits(image)) <= _BITS:  # PIL would clip grey levels at 255
+        image = PIL.Image.fromarray((np.asarray(image).clip(0, 2**bits - 1) >> (bits - 8)).astype(np.uint8))
+    if image.mode != "RGB":  # else it would be copied
+        image = image.convert("RGB")
+    return image.transpose(_TURNS[turn]) if turn in _TURNS else image
 
 
 def damaged(format: str, error: Exception) -> BadImage:
@@ -231,7 +231,9 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
         raise BadImage("the image is empty (0 bytes)")
     pixels, turn = stripped(data)
     try:
-        image = PIL.Image.open(io.BytesIO(pixels), formats=FORMATS)
+        image = opened(pixels, FORMATS)
+    except PIL.Image.DecompressionBombError as error:
+        raise over_limit(error) from error
     except Exception as error:
         raise _unknown(data) from error
     _check_pixels(image.height, image.width, max_pixels)

@@ -6,12 +6,13 @@ numbers of the first frame here, and its colours and place are applied as torchv
 
 from __future__ import annotations
 
-import io
 import struct
 
 import numpy as np
-import PIL.Image
 from numpy.typing import NDArray
+
+from fxcore.images.opening import opened
+from fxcore.quiet import quiet
 
 SIGNATURES = (b"GIF87a", b"GIF89a")
 _HEADER = struct.Struct("<6sHHBBB")
@@ -76,5 +77,5 @@ def _numbers(packed: bytes, width: int, height: int, interlaced: int) -> NDArray
     """Decode colour numbers, ``[height, width]``, as the grey levels of a file whose colour table is a ramp."""
     ramp = _HEADER.pack(SIGNATURES[1], width, height, 0xF7, 0, 0) + _NUMBERS.tobytes()
     file = ramp + _IMAGE.pack(_IMAGE_START, 0, 0, width, height, interlaced) + packed
-    with PIL.Image.open(io.BytesIO(file), formats=["GIF"]) as image:
+    with opened(file, ["GIF"]) as image, quiet():
         return np.asarray(image.convert("L"))

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
 from typing import TypeVar
 
+import PIL.Image
 import torch
 
 from fxcore.errors import FxError, summarize
@@ -124,6 +125,7 @@ class Engine:
 
         The operator's own models are in the catalog then.
         """
+        PIL.Image.MAX_IMAGE_PIXELS = None  # of this process; FXSERVE_MAX_PIXELS is the limit
         use_one_heap()
         collect_rarely()
         if self.device.type == "cuda":

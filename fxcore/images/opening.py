@@ -1,0 +1,54 @@
+"""Open files by Pillow, without its limit of pixels and its warnings, which are the host process's to set."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Sequence
+
+import PIL.Image
+from PIL.ImageFile import ImageFile
+
+from fxcore.errors import ImageTooLarge
+from fxcore.quiet import quiet
+
+_OTHER_FORMAT = (SyntaxError, IndexError, TypeError, struct.error)
+"""What Pillow's classes raise for a file that is not theirs."""
+
+_PREFIX = 16
+"""First bytes of a file that Pillow recognises formats by."""
+
+
+def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
+    """Open an image as ``PIL.Image.open`` does, but whatever ``PIL.Image.MAX_IMAGE_PIXELS`` is.
+
+    The caller limits the size by the header. Pillow's classes for GIF, TIFF and WebP check Pillow's limit themselves,
+    at opening or loading, and raise ``PIL.Image.DecompressionBombError`` over twice of it: see :func:`over_limit`.
+
+    Raises:
+        PIL.UnidentifiedImageError: it has none of ``formats``.
+        Exception: it is damaged.
+    """
+    with quiet():
+        for format in formats:
+            if format not in PIL.Image.OPEN:
+                PIL.Image.init()
+            factory, accept = PIL.Image.OPEN[format]
+            accepted = accept is None or accept(data[:_PREFIX])
+            if not accepted or isinstance(accepted, str):  # a reason
+                continue
+            try:
+                return factory(io.BytesIO(data), "")
+            except _OTHER_FORMAT:
+                continue
+    raise PIL.UnidentifiedImageError(f"not a file of the formats {', '.join(formats)}")
+
+
+def over_limit(error: PIL.Image.DecompressionBombError) -> ImageTooLarge:
+    """The error for a file that one of Pillow's own classes refuses for its size."""
+    limit = 2 * (PIL.Image.MAX_IMAGE_PIXELS or 0)
+    return ImageTooLarge(
+        f"Pillow opens GIF, TIFF and WebP files of at most {limit} pixels; PIL.Image.MAX_IMAGE_PIXELS = None lifts "
+        f"its limit ({error})",
+        limit=limit,
+    )
