@@ -36,7 +36,7 @@ from service.engine.registry.own_models import register_models, warn_unknown_mod
 from service.engine.registry.records import Records
 from service.engine.registry.store import Store
 from service.engine.registry.weights import ModelStore
-from service.engine.requests.admission import Admission, Reservation
+from service.engine.requests.admission import SERVICE, Admission, Reservation
 from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
@@ -297,7 +297,8 @@ class Engine:
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now. Waiting for a
                 build, or for a turn, is for the caller to end.
             boxes: what ``pool=roi`` pools, of images.
-            reservation: the bytes that the request holds already; those of its response are added until it is sent.
+            reservation: the request's client, and the bytes that it holds already; those of its response are added
+                until it is sent. None for a request of the service itself.
 
         Raises:
             BadImage, BadBox, ImageTooLarge, BadTensor: for the first such image, with its ``index`` in ``extra``.
@@ -313,7 +314,8 @@ class Engine:
             raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
-        with self.admission.enter(reservation) as ticket, record.in_use(), self._in_flight:
+        client = SERVICE if reservation is None else reservation.client
+        with self.admission.enter(client, reservation) as ticket, record.in_use(), self._in_flight:
             await self.extractors.load(record)
             return await self._pipeline.compute(record, images, boxes, options, deadline, ticket)
 

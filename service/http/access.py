@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import page
-from service.engine.requests.admission import CLIENT
+from service.http.clients import CLIENT
 from service.http.headers import header, headers_of, joined_header
 from service.http.hosts import Hosts, is_own_origin
 from service.http.keys import Key, Keys

@@ -10,6 +10,7 @@ from typing import TypeVar
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Admission, Ticket
+from service.http.clients import CLIENT
 
 Result = TypeVar("Result")
 
@@ -42,7 +43,7 @@ class Lookups:
             AdmissionFull: all places, or this client's share of them, are taken.
             DeadlineExceeded: the block exceeded the time limit.
         """
-        with self._admission.enter() as ticket:
+        with self._admission.enter(CLIENT.get()) as ticket:
             try:
                 async with asyncio.timeout(self._seconds) as limit:
                     yield Place(ticket, self._pool)

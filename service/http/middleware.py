@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fxcore.errors import FxError
 from service.engine.errors import EngineError, is_shortage, shortage
 from service.engine.requests.admission import Admission, Reservation
+from service.http.clients import CLIENT
 from service.http.headers import header
 from service.http.problem_responses import error_response, internal_response
 from service.http.reservations import set_reservation
@@ -206,7 +207,7 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
             await self.app(scope, receive, send)
             return
-        with self.admission.reserve() as reservation:
+        with self.admission.reserve(CLIENT.get()) as reservation:
             set_reservation(scope, reservation)
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):

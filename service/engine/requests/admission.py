@@ -22,14 +22,13 @@ import math
 import time
 from collections import OrderedDict, deque
 from contextlib import suppress
-from contextvars import ContextVar
 from types import TracebackType
 
 from service.engine.errors import AdmissionFull, RequestTooLarge
 from service.engine.requests.returns import Returns
 
-CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""The client of the current request; empty for the service itself."""
+SERVICE = ""
+"""The client of requests that the service makes itself."""
 
 _WINDOW = 10.0
 """Seconds over which the drain rate is measured; only those with requests to work on count."""
@@ -68,42 +67,43 @@ class Admission:
         self._turns = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    def check(self) -> None:
+    def check(self, client: str) -> None:
         """Refuse now what :meth:`enter` would refuse, before its body is read.
 
         Raises:
             AdmissionFull: there is no place.
         """
-        client = CLIENT.get()
         if self.requests >= self.max_requests:
-            raise self._full(f"{self.requests} requests are being worked on, as many as are allowed at a time")
+            raise self._full(client, f"{self.requests} requests are being worked on, as many as are allowed at a time")
         held = self._requests_of.get(client, 0)
         if held >= _SHARE * (self.max_requests - self.requests):
-            raise self._full(f"{held} requests of yours are being worked on, and the places left are for others")
+            raise self._full(
+                client, f"{held} requests of yours are being worked on, and the places left are for others"
+            )
 
-    def enter(self, reservation: Reservation | None = None) -> Ticket:
-        """Admit the current request.
+    def enter(self, client: str, reservation: Reservation | None = None) -> Ticket:
+        """Admit a request.
 
         Args:
+            client: who sent it.
             reservation: what it holds beside it, to which the bytes of its response are added.
 
         Raises:
             AdmissionFull: there is none.
         """
-        self.check()
-        client = CLIENT.get()
+        self.check(client)
         if not self.requests:
             self._busy_since = time.monotonic()
         self.requests += 1
         self._requests_of[client] = self._requests_of.get(client, 0) + 1
         return Ticket(self, client, reservation)
 
-    def reserve(self) -> Reservation:
-        """Count the bytes that the current request holds from its body's first byte to its response's last."""
-        return Reservation(self, CLIENT.get())
+    def reserve(self, client: str) -> Reservation:
+        """Count the bytes that a request of ``client`` holds from its body's first byte to its response's last."""
+        return Reservation(self, client)
 
-    def retry_after(self) -> float:
-        """Seconds until all requests in the server, and the retries before one of the current client, will be done, at
+    def retry_after(self, client: str) -> float:
+        """Seconds until all requests in the server, and the retries before one of ``client``, will be done, at
         the recent drain rate.
 
         So requests that are refused together are retried one after another: if all were retried at once, most would be
@@ -113,7 +113,7 @@ class Admission:
         while self._departures and now - self._departures[0] > _WINDOW:
             self._departures.popleft()
         measured = now - self._departures[0] if len(self._departures) == self._departures.maxlen else min(now, _WINDOW)
-        before = self.requests + self._returns.before(CLIENT.get())
+        before = self.requests + self._returns.before(client)
         # If nothing was done lately, that may go on for as long again.
         seconds = measured * before / len(self._departures) if self._departures else measured
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
@@ -153,9 +153,9 @@ class Admission:
                 return
         self._turns -= 1
 
-    def _full(self, why: str) -> AdmissionFull:
-        seconds = self.retry_after()
-        self._returns.add(CLIENT.get(), time.monotonic() + seconds)
+    def _full(self, client: str, why: str) -> AdmissionFull:
+        seconds = self.retry_after(client)
+        self._returns.add(client, time.monotonic() + seconds)
         return AdmissionFull(f"{why}; try again in {seconds:.0f} s", retry_after=seconds)
 
     def _claim(self, client: str, amount: int, own: int) -> None:
@@ -166,12 +166,15 @@ class Admission:
         held = self._bytes_of.get(client, 0)
         if left < 0:
             raise self._full(
+                client,
                 f"the requests being worked on need {self.bytes:,} bytes, this one {amount:,}, and the limit is "
-                f"{self.max_bytes:,}"
+                f"{self.max_bytes:,}",
             )
         # A client's only request may take all that is free: otherwise the largest would never be admitted.
         if held > own and held + amount > _SHARE * left:
-            raise self._full(f"your requests need {held:,} bytes, this one {amount:,}, and what is left is for others")
+            raise self._full(
+                client, f"your requests need {held:,} bytes, this one {amount:,}, and what is left is for others"
+            )
         self.bytes += amount
         self._bytes_of[client] = held + amount
 
@@ -237,11 +240,16 @@ class Ticket:
 
 class Reservation:
     """The bytes that one request holds, from the first of its body to the last of its response; a context manager that
-    gives them back."""
+    gives them back.
+
+    Attributes:
+        client: who sent the request.
+        bytes: how many it holds.
+    """
 
     def __init__(self, admission: Admission, client: str) -> None:
         self._admission = admission
-        self._client = client
+        self.client = client
         self._ended = False
         self.bytes = 0
 
@@ -251,13 +259,13 @@ class Reservation:
         Raises:
             AdmissionFull, RequestTooLarge: see :meth:`Ticket.claim`.
         """
-        self._admission._claim(self._client, amount, self.bytes)
+        self._admission._claim(self.client, amount, self.bytes)
         self.bytes += amount
 
     def transfer(self, amount: int) -> None:
         """Keep bytes that are claimed already until the request ends."""
         if self._ended:
-            self._admission._release(self._client, amount)
+            self._admission._release(self.client, amount)
         else:
             self.bytes += amount
 
@@ -268,7 +276,7 @@ class Reservation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
-        self._admission._release(self._client, self.bytes)
+        self._admission._release(self.client, self.bytes)
 
 
 def _subtract(amounts: dict[str, int], client: str, amount: int) -> None:

@@ -76,7 +76,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
     bodies.check(
         header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
     )
-    state.engine.admission.check()
+    state.engine.admission.check(reservation_of(request.scope).client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         chunks = [chunk async for chunk in request.stream()]
         deadline.body_read()

@@ -180,7 +180,7 @@ async def _respond(
     """Serve a request of either route within its deadline."""
     encoding = joined_header(request.scope, b"content-encoding")
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
-    state.engine.admission.check()
+    state.engine.admission.check(reservation_of(request.scope).client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
 
         async def received() -> bodies.Body:

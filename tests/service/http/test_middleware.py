@@ -235,7 +235,7 @@ def test_bodies_count_towards_admission_until_the_response_is_sent():
     call(limited(app, admission=admission), scope(), [b"12345", b"678"])
     assert held == [8, 8]
     assert admission.bytes == 0
-    with admission.reserve() as another:
+    with admission.reserve("another") as another:
         another.claim(10)
         messages, _ = call(limited(app, admission=admission), scope(), [b"12345", b"678"])
         assert messages[0]["status"] == 429

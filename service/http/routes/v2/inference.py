@@ -76,7 +76,7 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         target = await metadata.find(state, name, version)
         _check_query(request)
         encoding = _encoding(request)
-        state.engine.admission.check()
+        state.engine.admission.check(reservation_of(request.scope).client)
         data = await _read(request)
         deadline.body_read()
         kind, _ = media_type(request.headers.get("content-type"))

@@ -1,31 +1,21 @@
 import asyncio
-import contextvars
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from service.engine.errors import AdmissionFull, RequestTooLarge
-from service.engine.requests.admission import CLIENT, Admission, Ticket
-
-
-@pytest.fixture(autouse=True)
-def _anonymous_client() -> Iterator[None]:
-    token = CLIENT.set("")
-    yield
-    CLIENT.reset(token)
+from service.engine.requests.admission import Admission, Ticket
 
 
 def test_slots_and_bytes_are_released() -> None:
     admission = Admission(2, 100)
-    with admission.enter() as first:
-        CLIENT.set("somebody else")
-        second = admission.enter()
+    with admission.enter("a") as first:
+        second = admission.enter("somebody else")
         first.claim(60)
         with pytest.raises(AdmissionFull):
-            admission.enter()
+            admission.enter("a")
         with pytest.raises(AdmissionFull):
-            admission.check()
+            admission.check("a")
         with pytest.raises(AdmissionFull):
             second.claim(41)
         second.claim(30, response=10)
@@ -37,7 +27,7 @@ def test_slots_and_bytes_are_released() -> None:
 
 def test_requests_that_never_fit_get_no_retry_after() -> None:
     admission = Admission(2, 100)
-    with admission.enter() as ticket, pytest.raises(RequestTooLarge) as caught:
+    with admission.enter("a") as ticket, pytest.raises(RequestTooLarge) as caught:
         ticket.claim(101)
     assert caught.value.retry_after is None
     assert admission.bytes == 0
@@ -46,7 +36,7 @@ def test_requests_that_never_fit_get_no_retry_after() -> None:
 def test_slots_are_released_after_errors() -> None:
     admission = Admission(1, 100)
     for _ in range(3):
-        ticket = admission.enter()
+        ticket = admission.enter("a")
         ticket.claim(100)
         with pytest.raises(RequestTooLarge), ticket:
             ticket.claim(101)
@@ -57,26 +47,26 @@ def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> 
     clock = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     admission = Admission(100, 1000)
-    assert admission.retry_after() == 1  # nothing is known yet
+    assert admission.retry_after("a") == 1  # nothing is known yet
     for _ in range(10):  # one request every two seconds
-        with admission.enter() as ticket:
+        with admission.enter("a") as ticket:
             ticket.claim(1)
             clock += 2
-    tickets = [admission.enter() for _ in range(6)]
+    tickets = [admission.enter("a") for _ in range(6)]
     for ticket in tickets:
         ticket.__enter__()
-    assert 10 <= admission.retry_after() <= 14
+    assert 10 <= admission.retry_after("a") <= 14
     clock += 100
-    assert admission.retry_after() == 10  # nothing left in ten seconds: in the next ten it may be so again
+    assert admission.retry_after("a") == 10  # nothing left in ten seconds: in the next ten it may be so again
     for ticket in tickets:
         ticket.claim(1)
         ticket.__exit__(None, None, None)
     clock += 1000  # when nobody asks, nothing leaves, which does not mean that it is slow
-    with admission.enter():
-        assert admission.retry_after() == 2  # six left in the last ten seconds
+    with admission.enter("a"):
+        assert admission.retry_after("a") == 2  # six left in the last ten seconds
     refused = Admission(1, 1)
     for _ in range(10):
-        with pytest.raises(RequestTooLarge), refused.enter() as ticket:
+        with pytest.raises(RequestTooLarge), refused.enter("a") as ticket:
             ticket.claim(2)
     assert not refused._departures  # refusals are no progress
 
@@ -86,16 +76,15 @@ def test_clients_that_are_refused_together_come_back_one_after_another(monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     admission = Admission(10, 1000)
     for _ in range(100):  # ten a second
-        with admission.enter() as ticket:
+        with admission.enter("a") as ticket:
             ticket.claim(1)
             clock += 0.1
     for number in range(10):
-        CLIENT.set(f"client {number}")
-        admission.enter()
+        admission.enter(f"client {number}")
     waits = []
     for _ in range(40):
         with pytest.raises(AdmissionFull) as refused:
-            admission.check()
+            admission.check("a")
         waits.append(refused.value.retry_after)
     assert [waits.count(seconds) for seconds in (1, 2, 3, 4, 5)] == pytest.approx([1, 10, 10, 10, 9], abs=2)
 
@@ -105,18 +94,16 @@ def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pyte
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     admission = Admission(10, 1000)
     for _ in range(100):  # ten a second
-        with admission.enter() as ticket:
+        with admission.enter("a") as ticket:
             ticket.claim(1)
             clock += 0.1
     held = []
     for number in range(10):
-        CLIENT.set(f"client {number}")
-        held.append(admission.enter())
+        held.append(admission.enter(f"client {number}"))
 
     def refused(client: str) -> float:
-        CLIENT.set(client)
         with pytest.raises(AdmissionFull) as caught:
-            admission.check()
+            admission.check(client)
         assert caught.value.retry_after is not None
         return caught.value.retry_after
 
@@ -130,17 +117,15 @@ def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pyte
     for ticket in held:
         ticket.__exit__(None, None, None)
     clock += 60
-    CLIENT.set("in a hurry")
-    assert admission.retry_after() == 1
+    assert admission.retry_after("in a hurry") == 1
 
 
 def entered(admission: Admission, client: str) -> int:
     """How many places a client gets that takes all it can."""
-    CLIENT.set(client)
     taken = 0
     while True:
         try:
-            admission.enter()
+            admission.enter(client)
         except AdmissionFull:
             return taken
         taken += 1
@@ -157,22 +142,20 @@ def test_slots_are_left_for_other_clients() -> None:
 
 def test_bytes_are_left_for_others() -> None:
     admission = Admission(100, 900)
-    CLIENT.set("a")
-    first, second = admission.enter(), admission.enter()
+    first, second = admission.enter("a"), admission.enter("a")
     first.claim(400)
     second.claim(400)
     with pytest.raises(AdmissionFull, match="for others"):
         second.claim(1)
-    CLIENT.set("b")
-    admission.enter().claim(100)
+    admission.enter("b").claim(100)
 
 
 def test_one_request_may_take_everything() -> None:
     """Otherwise it would be told to come back for ever."""
     admission = Admission(100, 900)
-    with admission.reserve() as reservation:
+    with admission.reserve("a") as reservation:
         reservation.claim(100)
-        with admission.enter(reservation) as ticket:
+        with admission.enter("a", reservation) as ticket:
             ticket.claim(700, response=100)
             assert admission.bytes == 900
             with pytest.raises(RequestTooLarge):
@@ -181,13 +164,13 @@ def test_one_request_may_take_everything() -> None:
 
 def test_body_and_response_are_reserved_until_the_request_ends() -> None:
     admission = Admission(10, 100)
-    with admission.reserve() as reservation:
+    with admission.reserve("a") as reservation:
         reservation.claim(20)
-        with admission.enter(reservation) as ticket:
+        with admission.enter("a", reservation) as ticket:
             ticket.claim(30, response=5)
             assert admission.bytes == 55
         assert admission.bytes == 25
-        ticket = admission.enter(reservation)
+        ticket = admission.enter("a", reservation)
         ticket.claim(20, response=20)
         ticket.__exit__(AdmissionFull, AdmissionFull("of something else", 1), None)
         assert admission.bytes == 25
@@ -199,8 +182,7 @@ def test_turns_are_round_robin_by_client() -> None:
     order: list[str] = []
 
     async def work(admission: Admission, client: str) -> None:
-        CLIENT.set(client)
-        with admission.enter() as ticket:
+        with admission.enter(client) as ticket:
             await ticket.turn()
             order.append(client)
             await asyncio.sleep(0)
@@ -221,11 +203,9 @@ def test_turns_are_round_robin_by_client() -> None:
 def test_turns_of_disconnected_clients_go_to_the_next() -> None:
     async def main() -> None:
         admission = Admission(100, 1000, max_turns=1)
-        context = contextvars.copy_context()
 
         def ask(client: str) -> tuple[Ticket, asyncio.Task[float]]:
-            context.run(CLIENT.set, client)
-            ticket = context.run(admission.enter)
+            ticket = admission.enter(client)
             return ticket, asyncio.create_task(ticket.turn())
 
         asked = [ask(client) for client in "aabbc"]
