@@ -20,15 +20,17 @@ from starlette.middleware.cors import CORSMiddleware
 
 from service.engine import Engine
 from service.http import openapi, problem_responses
-from service.http.access import Access
-from service.http.draining import Accepted, drained_on_signals
-from service.http.hosts import Hosts
-from service.http.keys import Keys
-from service.http.lost_device import ended_when_device_lost
-from service.http.middleware import BodyLimit, HeadAsGet, RequestContext
-from service.http.route_cache import RouteCache
+from service.http.access.hosts import Hosts
+from service.http.access.keys import Keys
+from service.http.middleware.access import Access
+from service.http.middleware.body_limit import BodyLimit
+from service.http.middleware.head_as_get import HeadAsGet
+from service.http.middleware.request_context import RequestContext
 from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
 from service.http.routes.v2 import discovery, inference, repository
+from service.http.routing.route_cache import RouteCache
+from service.http.server.draining import Accepted, drained_on_signals
+from service.http.server.lost_device import ended_when_device_lost
 from service.http.state import State
 from service.observability.metrics import Metrics
 from service.page import POLICIES

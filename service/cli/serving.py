@@ -44,7 +44,7 @@ def serve(
     fxserve serve
     fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
     """
-    from service.http.server import end_on_signals, run, run_workers
+    from service.http.server.run import end_on_signals, run, run_workers
 
     end_on_signals()
     options = {
@@ -100,7 +100,7 @@ def _check_dependencies(settings: Settings) -> None:
     from service.app import traces_type
     from service.engine.registry.objects import StoreError
     from service.engine.registry.store import Store
-    from service.http.keys import Keys
+    from service.http.access.keys import Keys
 
     try:
         if settings.extractors is not None:
@@ -148,7 +148,7 @@ def key(
 
     Append the line to the file with >> FILE, and send SIGHUP to a running server.
     """
-    from service.http import keys
+    from service.http.access import keys
 
     try:
         created, secret = keys.make(name, scope)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Admission, Ticket
-from service.http.clients import CLIENT
+from service.http.access.clients import CLIENT
 
 Result = TypeVar("Result")
 

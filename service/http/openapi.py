@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from service.http.access import OPEN
+from service.http.access.scopes import OPEN
 from service.http.routes.v2 import routing
 from service.schemas import embeddings, problems
 from service.schemas.features import ImagesBody

@@ -10,7 +10,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_PRELOADED = ["service.cli", "service.app", "service.http.server", "uvicorn.protocols.http.httptools_impl", "uvloop"]
+_PRELOADED = [
+    "service.cli",
+    "service.app",
+    "service.http.server.run",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvloop",
+]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*_PRELOADED, __name__])

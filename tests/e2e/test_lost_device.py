@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from service.http.lost_device import DEVICE_LOST
+from service.http.server.lost_device import DEVICE_LOST
 from tests.e2e.conftest import Server, servers, until
 
 LOSES = 1001.0

@@ -25,7 +25,7 @@ from fxcore.images.presets import ImageClassification
 from service.codecs import compression, multipart, npy, v2
 from service.codecs import safetensors as our_safetensors
 from service.codecs.negotiation import choose, media_type
-from service.http.middleware import request_id
+from service.http.middleware.request_context import request_id
 from service.http.routes.features import named_nodes
 from service.schemas.problems import Refusal
 from service.schemas.v1 import ExtractorSpec

@@ -15,7 +15,7 @@ from service.cli import extract, models, serving
 from service.client import base as client
 from service.engine.options import CHOICES, DTYPES
 from service.engine.record import PRECISIONS
-from service.http.keys import Scope
+from service.http.access.keys import Scope
 from service.http.routes import exports
 from service.observability.logs import LogFormat
 from service.offline.shards import FORMATS as SHARDS

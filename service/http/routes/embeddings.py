@@ -18,13 +18,13 @@ from service.codecs import bodies, embeddings, json
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.errors import UnknownExtractor
-from service.http.access import may_build
+from service.http.access.scopes import may_build
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
-from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
+from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
 from service.schemas.problems import Refusal

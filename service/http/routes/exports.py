@@ -13,10 +13,10 @@ from fxcore.extractor import Extractor
 from service.engine import ExtractorRecord
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
-from service.http.access import require_admin
+from service.http.access.scopes import require_admin
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.queries import Route
 from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
+from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.problems import documented
 

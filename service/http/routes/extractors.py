@@ -17,7 +17,7 @@ from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.queries import Route
+from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.graphs import GraphFormat
 from service.schemas.problems import Refusal, documented, problem

@@ -15,13 +15,13 @@ from fxcore.images.files import image_header
 from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission import Reservation
-from service.http.access import may_build
+from service.http.access.scopes import may_build
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
-from service.http.route_cache import StrictCachedRoute
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
+from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs

@@ -17,7 +17,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.queries import Route
+from service.http.routing.queries import Route
 from service.http.state import Shared
 from service.schemas.graphs import GraphFormat
 from service.schemas.problems import Refusal, documented

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 
 from fxcore.transforms import described, list_transforms
 from service.engine.registry.transforms import parameters
-from service.http.queries import Route
+from service.http.routing.queries import Route
 from service.schemas.problems import documented
 from service.schemas.v1 import TransformList
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.http.keys import make
+from service.http.access.keys import make
 from tests.e2e.conftest import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -26,7 +26,8 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import get_model, model_graph
 from fxcore.rendering.render import render
 from service.cli import app
-from service.http import server, supervisor
+from service.http.server import supervisor
+from service.http.server.run import run_workers
 from service.settings import Settings
 from tests.service.cli.running import fxserve, rows
 
@@ -306,7 +307,7 @@ def test_server_processes_say_that_they_live_before_they_import_torch(
     given: list[uvicorn.Config] = []
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    server.run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cpu", "warning")
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cpu", "warning")
     # Where SIGHUP's new process is not ready by then, uvicorn keeps the old ones, and the keys that were taken back.
     assert given[0].timeout_worker_healthcheck >= 120
     script = """

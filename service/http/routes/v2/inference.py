@@ -14,15 +14,15 @@ from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import CHOICES
-from service.http.access import may_build
+from service.http.access.scopes import may_build
 from service.http.deadline import Deadline
 from service.http.headers import joined_header
 from service.http.reservations import reservation_of
-from service.http.route_cache import CachedRoute
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body, documented
+from service.http.routing.route_cache import CachedRoute
 from service.http.state import State, state_of
 from service.schemas.problems import Refusal
 from service.schemas.v1 import MAX_NAME_LENGTH

@@ -11,7 +11,7 @@ from pydantic import BaseModel, field_validator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http import problem_responses
-from service.http.route_cache import RouteCache, StrictCachedRoute
+from service.http.routing.route_cache import RouteCache, StrictCachedRoute
 from service.observability.metrics import route_template
 from service.schemas.problems import Refusal
 
@@ -89,7 +89,7 @@ async def test_what_is_refused_is_refused_again(client: httpx.AsyncClient) -> No
 
 
 async def test_memory_is_bounded(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.route_cache._MAX_ENTRIES", 2)
+    monkeypatch.setattr("service.http.routing.route_cache._MAX_ENTRIES", 2)
     for _ in range(2):
         for word in ("a", "b", "c"):
             assert (await client.post(f"/v1/here?word={word}")).text == f"here {word} None "

@@ -5,7 +5,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from service.engine.requests.admission import Admission
-from service.http.middleware import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit, RequestContext, request_id
+from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit
+from service.http.middleware.request_context import RequestContext, request_id
 from service.observability.metrics import Metrics
 
 

@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fxcore.errors import FxError
 from service.engine.errors import AdmissionFull
 from service.http import problem_responses
-from service.http.connection import MAX_PIPELINED, Connection
-from service.http.heads import MAX_HEAD_BYTES
-from service.http.middleware import RequestContext
+from service.http.middleware.request_context import RequestContext
+from service.http.server.connection import MAX_PIPELINED, Connection
+from service.http.server.heads import MAX_HEAD_BYTES
 from service.observability.metrics import Metrics
 from service.schemas.problems import Refusal
 
@@ -270,7 +270,7 @@ def refusing(retry_after: float, asked: list[str]) -> RequestContext:
 
 def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ignores refusals must not take the server's time with them."""
-    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 0.5)
+    monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 0.5)
     asked: list[str] = []
     with serving(refusing(1.0, asked)) as connection, socket.create_connection(connection.getpeername(), 30) as other:
         connection.settimeout(30)
@@ -289,7 +289,7 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.connection.HOLD_SECONDS", 6.0)
+    monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 6.0)
     asked: list[str] = []
     with serving(refusing(1.0, asked)) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
         hasty.settimeout(30)

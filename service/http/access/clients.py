@@ -6,4 +6,4 @@ from contextvars import ContextVar
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The API key of the current request, or its address where there are no keys; set by
-:class:`service.http.access.Access`."""
+:class:`service.http.middleware.access.Access`."""

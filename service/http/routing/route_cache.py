@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fxcore.errors import FxError
 from service.http.headers import header
 from service.http.problem_responses import error_response
-from service.http.queries import Route
+from service.http.routing.queries import Route
 from service.schemas.problems import Refusal
 
 _MAX_ENTRIES = 1024

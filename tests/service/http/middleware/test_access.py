@@ -6,8 +6,8 @@ import re
 import pytest
 
 from service import page
-from service.http.access import address
-from service.http.keys import make
+from service.http.access.keys import make
+from service.http.middleware.access import address
 from tests.service.conftest import Client
 
 SPEC = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features"]}

@@ -18,11 +18,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from fxcore.errors import FxError
 from service.engine.errors import Draining
-from service.http import heads
-from service.http.middleware import LINGER_BYTES, LINGER_SECONDS, REFUSED, request_id
+from service.http.middleware.body_limit import LINGER_BYTES, LINGER_SECONDS
+from service.http.middleware.request_context import REFUSED, request_id
 from service.http.problem_responses import error_response
-from service.http.send_timeout import SendTimeout
-from service.http.transport import HeadWithBody
+from service.http.server import heads
+from service.http.server.transport import HeadWithBody, SendTimeout
 from service.schemas.problems import Refusal
 
 HEAD_SECONDS = 10.0

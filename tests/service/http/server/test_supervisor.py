@@ -13,7 +13,7 @@ import httpx
 
 from tests.e2e.conftest import until
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 APP = """
 import os
@@ -37,7 +37,7 @@ def create():
 
 SERVE = """
 import sys
-from service.http.server import _supervise
+from service.http.server.run import _supervise
 if __name__ == "__main__":
     _supervise("app:create", factory=True, workers=2, port=int(sys.argv[1]), timeout_worker_healthcheck=60)
 """

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from service.http import protocol_choice
+from service.http.server import protocol_choice
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
 from service.settings import Settings
@@ -64,7 +64,7 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
 def _supervise(app: str, **options: Any) -> None:
     """Run uvicorn with our supervisor, or with its own if our subclass does not fit it."""
     try:
-        from service.http.supervisor import Supervisor
+        from service.http.server.supervisor import Supervisor
     except ImportError as error:
         log.warning("server processes that exit may be replaced late: %s", error)
         uvicorn.run(app, **options)

@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from service.http.connection import Connection
-from service.http.heads import MAX_HEAD_BYTES
+from service.http.server.connection import Connection
+from service.http.server.heads import MAX_HEAD_BYTES
 from tests.e2e.conftest import connection_problem
 
 

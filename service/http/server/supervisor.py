@@ -1,7 +1,7 @@
 """A supervisor that replaces server processes as soon as they exit.
 
 It subclasses private classes of uvicorn. If they have changed, importing this module raises ImportError, and
-:func:`service.http.server.run_workers` uses ``uvicorn.run``.
+:func:`service.http.server.run.run_workers` uses ``uvicorn.run``.
 """
 
 from __future__ import annotations

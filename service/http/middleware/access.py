@@ -1,7 +1,4 @@
-"""Authentication and authorization, with safe defaults.
-
-Where keys are configured, every route needs one, and every writing route one of scope admin, unless listed here.
-"""
+"""Authentication and authorization, with safe defaults."""
 
 from __future__ import annotations
 
@@ -9,35 +6,15 @@ import ipaddress
 from collections.abc import Collection
 from functools import lru_cache
 
-from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service import page
-from service.http.clients import CLIENT
+from service.http.access.clients import CLIENT
+from service.http.access.hosts import Hosts, is_own_origin
+from service.http.access.keys import Key, Keys
+from service.http.access.scopes import OPEN, READ_METHODS, forbidden, reads, set_key
 from service.http.headers import header, headers_of, joined_header
-from service.http.hosts import Hosts, is_own_origin
-from service.http.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.schemas.problems import Refusal
-
-# Probes and load balancers send no key, and learn only whether the server is ready. The page and the reference are
-# public files that prompt for a key; the requests that they send need it.
-OPEN = frozenset(
-    (
-        *page.PATHS,
-        "/healthz",
-        "/readyz",
-        "/v2/health/live",
-        "/v2/health/ready",
-        "/openapi.json",
-    )
-)
-
-_READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-# POST requests that change nothing: their bodies are images or queries.
-_READ_POSTS = ("/features", "/infer", "/embeddings", "/v2/repository/index")
-
-_KEY = "fxserve.key"
 
 
 class Access:
@@ -65,10 +42,11 @@ class Access:
         try:
             if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
                 raise _misdirected(host)
-            if scope["method"] not in _READ_METHODS:
+            if scope["method"] not in READ_METHODS:
                 self._check_origin(scope, host)
             if self.keys is not None and scope["path"] not in OPEN:
-                key = scope[_KEY] = self._key(scope)
+                key = self._key(scope)
+                set_key(scope, key)
                 client = f"key {key.name}"
         except Refusal as refusal:
             await error_response(scope["path"], refusal)(scope, receive, send)
@@ -93,7 +71,7 @@ class Access:
                 "the API key is not known here",
                 {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
             )
-        if key.scope != "admin" and not _reads(scope["method"], scope["path"]):
+        if key.scope != "admin" and not reads(scope["method"], scope["path"]):
             raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
         return key
 
@@ -122,32 +100,6 @@ def _misdirected(host: str) -> Refusal:
     )
 
 
-def forbidden(key: Key, what: str) -> Refusal:
-    """Build the refusal of a request that ``key`` does not allow."""
-    return Refusal(
-        "forbidden",
-        f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
-        {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
-    )
-
-
-def may_build(request: Request) -> bool:
-    """Whether a request may build extractors and load weights, also implicitly."""
-    key: Key | None = request.scope.get(_KEY)
-    return key is None or key.scope == "admin"
-
-
-async def require_admin(request: Request) -> None:
-    """FastAPI dependency of GET routes that need scope admin.
-
-    Raises:
-        Refusal: 403.
-    """
-    key: Key | None = request.scope.get(_KEY)
-    if key is not None and key.scope != "admin":
-        raise forbidden(key, f"{request.method} {request.url.path}"[:200])
-
-
 def address(scope: Scope) -> str:
     """IP address of a request's client; for IPv6 its /64 network, which one client controls."""
     client = scope.get("client")
@@ -163,7 +115,3 @@ def _network(host: str) -> str:
     if parsed.version == 4 or parsed.ipv4_mapped is not None:
         return host
     return str(ipaddress.ip_network((parsed, 64), strict=False))
-
-
-def _reads(method: str, path: str) -> bool:
-    return method in _READ_METHODS or (method == "POST" and path.endswith(_READ_POSTS))

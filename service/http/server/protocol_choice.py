@@ -1,7 +1,7 @@
 """Choose the HTTP protocol class of a server process.
 
-:mod:`service.http.connection` subclasses private classes of uvicorn. If they have changed, uvicorn's own h11 protocol
-is used instead, which has no timeouts for clients that stall.
+:mod:`service.http.server.connection` subclasses private classes of uvicorn. If they have changed, uvicorn's own h11
+protocol is used instead, which has no timeouts for clients that stall.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 
 log = logging.getLogger("fxserve")
 
-OWN, FALLBACK = "service.http.connection:Connection", "h11"
+OWN, FALLBACK = "service.http.server.connection:Connection", "h11"
 
 _METHODS = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "shutdown"),
@@ -36,7 +36,7 @@ def chosen() -> str:
 
 
 def _fault() -> str | None:
-    """Return what :mod:`service.http.connection` needs and uvicorn lacks; None if it has everything."""
+    """Return what :mod:`service.http.server.connection` needs and uvicorn lacks; None if it has everything."""
     try:
         importlib.import_module("uvicorn._types")
         module = importlib.import_module("uvicorn.protocols.http.httptools_impl")

@@ -2,7 +2,7 @@ import hashlib
 
 import pytest
 
-from service.http.keys import Keys, KeysInvalid, make
+from service.http.access.keys import Keys, KeysInvalid, make
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""ASGI middleware. Plain, since ``BaseHTTPMiddleware`` hides disconnects from the routes."""

@@ -1,0 +1,133 @@
+"""The middleware around every request: its id, metrics, log line and span, and a response even after a bug."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.engine.errors import is_shortage, shortage
+from service.http.headers import header
+from service.http.problem_responses import error_response, internal_response
+from service.observability import logs
+from service.observability.metrics import Metrics
+
+if TYPE_CHECKING:
+    from service.observability.tracing import Traces
+
+log = logging.getLogger("fxserve")
+access = logging.getLogger("fxserve.access")
+
+REQUEST_ID_LENGTH = 128
+REFUSED = "fxserve.refused"
+"""Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
+
+_NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
+
+# JSON and images need no scripts or resources; SVG drawings have inline styles.
+STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+
+
+def request_id(sent: str | None) -> str:
+    """Return the request id that was sent, without characters that could forge log lines, or a new one."""
+    return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
+
+
+class RequestContext:
+    """The outermost middleware: adds the request's id, metrics, log line and span, and answers unhandled exceptions.
+
+    Args:
+        app: the next middleware.
+        metrics: where requests are counted.
+        policies: Content-Security-Policy of pages by path; other paths get a strict one.
+        traces: where spans are created, if enabled.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, policies: Mapping[str, str] | None = None, traces: Traces | None = None
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.traces = traces
+        self._pages = {path: _security_headers(policy) for path, policy in (policies or {}).items()}
+        self._others = _security_headers(STRICT_POLICY)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope["request_id"] = request_id(header(scope, b"x-request-id"))
+        entered = logs.request_id.set(scope["request_id"])
+        try:
+            if self.traces is None:
+                await self._respond(scope, receive, send)
+                return
+            with self.traces.request(scope) as span:
+                status = await self._respond(scope, receive, send)
+                self.traces.responded(span, scope, status)
+        finally:
+            logs.request_id.reset(entered)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer a request; returns the status."""
+        started = time.perf_counter()
+        status = 0
+        own_id = scope["request_id"]
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status == 429:
+                    scope[REFUSED] = float(dict(message["headers"]).get(b"retry-after", 1))
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", own_id.encode("ascii")),
+                    *self._pages.get(scope["path"], self._others),
+                ]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = status or 499  # nginx's status for a client that closed the connection, for the metrics
+        except Exception as error:
+            log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
+            if status:
+                raise  # the response has started, so the connection is closed
+            path = scope["path"]
+            response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
+            await response(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - started
+            self.metrics.observe(scope, status, seconds)
+            if access.isEnabledFor(logging.INFO):
+                _log_response(scope, status, seconds)
+        return status
+
+
+def _log_response(scope: Scope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "duration_ms": round(seconds * 1000, 3),
+        "client": client[0] if client else None,
+    }
+    access.info("%(method)s %(path)s %(status)s %(duration_ms)s ms", fields, extra={"fields": fields})
+
+
+def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-content-type-options", b"nosniff"),
+        (b"content-security-policy", policy.encode("ascii")),
+        (b"x-frame-options", b"DENY"),
+        (b"referrer-policy", b"no-referrer"),
+    ]

@@ -1,0 +1,1 @@
+"""Route classes: what they validate beyond FastAPI's, and what they cache."""

@@ -1,0 +1,1 @@
+"""Server processes: uvicorn hardened against hostile clients, signals, and ends of processes."""
