@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -118,10 +119,15 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
     made = shallow_copy(model)
     name = "__call__" if has_own_call(type(model)) else "forward"
     own = made.__dict__.pop(name, None)  # set on the instance, and called without it
-    scope: dict[str, Any] = {"function": own or getattr(type(model), name), "fixed": dict(fixed or {})}
+    function, rest = own or getattr(type(model), name), dict(fixed or {})
+    passed = [] if own else ["self"]
+    parameters = [*inspect.signature(function).parameters.values()][len(passed) :]
+    positions = {p.name: rest.pop(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
+    passed += [n if n in taken else f"positions[{n!r}]" for n in positions]
+    passed += [f"{n}={n}" for n in taken if n not in positions]
+    scope: dict[str, Any] = {"function": function, "positions": positions, "fixed": rest}
     # torch.fx reads the names of the inputs from the code object.
-    passed = ", ".join([*([] if own else ["self"]), *(f"{name}={name}" for name in taken)])
-    exec(f"def narrow(self, {', '.join(taken)}): return function({passed}, **fixed)", scope)
+    exec(f"def narrow(self, {', '.join(taken)}): return function({', '.join(passed)}, **fixed)", scope)
     made.__class__ = type(type(model).__name__, (type(model),), {name: scope["narrow"]})
     return made
 

@@ -349,7 +349,7 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
         raise BadTensor(f"{called(module)} takes any number of arguments, but a graph takes a fixed number")
-    if len(tensors) == len(kinds):
+    if len(tensors) == len(kinds) and Parameter.KEYWORD_ONLY not in kinds.values():
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
     return narrowed(module, list(tensors), fixed), tuple(tensors.values())
@@ -399,7 +399,7 @@ def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> N
         for name, value in zip(graph.constants, values, strict=True):
             if not hasattr(model, name):
                 # A constant of literals in the code was not cast with the model.
-                cast = dtype if value.dtype == torch.float32 else value.dtype
+                cast = dtype if value.dtype == graph.entry.dtype else value.dtype
                 model.register_buffer(name, value.to(device, cast), persistent=False)
 
 

@@ -71,13 +71,19 @@ class _Recorder(Interpreter):
         return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
 
 
-def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+def annotate(
+    module: fx.GraphModule,
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Fill the ``meta`` of each node of ``module``.
 
     Args:
         module: a traced model with its parameters on ``device``.
         shapes: the shape of each input without its batch dimension.
         device: ``meta``, or ``cpu`` for models that do not run on meta tensors, whose values are then computed.
+        dtype: of the inputs.
 
     Sets in ``meta``:
 
@@ -119,8 +125,8 @@ def annotate(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torc
             node.meta["rows"] = _rows(value.shape, many.get(node))
 
     with torch.no_grad():  # not inference mode, whose tensors have no versions
-        _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device))
-        _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device))
+        _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
+        _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device, dtype))
     _mark_mixed(module.graph)
     for node in module.graph.nodes:  # computed values would take as much memory as all activations
         value = node.meta["value"]
@@ -150,7 +156,12 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         _Recorder(module, write).run(*map_tensors(torch.clone, list(inputs)))
 
 
-def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: torch.device) -> dict[fx.Node, int]:
+def count_flops(
+    module: fx.GraphModule,
+    shapes: list[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> dict[fx.Node, int]:
     """FLOPs of each node for one image, as ``torch.utils.flop_counter`` counts them (a multiply-add is two).
 
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.ReLU())).to("meta")
@@ -166,12 +177,16 @@ def count_flops(module: fx.GraphModule, shapes: list[tuple[int, ...]], device: t
             total = counter.get_total_flops()
             flops[node], counted = total - counted, total
 
-        _Recorder(module, difference, device=device).run(*_inputs(shapes, 1, device))
+        _Recorder(module, difference, device=device).run(*_inputs(shapes, 1, device, dtype))
     return flops
 
 
 def values_at(
-    module: fx.GraphModule, shapes: Sequence[tuple[int, ...]], device: torch.device, wanted: Collection[fx.Node]
+    module: fx.GraphModule,
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    wanted: Collection[fx.Node],
+    dtype: torch.dtype = torch.float32,
 ) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
@@ -191,7 +206,7 @@ def values_at(
             found[node] = value.shape, value.dtype
 
     with torch.inference_mode():
-        _Recorder(module, remember, needed, device).run(*_inputs(list(shapes), 1, device))
+        _Recorder(module, remember, needed, device).run(*_inputs(shapes, 1, device, dtype))
     return found
 
 
@@ -209,8 +224,8 @@ def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
     return sum(p.numel() for p in fresh)
 
 
-def _inputs(shapes: list[tuple[int, ...]], batch: int, device: torch.device) -> list[Tensor]:
-    return [torch.zeros(batch, *shape, device=device) for shape in shapes]
+def _inputs(shapes: Sequence[tuple[int, ...]], batch: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.zeros(batch, *shape, device=device, dtype=dtype) for shape in shapes]
 
 
 def _mark_mixed(graph: fx.Graph) -> None:

@@ -115,7 +115,7 @@ class ModelGraph:
         """The model's inputs for :attr:`input_size`; arguments with a default are left out."""
         layout = self.preprocessing.layout
         frames = (VIDEO_FRAMES,) if "T" in layout else ()
-        shape = (None, 3, *frames, *self.input_size)
+        shape = (None, self.entry.channels, *frames, *self.input_size)
         inputs = [n for n in self.graph.find_nodes(op="placeholder") if not n.args]
         return tuple(TensorSpec(str(n.target), layout, shape) for n in inputs)
 
@@ -127,7 +127,7 @@ class ModelGraph:
     @functools.cached_property
     def nodes(self) -> list[NodeInfo]:
         """All nodes but the output, in order of execution."""
-        flops = count_flops(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
+        flops = count_flops(self._module, self._row_shapes(), self._device, self.entry.dtype)
         level_of = {level.node: name for name, level in self.levels.items()}
         seen: set[int] = set()
         return [
@@ -206,9 +206,13 @@ class ModelGraph:
                 self._derived[key] = ModelGraph(self._traced, self.input_size, module, self.fingerprint)
             return self._derived[key]
 
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each input without its batch dimension."""
+        return [tuple(size or 1 for size in spec.shape[1:]) for spec in self.inputs]
+
     def _annotate(self) -> None:
         try:
-            annotate(self._module, [spec.shape[1:] for spec in self.inputs], self._device)  # type: ignore[misc]
+            annotate(self._module, self._row_shapes(), self._device, self.entry.dtype)
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
         for node in self.graph.nodes:
@@ -237,7 +241,8 @@ class ModelGraph:
             BadTensor: the model does not take inputs of that shape.
         """
         try:
-            found = values_at(self._module, shapes, self._device, [self.by_name[name] for name in wanted])
+            nodes = [self.by_name[name] for name in wanted]
+            found = values_at(self._module, shapes, self._device, nodes, self.entry.dtype)
         except Exception as error:
             raise BadTensor(self._refusal(shapes, error)) from error
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}

@@ -42,6 +42,16 @@ class Preprocessing(ABC):
     #: whether images of different sizes are padded to form one batch, as for detectors
     pads = False
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model's input is made of a single image."""
+        return self.layout == "NCHW"
+
+    @property
+    def rgb(self) -> Preprocessing:
+        """The preprocessing of RGB images of the same sizes; another one if the input has no three channels."""
+        return self
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """The parameters by torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""

@@ -34,8 +34,8 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
     Args:
         input: what one row of the model's input is.
         parameters: by their names in :data:`PARAMETERS`; others have torchvision's defaults. Sizes are in pixels, one
-            number or ``[height, width]``; ``mean`` and ``std`` are of values in [0, 1], one for each of R, G, B.
-            Images are not cropped if only ``resize_size`` is given.
+            number or ``[height, width]``; ``mean`` and ``std`` are of values in [0, 1], one for each of R, G, B, or for
+            all. Images are not cropped if only ``resize_size`` is given.
 
     Raises:
         BadArgument: a parameter is unknown, or of the wrong type or size.
@@ -52,6 +52,8 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
     crop = _sizes("crop_size", rest.pop("crop_size", None))
     for name in ("mean", "std"):
         _check_channels(name, rest.get(name, [0.5, 0.5, 0.5]))
+        if len(rest.get(name, [])) == 1:
+            rest[name] = rest[name] * 3
     if not isinstance(rest.get("antialias", True), bool):
         raise BadArgument(f"preprocessing: antialias is true or false, not {rest['antialias']!r}")
     if "interpolation" in rest:
@@ -77,8 +79,12 @@ def _sizes(name: str, value: Any) -> list[int] | None:
 
 
 def _check_channels(name: str, values: Any) -> None:
-    if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
-        raise BadArgument(f"preprocessing: {name} is a list of three numbers, not {values!r}")
+    if (
+        not isinstance(values, list)
+        or len(values) not in (1, 3)
+        or not all(isinstance(v, (int, float)) for v in values)
+    ):
+        raise BadArgument(f"preprocessing: {name} is a list of three numbers or of one, not {values!r}")
 
 
 def _image_preset(resize: list[int] | None, crop: list[int] | None, rest: Mapping[str, Any]) -> Any:

@@ -119,6 +119,8 @@ class ModelEntry(ABC):
         default_weights: the name that ``DEFAULT`` stands for; None if there are no published weights.
         transforms: weights name → a callable that returns the preprocessing of those weights.
         meta: weights name → torchvision's ``meta`` of those weights.
+        channels: of its input.
+        dtype: of its parameters as it is built.
 
     >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
@@ -137,6 +139,8 @@ class ModelEntry(ABC):
     default_weights: str | None = None
     transforms: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     meta: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    channels: int = 3
+    dtype: torch.dtype = torch.float32
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def read_file(name: str, folder: Path | None) -> StateDict:
 
 
 def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tuple[str, ...] = UNREAD) -> nn.Module:
-    """Load ``state`` into a weightless ``model``: its tensors become the model's parameters, in float32.
+    """Load ``state`` into a weightless ``model``: its tensors become the model's parameters, in its dtypes.
 
     Args:
         name: of the model.
@@ -137,10 +137,18 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
     fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
     try:
         model.load_state_dict(fitting, assign=True)
-        # Half-precision checkpoints are converted here; the extractor's precision is chosen elsewhere.
-        return model.float()
+        # Checkpoints of another precision are converted here; the extractor's precision is chosen elsewhere.
+        return _cast(model, expected)
     except RuntimeError as error:
         raise misfit(name, file, str(error)) from error
+
+
+def _cast(model: nn.Module, expected: StateDict) -> nn.Module:
+    """Give the parameters and buffers of ``model`` the dtypes that those of ``expected`` have."""
+    for key, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != expected[key].dtype:
+            value.data = value.data.to(expected[key].dtype)
+    return model
 
 
 def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, dict[str, Any] | None]:

@@ -35,11 +35,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import FxError, summarize
+from fxcore.images.channels import OtherChannels
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
@@ -133,8 +135,10 @@ class UserEntry(ModelEntry):
     functions: tuple[Callable[..., Any], ...] = ()
 
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        kind = VideoPreprocessing if self.task == "video" else ImagePreprocessing
-        return kind(self.preset(), image_size)
+        if self.task == "video":
+            return VideoPreprocessing(self.preset(), image_size)
+        images = ImagePreprocessing(self.preset(), image_size)
+        return images if self.channels == 3 else OtherChannels(images, self.channels)
 
     def load_published(self, weights: str) -> nn.Module:
         file = self.file(weights)
@@ -254,8 +258,38 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     except Exception as error:
         raise BadUserModel(f"its builder failed: {summarize(error)}") from error
     params = sum(parameter.numel() for parameter in built.parameters())
+    entry = replace(entry, dtype=_dtype(built))
+    if task != "video":
+        entry = replace(entry, channels=_channels(built, entry.preprocessing().nominal_size(), entry.dtype))
     info = FileWeights(weights, "", params, {}, (), path=model.weights)
     return replace(entry, published={weights: info})
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating-point parameter; float32 without one."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> int:
+    """The channels of the images that a weightless ``model`` takes: three if it runs with them, else those of its first
+    convolution, or of a linear layer over all values of an image."""
+    convolutions = [part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)]
+    linear = next((part.in_features for part in model.modules() if isinstance(part, nn.Linear)), 0)
+    values = size[0] * size[1]
+    first = convolutions[0] if convolutions else max(1, linear // values) if linear % values == 0 else 3
+    if first == 3 or _runs(model, (1, 3, *size), dtype):
+        return 3
+    return first if 3 not in convolutions or _runs(model, (1, first, *size), dtype) else 3
+
+
+def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether ``model`` takes an input of ``shape``; False too if it does not run on the meta device."""
+    try:
+        with torch.no_grad():
+            model(torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device))
+    except Exception:  # a model of a user's own raises all kinds
+        return False
+    return True
 
 
 def _from_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
@@ -366,16 +400,15 @@ def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
     """Reduce the arguments of forward to the inputs: those that have no default and are not ``fixed``, or else the
     first."""
     parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
-    simple = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = [
-        p.name for p in parameters if p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
+    names = [p.name for p in parameters if p.kind not in stars]
     for name in fixed:
         if name not in names and not takes_any:
             raise BadUserModel(f"concrete_args: its forward takes {', '.join(names) or 'nothing'}, and no {name!r}")
-    free = [p for p in parameters if p.kind in simple and p.name not in fixed]
+    free = [p for p in parameters if p.kind not in stars and p.name not in fixed]
     needed = [p.name for p in free if p.default is p.empty] or [p.name for p in free[:1]]
     if not needed:
         raise BadUserModel("its forward has no argument left to be its input; fix fewer in concrete_args")
-    return model if len(needed) == len(parameters) else narrowed(model, needed, fixed)
+    simple = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    return model if simple and len(needed) == len(parameters) else narrowed(model, needed, fixed)

@@ -64,9 +64,17 @@ def check_rows(
                 row.append(preprocessing.tensor(clip[None]))
             else:
                 fitted = image if preprocessing.fixed_size else image.resize((width, height))
-                row.append(preprocessing.tensor(torch.from_numpy(np.array(fitted))[None]))
+                made = preprocessing.rgb.tensor(torch.from_numpy(np.array(fitted))[None])
+                row.append(_with_channels(made, spec.shape[1] or 3))
         rows.append(tuple(row))
     return rows
+
+
+def _with_channels(images: Tensor, channels: int) -> Tensor:
+    """``images`` ``[N, 3, H, W]`` with another number of channels: their mean, or repeated."""
+    if channels == 1:
+        return images.mean(1, keepdim=True)
+    return images if channels == 3 else images.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
 
 
 def calibration_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,11 @@ def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArgument
         raise BadTensor(f"{name} has no signature that Python can read; write a lambda that calls it") from error
     try:
         if isinstance(inputs, Mapping):
-            return signature.bind(**inputs)
+            first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+            given = list(itertools.takewhile(inputs.__contains__, first))
+            return signature.bind(
+                *(inputs[name] for name in given), **{n: value for n, value in inputs.items() if n not in given}
+            )
         return signature.bind(*(inputs,) if isinstance(inputs, Tensor) else inputs)
     except TypeError as error:
         unknown = [key for key in inputs if key not in signature.parameters] if isinstance(inputs, Mapping) else []

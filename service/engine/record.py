@@ -139,7 +139,7 @@ class ExtractorRecord:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of floating inputs."""
-        return PRECISIONS[self.spec.precision]
+        return precision_dtype(self.entry, self.spec.precision)
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of one row of each input, for the usual image size."""
@@ -213,6 +213,12 @@ class ExtractorRecord:
 
 _RECORD_BYTES = 8 * 1024
 """A record without anything in it, its preprocessing and its decoder."""
+
+
+def precision_dtype(entry: ModelEntry, precision: str) -> torch.dtype:
+    """The dtype of a model's weights and inputs: that of its builder where no other precision is asked for."""
+    return entry.dtype if precision == "float32" else PRECISIONS[precision]
+
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float32}
 """The dtype of the weights and the inputs; int8 arithmetic is inside its backend."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
+from fxcore.models.entry import ModelEntry
 from service.engine.errors import Unsupported
 from service.engine.placement import BUSY_SECONDS
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
@@ -23,18 +24,21 @@ def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
 
 
-def check_backend(spec: ExtractorSpec, device: torch.device, quantized: bool) -> None:
+def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> None:
     """Check that ``device`` has the backend of ``spec`` in its precision.
 
     Args:
-        quantized: whether the model has torch's own int8 layers, which only eager runs.
+        entry, weights: the model. Only eager runs torch's own int8 layers, and parameters that are no float32.
 
     Raises:
         Unsupported: it has not; the error says why.
     """
-    if quantized:
+    if entry.is_quantized(weights):
         _check_served("backend", spec.backend, ("auto", "eager"))
         _check_served("precision", spec.precision, ("float32",))
+    elif entry.dtype != torch.float32:
+        _check_served("backend", spec.backend, ("auto", "eager"))
+        _check_served("precision", spec.precision, ("float32", "bfloat16", "float16"))
     if spec.backend != "auto":
         why = BACKENDS[spec.backend].unavailable(device, "float32")
         if why is not None:

@@ -272,7 +272,7 @@ class Upgrades:
         # int8's backend was chosen at the start, by the nodes to keep in float.
         if record.gone or spec.backend != "auto" or spec.precision == "int8":
             return []
-        if record.entry.is_quantized(record.weights):
+        if record.entry.is_quantized(record.weights) or record.entry.dtype != torch.float32:
             return []
         return faster_than_eager(self._device, spec.precision)
 

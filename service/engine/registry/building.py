@@ -14,7 +14,7 @@ from fxcore.extractor import build_extractor
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import in_pool
 from service.engine.errors import ExtractorFailed
-from service.engine.record import PRECISIONS, ExtractorRecord
+from service.engine.record import ExtractorRecord
 from service.engine.registry.graphs import graph_of
 from service.engine.registry.transforms import steps, transformed
 from service.engine.registry.weights import ModelStore
@@ -44,7 +44,7 @@ async def build(
             # An estimate, so that others are evicted before the weights are loaded.
             root = record.held.traced_modules[""] if record.held is not None else None
             params = sum(parameter.numel() for parameter in root.parameters()) if root is not None else 0
-            make_room(params * PRECISIONS[record.spec.precision].itemsize)
+            make_room(params * record.dtype.itemsize)
         model = await models.get(record.entry, record.model_key)
         record.held = graph = await in_pool(pool, graph_of, record)
         extractor = await in_pool(

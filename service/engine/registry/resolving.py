@@ -27,7 +27,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     require_served(spec.model, allowed)
     entry = get_model(spec.model)
     weights = entry.canonical_weights(spec.weights)
-    check_backend(spec, device, entry.is_quantized(weights))
+    check_backend(spec, device, entry, weights)
     return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
     graph = graph_for(spec, entry, weights)
     preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))

@@ -14,7 +14,7 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.device.threads import in_pool
-from service.engine.record import PRECISIONS, ModelKey
+from service.engine.record import ModelKey, precision_dtype
 from service.engine.tasks import background
 
 
@@ -90,5 +90,5 @@ class ModelStore:
         _, weights, precision = key
         module = load_model(entry, weights, self._weights_dir)
         if self._device.type != "cpu" or precision != "float32":
-            module.to(self._device, PRECISIONS[precision])
+            module.to(self._device, precision_dtype(entry, precision))
         return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))

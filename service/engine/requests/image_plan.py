@@ -49,7 +49,7 @@ def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None
     """
     if not images:
         raise BadTensor("the request holds no image; send at least one")
-    if record.preprocessing.layout != "NCHW" or len(record.inputs) != 1:
+    if not record.preprocessing.takes_images or len(record.inputs) != 1:
         wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
         raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
 
@@ -92,7 +92,7 @@ def plan_images(
     if pad is not None:
         sizes = [(max(height for height, _ in sizes), max(width for _, width in sizes))] * len(sizes)
     value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else preparation.value_bytes
-    rows = sum(3 * height * width * value_bytes for height, width in sizes)
+    rows = sum(preparation.channels * height * width * value_bytes for height, width in sizes)
     if pad is not None:
         rows *= 2  # the rows, and the batch of them
 
@@ -113,16 +113,20 @@ def plan_images(
         else:
             parts.append((group, partial(_rows_together, batches, images, group, row)))
             costs_of_parts.append(decoding_bytes([pixels[index] for index in group]))
-    return Plan([((3, *size),) for size in sizes], rows, costs_of_parts, parts, pad, placements)
+    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs_of_parts, parts, pad, placements)
 
 
 class _Preparation(Protocol):
     """How images become rows: their sizes and bytes meanwhile, and the decoding itself.
 
     Attributes:
+        channels: of a row.
         value_bytes: bytes of a value of a row, for images with 8 bits a value.
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
     """
+
+    @property
+    def channels(self) -> int: ...
 
     @property
     def value_bytes(self) -> int: ...
@@ -147,12 +151,13 @@ class _Preparation(Protocol):
         """Peak bytes until the image is a row, beside its file."""
 
     def row(self, data: bytes) -> Tensor:
-        """Its row, ``[3, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
+        """Its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
 
 
 class _AsSent:
     """``preprocess=none``: an image is its row."""
 
+    channels = 3
     value_bytes = FLOAT_BYTES
     pad = None
 
@@ -183,6 +188,7 @@ class _Preprocessed:
         self._preprocessing = record.preprocessing
         self._preprocess = preprocess
         self._max_pixels = max_pixels
+        self.channels = record.entry.channels
         self.value_bytes = record.decoder.dtype.itemsize
         self.pad = record.preprocessing.stack if record.preprocessing.pads else None
 

@@ -35,6 +35,7 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
         if tensor.dtype == torch.uint8:
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
+                _check_preprocessed(spec, tensor, record.preprocessing)
                 bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
         shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
@@ -78,6 +79,20 @@ def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
         raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes is at least 1")
 
 
+def _check_preprocessed(spec: TensorSpec, tensor: Tensor, preprocessing: Preprocessing) -> None:
+    """Check that uint8 images are ones that ``preprocessing`` takes.
+
+    Raises:
+        BadTensor: they have a number of channels that no image has.
+    """
+    if preprocessing.layout == "NCHW" and not preprocessing.takes_images:
+        channels = tensor.shape[-1]
+        raise BadTensor(
+            f"tensor {spec.name!r} is uint8 with {channels} channels, which are not preprocessed here; send float32 "
+            f"[N, {channels}, H, W], or preprocess=none to have them scaled to [0, 1]"
+        )
+
+
 def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) -> tuple[int, ...]:
     if tensor.dtype != torch.uint8:
         return tuple(tensor.shape[1:])
@@ -95,7 +110,8 @@ def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tenso
         return scaled(tensor.movedim(-1, 1))
     if record.preprocessing.layout != "NCHW":
         return record.preprocessing.tensor(tensor)
-    return torch.stack([record.decoder.pixels(pixels, preprocess) for pixels in tensor])
+    rows = tensor.expand(*tensor.shape[:-1], 3) if tensor.shape[-1] == 1 else tensor  # grey
+    return torch.stack([record.decoder.pixels(pixels, preprocess) for pixels in rows])
 
 
 def _check_pixels(height: int, width: int, max_pixels: int) -> None:

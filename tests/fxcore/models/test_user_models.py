@@ -281,7 +281,10 @@ WRONG = {
         "builder = 'MODULE:Tiny'\npreprocessing = { crop = 3 }",
         "preprocessing has no 'crop'; it has resize_size",
     ),
-    "ten": ("builder = 'MODULE:Tiny'\npreprocessing = { mean = [1] }", "mean is a list of three numbers, not [1]"),
+    "ten": (
+        "builder = 'MODULE:Tiny'\npreprocessing = { mean = [1, 2] }",
+        "mean is a list of three numbers or of one, not [1, 2]",
+    ),
     "eleven": ("builder = 'MODULE:Tiny'\nbuild = 1", "'build' is none of builder, arguments"),
     "twelve": ("builder = 'MODULE:Tiny'\ntask = 'video'", "task is classification or segmentation for input 'image'"),
     "thirteen": ("builder = 'MODULE:Tiny'\nleaf_modules = 3", "leaf_modules is text or a list of text, not 3"),

@@ -112,7 +112,7 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
         graph, nodes, dtype = graph_of(target), target.return_nodes, target.dtype
         return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
     graph = model_graph(target, target.structure())
-    own = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), torch.float32)
+    own = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)
     return Tensors(inputs(graph.inputs, graph.preprocessing), own)
 
 
@@ -123,7 +123,7 @@ def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[Te
         TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:-2]), *size])
         for spec in specs
     ]
-    if preprocessing.layout != "NCHW" or len(specs) != 1:
+    if not preprocessing.takes_images or len(specs) != 1:
         return tensors
     return [TensorMetadata(name=IMAGE, datatype=BYTES, shape=[-1]), *tensors]
 

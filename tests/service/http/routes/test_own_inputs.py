@@ -1,0 +1,180 @@
+"""Models of the operator's own whose inputs or parameters are not those of torchvision's models."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torchvision.transforms import functional as F
+
+from fxcore.models.catalog import register
+from tests.service.conftest import Client
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, channels=3, dtype="float32"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(channels, 8, 3, 2), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 3, 1)
+        self.to(getattr(torch, dtype))
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)).relu())
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(32 * 32, 5))
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Shuffled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.second = nn.Conv2d(12, 3, 3)
+
+    def forward(self, x):
+        return self.second(nn.functional.pixel_unshuffle(x, 2))
+
+class PositionalOnly(Net):
+    def forward(self, x, /, mask=None):
+        return super().forward(x) if mask is None else x * mask
+
+class KeywordOnly(Net):
+    def forward(self, *, pixel_values, mask=None):
+        return super().forward(pixel_values) if mask is None else pixel_values * mask
+"""
+
+ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grey": ("Net", {"channels": 1}),
+    "two": ("Net", {"channels": 2}),
+    "six": ("Net", {"channels": 6}),
+    "mlp": ("Mlp", {}),
+    "shuffled": ("Shuffled", {}),
+    "bfloat16": ("Net", {"dtype": "bfloat16"}),
+    "float16": ("Net", {"dtype": "float16"}),
+    "float64": ("Net", {"dtype": "float64"}),
+    "positional": ("PositionalOnly", {}),
+    "keyword": ("KeywordOnly", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, ModuleType]]:
+    folder = tmp_path_factory.mktemp("own inputs")
+    (folder / "own_inputs_for_tests.py").write_text(MODULE)
+    text = "".join(
+        f'[models.{name}]\nbuilder = "own_inputs_for_tests:{builder}"\narguments = '
+        f"{{ {', '.join(f'{key} = {value!r}' for key, value in arguments.items())} }}\n"
+        "preprocessing = { resize_size = 36, crop_size = 32 }\n"
+        for name, (builder, arguments) in ARGUMENTS.items()
+    )
+    (folder / "models.toml").write_text(text)
+    sys.path.insert(0, str(folder))
+    client = Client(models_dir=folder)
+    yield client, importlib.import_module("own_inputs_for_tests")
+    client.close()
+    sys.path.remove(str(folder))
+    sys.modules.pop("own_inputs_for_tests", None)
+    register({})
+
+
+def reference(module: ModuleType, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    builder, arguments = ARGUMENTS[name]
+    model = getattr(module, builder)(**arguments).eval()
+    return (lambda x: model(pixel_values=x)) if name == "keyword" else model
+
+
+def node_of(client: Client, name: str) -> str:
+    last: str = client.get(f"/v1/models/{name}/nodes").json()["eval_nodes"][-1]
+    return last
+
+
+CHANNELS = {"grey": 1, "mlp": 1, "two": 2, "six": 6}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+V2 = {"bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+def test_tensors_give_the_modules_own_values(own: tuple[Client, ModuleType], name: str) -> None:
+    client, module = own
+    channels, dtype = CHANNELS.get(name, 3), DTYPES.get(name, torch.float32)
+    x = torch.rand(2, channels, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(module, name)(x.to(dtype))
+    buffer = io.BytesIO()
+    np.save(buffer, x.numpy())
+    node = node_of(client, name)
+    response = client.post(
+        f"/v1/models/{name}/features?nodes={node}",
+        content=buffer.getvalue(),
+        headers={"Content-Type": "application/x-npy", "Accept": "application/json"},
+    )
+    assert response.status_code == 200, response.text
+    (output,) = response.json()["outputs"]
+    assert output["datatype"] == V2.get(name, "FP32")
+    value = torch.tensor(output["data"], dtype=torch.float64).reshape(output["shape"])
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    torch.testing.assert_close(value, expected.double(), rtol=tolerance, atol=tolerance)
+    described = client.get(f"/v2/models/{name}").json()
+    assert described["inputs"][-1]["shape"] == [-1, channels, 32, 32]
+    assert (len(described["inputs"]) == 2) == (channels in (1, 3))
+    assert described["outputs"][-1]["datatype"] == V2.get(name, "FP32")
+
+
+@pytest.mark.parametrize("name", ["grey", "mlp", "shuffled", "float16", "keyword"])
+def test_photographs(own: tuple[Client, ModuleType], photos: dict[str, bytes], name: str) -> None:
+    """Those of one channel are PIL's grey ones, normalised by the averages of the mean and standard deviation."""
+    client, module = own
+    image = PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")
+    image = F.center_crop(F.resize(image, [36], antialias=True), [32])
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    if CHANNELS.get(name) == 1:
+        image, mean, std = image.convert("L"), [sum(mean) / 3], [sum(std) / 3]
+    x = F.normalize(F.to_tensor(image), mean, std)[None]
+    with torch.no_grad():
+        expected = reference(module, name)(x.to(DTYPES.get(name, torch.float32))).float()
+    url = f"/v1/models/{name}/features?nodes={node_of(client, name)}&preprocess=pil&dtype=float32"
+    response = client.post(
+        url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+    )
+    assert response.status_code == 200, response.text
+    value = torch.from_numpy(np.load(io.BytesIO(response.content)))
+    torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_photographs_have_no_six_channels(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
+    client, _ = own
+    url = f"/v1/models/six/features?nodes={node_of(client, 'six')}"
+    refused = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+    assert "does not take single images; send tensors: x [None, 6, 32, 32]" in refused.json()["detail"]
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros((1, 40, 40, 6), np.uint8))
+    refused = client.post(url, content=buffer.getvalue(), headers={"Content-Type": "application/x-npy"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+    assert "send float32 [N, 6, H, W]" in refused.json()["detail"]
+
+
+def test_backends_and_precisions_of_other_dtypes(own: tuple[Client, ModuleType]) -> None:
+    client, _ = own
+    spec = {"model": "float64", "return_nodes": [node_of(client, "float64")]}
+    refused = client.post("/v1/extractors", json={**spec, "precision": "int8"})
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/unsupported")
+    made = client.post("/v1/extractors?wait=60", json={**spec, "precision": "bfloat16"}).json()
+    assert (made["state"], made["outputs"][0]["dtype"]) == ("ready", "bfloat16")
