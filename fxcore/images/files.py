@@ -188,6 +188,7 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
         BadArgument: ``data`` is not bytes.
         ImageTooLarge: by its header it has more than ``max_pixels``; nothing was decoded.
 
+    >>> import io
     >>> file = io.BytesIO()
     >>> PIL.Image.new("L", (4, 2), 7).save(file, "png")
     >>> image = open_image(file.getvalue())
