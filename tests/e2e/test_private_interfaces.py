@@ -91,7 +91,7 @@ PRIVATE = {
     "torch.utils._pytree": {"fxcore/nesting.py"},
     # Documented in "Extending PyTorch", under this name.
     "torch.utils._python_dispatch": {"fxcore/tracing/frozen.py", "fxcore/transforms/fold_constants.py"},
-    "uvicorn._types": {"service/http/connection.py", "service/http/protocol_choice.py"},
+    "uvicorn._types": {"service/http/server/connection.py", "service/http/server/protocol_choice.py"},
 }
 """Others' private modules → the files that use them, each able to do without. All else that is used is public."""
 
