@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
+
+import orjson
 
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.errors import DeadlineExceeded
@@ -16,6 +19,9 @@ Result = TypeVar("Result")
 
 LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
 """Problems of every route that uses :class:`Lookups`."""
+
+_PAGE = 50
+"""Items that are encoded at a time."""
 
 
 class Lookups:
@@ -72,3 +78,10 @@ class Place:
         """Run ``work()`` in a thread once it is this client's turn. Call it only once."""
         await self._ticket.turn()
         return await in_pool(self._pool, work)
+
+
+def json_array(items: Iterable[Any]) -> bytes:
+    """Encode ``items`` as a JSON array, some at a time: encoding holds the interpreter."""
+    items = iter(items)
+    pages = iter(lambda: list(islice(items, _PAGE)), [])
+    return b"[" + b",".join(orjson.dumps(page)[1:-1] for page in pages) + b"]"

@@ -70,6 +70,8 @@ class State:
 
     def __post_init__(self) -> None:
         self.lookups = Lookups(self.settings.request_timeout)
+        # One at a time: an index of thousands of extractors keeps the interpreter busy.
+        self.listings = Lookups(self.settings.request_timeout, threads=1)
         # One at a time, since an export holds the weights a second time.
         self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), threads=1, max_requests=4)
 
@@ -148,14 +150,14 @@ class State:
         return result
 
     def start(self) -> None:
-        """Start the threads of lookups and exports."""
-        self.lookups.start()
-        self.exports.start()
+        """Start the threads of lookups, listings and exports."""
+        for lookups in (self.lookups, self.listings, self.exports):
+            lookups.start()
 
     def close(self) -> None:
-        """Stop the threads of lookups and exports."""
-        self.lookups.close()
-        self.exports.close()
+        """Stop the threads of lookups, listings and exports."""
+        for lookups in (self.lookups, self.listings, self.exports):
+            lookups.close()
 
 
 @functools.cache  # bounded by the weights in use

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from service.engine.device.threads import Pool, in_pool
+from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.errors import NotReady, StoreFull
 from service.engine.record import ExtractorRecord
 from service.engine.registry.objects import DamagedObject, StoreError
@@ -56,6 +56,8 @@ class Sharing:
         self._store = store
         self._health = health
         self._pool = Pool(_THREADS, "fxserve-store")
+        self._listings = Pool(1, "fxserve-store-list", run_at_low_priority)
+        self._listing = asyncio.Lock()
         self._saves: dict[str, set[asyncio.Task[tuple[Stored, bool]]]] = {}
         self._saving: Counter[str] = Counter()
         self._deleting: Counter[str] = Counter()
@@ -65,10 +67,12 @@ class Sharing:
     def start(self) -> None:
         """Start the threads."""
         self._pool.start()
+        self._listings.start()
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._listings):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def find(self, id_or_name: str, miss_seconds: float = 0.0) -> Stored | None:
         """The extractor of that id or name. Concurrent callers share one search.
@@ -185,12 +189,22 @@ class Sharing:
             self._deleting -= Counter((id,))
 
     async def all(self) -> list[tuple[Stored, str | None]]:
-        """All extractors, each with one of its names; none while the store is unavailable."""
-        try:
-            async with self._operation("read", ""):
-                return await in_pool(self._pool, self._store.all)
-        except NotReady:
-            return []
+        """All extractors, each with one of its names; none while the store is unavailable.
+
+        One listing at a time, in a thread of its own and page by page, so that no other use of the store waits for it.
+        """
+        found: list[tuple[Stored, str | None]] = []
+        async with self._listing:
+            pages = self._store.pages()
+            while True:
+                try:
+                    async with self._operation("read", ""):
+                        page = await in_pool(self._listings, next, pages, None)
+                except NotReady:
+                    return []
+                if page is None:
+                    return found
+                found += page
 
     def is_saving(self, id: str) -> bool:
         """Whether the extractor ``id`` is being saved, so that its token may be out of date."""

@@ -19,7 +19,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +50,11 @@ _UNSEEN_SECONDS = 300.0
 _PRUNED_NAMES = 100
 _FOLDERS = "specs", "names", "deleted", "parts"
 
+_PAGE = 50
+"""Extractors, or names, that one step of a listing reads."""
+
 _CACHED_BYTES = 64 * 1024**2
+_OWNER_BYTES = 512
 _ID = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -88,6 +92,7 @@ class Store:
         self.objects = Objects(url)
         self._mark: dict[str, Any] | None = None
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
+        self._owners: ByteCache[str, tuple[str, str]] = ByteCache(_CACHED_BYTES // 4, lambda _: _OWNER_BYTES)
 
     def open(self) -> None:
         """Read which store it is, and create it if there is none. One that cannot be written can be opened.
@@ -239,29 +244,25 @@ class Store:
         with self.objects.store_errors("read"):
             return self.objects.names_in("names")
 
-    def all(self) -> list[tuple[Stored, str | None]]:
-        """All extractors that can be read, each with one of its names."""
+    def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
+        """All extractors that can be read, each with one of its names, in pages.
+
+        The names are read first, which gives empty pages: no step takes long, however many objects there are.
+        """
         owned: dict[tuple[str, str], str] = {}
-        found = []
         with self.objects.store_errors("read"):
-            for name in self.names():
-                numbers = self._numbers(name)
-                with suppress(DamagedObject):
-                    entry = self.objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
-                    if entry is not None:
-                        owned[entry["id"], entry["token"]] = name
-            for id in sorted(self.ids()):
-                stored = self._cached.get(id)
-                if stored is None:
-                    with suppress(DamagedObject):
-                        stored = self.get(id)
-                if stored is not None:
-                    self._cached.put(id, stored)
-                    found.append(stored)
-        return [(stored, owned.get((stored.id, stored.token))) for stored in found]
+            for names in _in_pages(sorted(self.names())):
+                for name in names:
+                    owner = self._named(name)
+                    if owner is not None:
+                        owned[owner] = name
+                yield []
+            for ids in _in_pages(sorted(self.ids())):
+                found = [stored for stored in map(self._listed, ids) if stored is not None]
+                yield [(stored, owned.get((stored.id, stored.token))) for stored in found]
 
     def drop_cached(self, id: str) -> None:
-        """Have :meth:`all` read the extractor ``id`` again."""
+        """Have :meth:`pages` read the extractor ``id`` again."""
         self._cached.drop(id)
 
     def prune(self) -> None:
@@ -294,12 +295,40 @@ class Store:
             owner = self.get(entry["id"])
             return last, owner if owner is not None and owner.token == entry["token"] else None
 
+    def _named(self, name: str) -> tuple[str, str] | None:
+        """The id and the token that ``name`` was given to last, of an extractor that may be gone; None if it cannot be
+        read."""
+        last = max(self._numbers(name), default=0)
+        path = f"names/{name}/{last}.json"
+        owner = self._owners.get(path)
+        if owner is None and last:
+            with suppress(DamagedObject):
+                entry = self.objects.read(path)
+                if entry is not None:
+                    owner = str(entry["id"]), str(entry["token"])
+                    self._owners.put(path, owner)
+        return owner
+
+    def _listed(self, id: str) -> Stored | None:
+        """The extractor ``id``, read once; None if it cannot be."""
+        stored = self._cached.get(id)
+        if stored is None:
+            with suppress(DamagedObject):
+                stored = self.get(id)
+            if stored is not None:
+                self._cached.put(id, stored)
+        return stored
+
     def _numbers(self, name: str) -> list[int]:
         texts = (file.removesuffix(".json") for file in self.objects.names_in(f"names/{name}"))
         return [int(text) for text in texts if text.isdigit()]
 
     def _notify(self, kind: str, subject: str) -> None:
         self.objects.create(f"deleted/{unique_name(kind, subject)}.json", {"kind": kind, "what": subject})
+
+
+def _in_pages(texts: list[str]) -> Iterator[list[str]]:
+    return (texts[start : start + _PAGE] for start in range(0, len(texts), _PAGE))
 
 
 def _old_notices(notices: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from itertools import chain
 from typing import Annotated, Any
 
 import orjson
@@ -16,7 +17,7 @@ from service.engine.errors import NotReady
 from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
 from service.http import graph_formats
-from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.graphs import GraphFormat
@@ -76,7 +77,7 @@ COMPUTE_PROBLEMS = (
 
 def describe(record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
-    checks = record.checks
+    checks, failed = record.checks, record.problem
     if record.transformed is not None and checks is not None and record.state == "ready":
         checks = record.transformed.checks(checks)
     return {
@@ -92,7 +93,7 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "preprocessing": record.preprocessing.describe(),
         "fingerprint": record.fingerprint,
         "checks": checks,
-        "problem": problem(record.problem) if record.problem is not None else None,
+        "problem": problem(failed) if failed is not None else None,
     }
 
 
@@ -197,19 +198,18 @@ async def create_extractor(
     )
 
 
-@router.get("", response_model=ExtractorList, responses=documented("invalid-request"))
+@router.get("", response_model=ExtractorList, responses=documented("invalid-request", *LOOKUP_PROBLEMS))
 async def list_extractors(state: Shared) -> Response:
     """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
-    others = await state.engine.extractors.elsewhere()
-    content = orjson.dumps(
-        {
-            "extractors": [
-                *(describe(record) for record in state.engine.records.list()),
-                *(describe_stored(stored, name) for stored, name in others),
-            ]
-        }
-    )
-    return Response(content, media_type="application/json")
+    async with state.listings.place() as place:
+        others = await state.engine.extractors.elsewhere()
+        records = state.engine.records.list()
+        content = await place.run(
+            lambda: json_array(
+                chain(map(describe, records), (describe_stored(stored, name) for stored, name in others))
+            )
+        )
+    return Response(b'{"extractors":' + content + b"}", media_type="application/json")
 
 
 @router.get(

@@ -163,10 +163,16 @@ def _values(
 
 
 def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
-    """Yield the state of each extractor, and of each model's default weights."""
+    """The state of each extractor, and of each model's default weights, which any thread may iterate over."""
     loaded = state.engine.models.loaded_weights()
     records = state.engine.records.list()
     building = {(record.spec.model, record.weights) for record in records if record.build is not None}
+    return _entries(targets, loaded, building)
+
+
+def _entries(
+    targets: Iterable[ExtractorRecord | ModelEntry], loaded: set[tuple[str, str]], building: set[tuple[str, str]]
+) -> Iterator[RepositoryEntry]:
     for target in targets:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem

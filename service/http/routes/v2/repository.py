@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import chain
 from typing import Annotated
 
 import orjson
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from fxcore.models.entry import ModelEntry
 from service.engine import ExtractorRecord
 from service.engine.errors import DeadlineExceeded
+from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, body, documented, small_json
@@ -28,7 +30,7 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     "/index",
     response_model=list[RepositoryEntry],
     openapi_extra=body(IndexRequest, {"ready": True}, required=False),
-    responses=documented("invalid-request", "body-too-large"),
+    responses=documented("invalid-request", "body-too-large", *LOOKUP_PROBLEMS),
 )
 async def repository_index(request: Request, state: Shared) -> Response:
     """List every extractor and model. A model is ready if its default weights are loaded.
@@ -36,11 +38,16 @@ async def repository_index(request: Request, state: Shared) -> Response:
     States are those of the process that responds.
     """
     payload = await small_json(request, state, IndexRequest)
-    targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
-    entries = [entry for entry in metadata.entries(state, targets) if entry.state == "READY" or not payload.ready]
-    if not payload.ready:
-        entries += [metadata.elsewhere(stored, name) for stored, name in await state.engine.extractors.elsewhere()]
-    return Response(orjson.dumps([entry.model_dump() for entry in entries]), media_type="application/json")
+    async with state.listings.place() as place:
+        others = [] if payload.ready else await state.engine.extractors.elsewhere()
+        targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
+        here = metadata.entries(state, targets)
+        entries = chain(
+            (entry for entry in here if entry.state == "READY" or not payload.ready),
+            (metadata.elsewhere(stored, name) for stored, name in others),
+        )
+        content = await place.run(lambda: json_array(entry.model_dump() for entry in entries))
+    return Response(content, media_type="application/json")
 
 
 @router.post(

@@ -313,6 +313,34 @@ async def test_a_long_eviction_sweep_blocks_no_request(
         resume.set()
 
 
+async def test_listings_take_turns_and_keep_no_read_waiting(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    store.open()
+    ids = [f"{number:012x}" for number in range(120)]
+    for id in ids:
+        store.put(id, spec(), "IMAGENET1K_V1", {"layer4": "layer4"}, "fingerprint")
+    pages, gate, begun = Store.pages, threading.Event(), []
+
+    def held(store: Store) -> Any:
+        begun.append(store)
+        assert gate.wait(PATIENCE)
+        yield from pages(store)
+
+    monkeypatch.setattr(Store, "pages", held)
+    async with engine(extractors=str(tmp_path)) as running:
+        listings = [asyncio.create_task(running.extractors.elsewhere()) for _ in range(8)]
+        await until(lambda: begun)
+        assert running.extractors.sharing is not None
+        found = await asyncio.gather(*(running.extractors.sharing.get(id) for id in ids[:8]))
+        assert [stored and stored.id for stored in found] == ids[:8]
+        assert len(begun) == 1
+        gate.set()
+        for listed in await asyncio.gather(*listings):
+            assert [stored.id for stored, _ in listed] == ids
+
+
 async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")

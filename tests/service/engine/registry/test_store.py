@@ -51,6 +51,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return str(tmp_path / "store")
 
 
+def listed(store: Store) -> list[tuple[Stored, str | None]]:
+    return [stored for page in store.pages() for stored in page]
+
+
 def opened(url: str) -> Store:
     store = Store(url)
     store.open()
@@ -65,11 +69,11 @@ def test_one_writes_and_another_reads(url: str) -> None:
     assert stored.spec == SPEC.model_copy(update={"weights": "IMAGENET1K_V1"})
     assert other.put(IDS[0], SPEC, "IMAGENET1K_V1", NODES, "fingerprint") == (stored, False)
     assert other.find(IDS[0]) == stored
-    assert (other.ids(), other.all()) == ({IDS[0]}, [(stored, None)])
+    assert (other.ids(), listed(other)) == ({IDS[0]}, [(stored, None)])
 
     assert other.claim("r18", stored, never) == IDS[0]
     assert one.find("r18") == stored
-    assert one.all() == [(stored, "r18")]
+    assert listed(one) == [(stored, "r18")]
     second = put(one, IDS[1])
     assert one.claim("r18", second, never) == IDS[0]
     assert one.claim("r18", second, IDS[0].__eq__) == IDS[1]  # what failed gives up its names
@@ -133,7 +137,7 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
     with pytest.raises(DamagedObject, match=IDS[1]):
         store.find(IDS[1])
     fresh = opened(url)
-    assert fresh.all() == [(whole, None)]
+    assert listed(fresh) == [(whole, None)]
     if b"2" in content:  # a newer version's: not ours to replace
         with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
@@ -206,7 +210,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         ):
             with pytest.raises(StoreError, match=r"cannot be written: OSError: .*No space left on device"):
                 change()
-        assert later.all() == [(stored, "r18")]
+        assert listed(later) == [(stored, "r18")]
         later.delete(IDS[0])  # which makes room
         assert later.find("r18") is None
         disk.free()
@@ -271,6 +275,6 @@ def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
         writer.communicate()
     assert printed[0::3] == printed[2::3] == IDS
     store = opened(url)
-    assert [stored.token for stored, _ in store.all()] == printed[1::3]
+    assert [stored.token for stored, _ in listed(store)] == printed[1::3]
     for path in Path(url).rglob("*.json"):
         assert json.loads(path.read_text())["version"] == 1
