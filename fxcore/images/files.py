@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,18 @@ from fxcore.images import avif
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped
 from fxcore.images.kinds import described
-from fxcore.images.opening import opened, over_limit
+from fxcore.images.opening import opened, over_limit, recognized
 from fxcore.images.orientation import orientation
 from fxcore.quiet import quiet
 
 _HAS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", *(["AVIF"] if _HAS_AVIF else []))
+
+_VARIANTS = ("MPO", "DIB")
+"""Names that Pillow has for files of several JPEG images, and for BMP files."""
+
+HEAD_BYTES = 4096
+"""First bytes of a file that tell whether it is an image."""
 
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
 # and application segments except APP1, which is EXIF or XMP.
@@ -127,6 +134,22 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
 def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
     """Height and width of an image by :func:`image_header`."""
     return image_header(data, max_pixels)[:2]
+
+
+def is_image(head: bytes) -> bool:
+    """Whether a file is in one of :data:`FORMATS`, by its first :data:`HEAD_BYTES`; it may still be damaged.
+
+    >>> is_image(bytes.fromhex("89504e470d0a1a0a")), is_image(b"P2 is a format of images")
+    (True, False)
+    """
+    return recognized(head, FORMATS)
+
+
+@lru_cache(1)
+def suffixes() -> tuple[str, ...]:
+    """Suffixes, in lower case, of files in :data:`FORMATS`."""
+    formats = {*FORMATS, *_VARIANTS}
+    return tuple(suffix for suffix, format in PIL.Image.registered_extensions().items() if format in formats)
 
 
 def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | None:

@@ -18,6 +18,9 @@ _OTHER_FORMAT = (SyntaxError, IndexError, TypeError, struct.error)
 _PREFIX = 16
 """First bytes of a file that Pillow recognises formats by."""
 
+_WEAK = 2
+"""Bytes of a signature that may be chance."""
+
 
 def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
     """Open an image as ``PIL.Image.open`` does, but whatever ``PIL.Image.MAX_IMAGE_PIXELS`` is.
@@ -31,17 +34,40 @@ def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
     """
     with quiet():
         for format in formats:
-            if format not in PIL.Image.OPEN:
-                PIL.Image.init()
-            factory, accept = PIL.Image.OPEN[format]
-            accepted = accept is None or accept(data[:_PREFIX])
-            if not accepted or isinstance(accepted, str):  # a reason
+            if not _accepts(format, data):
                 continue
             try:
-                return factory(io.BytesIO(data), "")
+                return PIL.Image.OPEN[format][0](io.BytesIO(data), "")
             except _OTHER_FORMAT:
                 continue
     raise PIL.UnidentifiedImageError(f"not a file of the formats {', '.join(formats)}")
+
+
+def recognized(head: bytes, formats: Sequence[str]) -> bool:
+    """Whether a file that begins with ``head``, of some KB, has one of ``formats``.
+
+    Where Pillow goes by two bytes or less, which may be the first letters of a text, the header must be valid.
+    """
+    for format in formats:
+        if _accepts(format, head):
+            if not _accepts(format, head[:_WEAK] + bytes(_PREFIX)):
+                return True
+            try:
+                opened(head, [format]).close()
+            except Exception:  # headers are damaged in as many ways as there are formats
+                continue
+            return True
+    return False
+
+
+def _accepts(format: str, data: bytes) -> bool:
+    if format not in PIL.Image.OPEN:
+        PIL.Image.init()
+    accept = PIL.Image.OPEN[format][1]
+    try:
+        return accept is None or accept(data[:_PREFIX]) is True
+    except _OTHER_FORMAT:
+        return False
 
 
 def over_limit(error: PIL.Image.DecompressionBombError) -> ImageTooLarge:

@@ -108,7 +108,7 @@ def extract(
 
     The same command resumes an interrupted run; no image is lost or computed twice. index.sqlite maps each image to its
     shard and row (table images: path, shard, row), errors.jsonl lists the images that could not be read, and spec.json
-    describes what was computed.
+    describes what was computed. Files that are not images are skipped and counted.
 
     With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped.
 
@@ -150,13 +150,15 @@ def extract(
         with progress() as report:
             summary = extract(job, settings, report)
     if not summary.images:
-        raise FxError(f"no images found in {', '.join(inputs)}")
+        raise FxError(f"no images found in {', '.join(inputs)}{f'; {summary.skipped}' if summary.skipped else ''}")
     tables.show(tables.outputs(summary.outputs))
     out = out.rstrip("/")
     errors = "the column error" if ray is not None else f"{out}/errors.jsonl"
     unreadable = f", {summary.unreadable} could not be read: see {errors}" if summary.unreadable else ""
     shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}"
     print(f"{out}: {summary.done} of {summary.images} images in {shards}{unreadable}")
+    if summary.skipped:
+        print(summary.skipped)
     if not summary.done:
         raise typer.Exit(1)
 

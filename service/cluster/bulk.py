@@ -41,6 +41,7 @@ from service.offline.folder import Folder
 from service.offline.index import Index
 from service.offline.run import add_images
 from service.offline.runners import ExtractorInfo, LocalRunner, Rows
+from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -83,7 +84,8 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
     with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
-        add_images(job, sources.find(job.inputs), index)
+        skipped = Skipped(job.out)
+        add_images(job, sources.find(job.inputs, skipped), index)
         lost = dict(index.errors())  # they get rows, too
         index.forget_errors()
         backend = before.get("backend") if before else None
@@ -124,7 +126,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             images, done, unreadable = index.counts()
             if left := images - done - unreadable:
                 raise FxError(f"{left} of {images} images have no row in {out}; the same command does them")
-        return Summary(made.outputs, images, done, unreadable, len(output.files))
+        return Summary(made.outputs, images, done, unreadable, len(output.files), skipped)
 
 
 @contextmanager

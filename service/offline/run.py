@@ -19,6 +19,7 @@ from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
 from service.offline.runners import LocalRunner, RemoteRunner
+from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
 from service.offline.working_folder import WorkingFolder
 from service.offline.writer import ERRORS, Writer, error_line
@@ -70,6 +71,7 @@ class Summary:
         done: number of images whose features are in shards.
         unreadable: number of images listed in ``errors.jsonl``.
         shards: number of shards.
+        skipped: files that were found now and are not images.
     """
 
     outputs: list[dict[str, Any]]
@@ -77,6 +79,7 @@ class Summary:
     done: int
     unreadable: int
     shards: int
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 def extract(job: Job, settings: Settings, report: Report = lambda images, done, unreadable: None) -> Summary:
@@ -112,11 +115,11 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             index = Index(folder.path)
         try:
             with write_errors(out):
-                await asyncio.to_thread(_prepare, job, chosen, folder, index)
+                skipped = await asyncio.to_thread(_prepare, job, chosen, folder, index)
             writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
             await _Pipeline(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report).run()
             images, done, unreadable = index.counts()
-            return Summary(spec.outputs, images, done, unreadable, len(index.shards()))
+            return Summary(spec.outputs, images, done, unreadable, len(index.shards()), skipped)
         finally:
             index.close()
             with write_errors(out):
@@ -131,13 +134,15 @@ def _count(inputs: Sequence[str]) -> int:
     return count if count < _MOST_COUNTED else sys.maxsize
 
 
-def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> None:
-    """Make the index and the folder consistent, and add the images to extract."""
+def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> Skipped:
+    """Make the index and the folder consistent, and add the images to extract; returns what was skipped."""
+    skipped = Skipped(job.out)
     index.keep_shards(folder.shards(chosen.suffix))
     folder.remove_all_but(chosen.suffix, index.shards())
-    add_images(job, sources.find(job.inputs), index)
+    add_images(job, sources.find(job.inputs, skipped), index)
     with (folder.path / ERRORS).open("wb") as file:
         file.writelines(error_line(path, reason) for path, reason in index.errors())
+    return skipped
 
 
 def add_images(job: Job, found: Iterable[Source], index: Index) -> None:

@@ -6,6 +6,7 @@ import glob
 import lzma
 import os
 import posixpath
+import stat
 import tarfile
 import threading
 import zlib
@@ -15,10 +16,11 @@ from functools import lru_cache
 from typing import IO
 
 from fxcore.errors import BadImage, FxError
+from fxcore.images.files import HEAD_BYTES, is_image, suffixes
 from service.offline.failures import driver_errors, reason_of
 from service.offline.folder import filesystem, is_url
+from service.offline.skipped import Skipped
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 _UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
@@ -63,47 +65,74 @@ class Source:
         return self.offset != WHOLE and _compressed(self.file)
 
 
-def find(inputs: Iterable[str]) -> Iterator[Source]:
+def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Source]:
     """Yield every image that ``inputs`` name, in no particular order and possibly repeated.
 
+    In folders, archives and matches of patterns, files with a suffix of images are images, and others if they begin as
+    one. Below the URL of a bucket it is the suffix alone, since reading each object would take a request; everything
+    that a pattern there matches is taken for an image.
+
     Args:
-        inputs: files with any suffix; folders, which are searched recursively for archives and files with a suffix of
-            :data:`IMAGE_SUFFIXES`; patterns of :func:`glob.glob`, ``**`` included; and URLs of these that fsspec has a
-            driver for. Only the listing of a bucket is held in memory.
+        inputs: files with any suffix; folders, which are searched recursively for archives and images; patterns of
+            :func:`glob.glob`, ``**`` included; and URLs of these that fsspec has a driver for. Only the listing of a
+            bucket is held in memory.
+        skipped: counts the files that are not images.
 
     Raises:
         FxError: an input does not exist or cannot be accessed, or nothing matches a pattern.
     """
     inputs = list(inputs)
+    skipped = Skipped() if skipped is None else skipped
     for text in inputs:
         if not is_url(text) and not os.path.lexists(text) and not glob.has_magic(text):
             raise FxError(f"{text}: No such file or folder")
     for text in inputs:
         path = os.path.abspath(text)
         if is_url(text):
-            yield from _in_bucket(text)
+            yield from _in_bucket(text, skipped)
         elif os.path.lexists(path):
-            yield from _find_at(path)
+            yield from _find_at(path, skipped)
         else:
             matched = False
             for match in glob.iglob(path, recursive=True):
                 matched = True
-                if not os.path.isdir(match) or not text.endswith("**"):  # ** matches folders and their files
-                    yield from _find_at(match)
+                if os.path.isdir(match):
+                    if not text.endswith("**"):  # which matches folders and their files
+                        yield from _in_folder(match, skipped)
+                elif _is_candidate(match) or _begins_as_image(match):
+                    yield from _find_at(match, skipped)
+                else:
+                    skipped.add(_printable(match))
             if not matched:
                 raise FxError(f"{text}: nothing matches this pattern")
 
 
-def _find_at(path: str) -> Iterator[Source]:
+def _is_candidate(path: str) -> bool:
+    """Whether a file has the suffix of an image or an archive."""
+    return path.lower().endswith((*suffixes(), *TAR_SUFFIXES))
+
+
+def _begins_as_image(path: str) -> bool:
+    """Whether a file is an image by its content; not if it cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe might never end
+            return False
+        with open(path, "rb") as file:
+            return is_image(file.read(HEAD_BYTES))
+    except OSError:
+        return False
+
+
+def _find_at(path: str, skipped: Skipped) -> Iterator[Source]:
     if os.path.isdir(path):
-        yield from _in_folder(path)
+        yield from _in_folder(path, skipped)
     elif path.lower().endswith(TAR_SUFFIXES):
-        yield from _in_archive(path)
+        yield from _in_archive(path, skipped)
     else:
         yield Source(_printable(path), path)
 
 
-def _in_bucket(url: str) -> Iterator[Source]:
+def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
     """Yield the file at ``url``, or all images below it, or those that match it."""
     fs, path = filesystem(url)
     with driver_errors(url):
@@ -112,19 +141,18 @@ def _in_bucket(url: str) -> Iterator[Source]:
         elif fs.isfile(path):
             found = {path: fs.info(path)}
         else:
-            found = {
-                place: info
-                for place, info in fs.find(path, detail=True).items()
-                if place.lower().endswith((*IMAGE_SUFFIXES, *TAR_SUFFIXES))
-            }
+            found = fs.find(path, detail=True)
+            for place in [place for place in found if not _is_candidate(place)]:
+                del found[place]
+                skipped.add(fs.unstrip_protocol(place))
         if not found:
-            raise FxError(f"{url}: no images there")
+            raise FxError(f"{url}: no images there{f'; {skipped}' if skipped else ''}")
     for place, info in found.items():
         if info.get("type") == "directory":
             continue
         name = fs.unstrip_protocol(place)
         if place.lower().endswith(TAR_SUFFIXES):
-            yield from _in_archive(name)
+            yield from _in_archive(name, skipped)
         else:
             yield Source(name, name, size=info.get("size"))
 
@@ -138,7 +166,7 @@ def open_binary(file: str) -> IO[bytes]:
     return stream
 
 
-def _in_folder(root: str) -> Iterator[Source]:
+def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
     """Yield all images below ``root``. Symbolic links are followed; each folder is visited once."""
     seen: set[tuple[int, int]] = set()
     folders = [root]
@@ -159,35 +187,54 @@ def _in_folder(root: str) -> Iterator[Source]:
                         continue
                     if is_folder:
                         folders.append(entry.path)
-                    elif name.endswith(IMAGE_SUFFIXES):
-                        yield Source(_printable(entry.path), entry.path)
                     elif name.endswith(TAR_SUFFIXES):
-                        yield from _in_archive(entry.path)
+                        yield from _in_archive(entry.path, skipped)
+                    elif name.endswith(suffixes()) or _begins_as_image(entry.path):
+                        yield Source(_printable(entry.path), entry.path)
+                    else:
+                        skipped.add(_printable(entry.path))
         except OSError as error:
             yield Source(_printable(folder), folder, error=f"the folder cannot be read: {error.strerror}")
 
 
-def _in_archive(path: str) -> Iterator[Source]:
+def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
     shown = _printable(path)
     links: dict[str, list[str]] = {}
     try:
-        for member in _members(path):
-            if not member.name.lower().endswith(IMAGE_SUFFIXES):
-                continue
+        for member, stream in _members(path):
+            name = f"{shown}/{_printable(member.name)}"
             if member.isfile():
-                yield Source(f"{shown}/{_printable(member.name)}", path, member.offset_data, member.size)
+                if _is_image_member(member.name, member, stream):
+                    yield Source(name, path, member.offset_data, member.size)
+                else:
+                    skipped.add(name)
             elif member.islnk() or member.issym():
                 folder = posixpath.dirname(member.name) if member.issym() else ""
                 target = posixpath.normpath(posixpath.join(folder, member.linkname))
-                links.setdefault(target, []).append(f"{shown}/{_printable(member.name)}")
+                links.setdefault(target, []).append(name)
         # A table of all members could exceed the memory; the targets of links are looked up in a second pass.
-        for member in _members(path) if links else ():
+        for member, stream in _members(path) if links else ():
             for name in links.pop(posixpath.normpath(member.name), ()) if member.isfile() else ():
-                yield Source(name, path, member.offset_data, member.size)
+                if _is_image_member(name, member, stream):
+                    yield Source(name, path, member.offset_data, member.size)
+                else:
+                    skipped.add(name)
         for target, names in links.items():
-            yield from (Source(name, path, error=f"a link to {target}, which is not in the archive") for name in names)
+            for name in names:
+                if name.lower().endswith(suffixes()):
+                    yield Source(name, path, error=f"a link to {target}, which is not in the archive")
+                else:
+                    skipped.add(name)
     except _UNREADABLE as error:  # members before the damage are usable
         yield Source(shown, path, error=f"the archive cannot be read to its end: {reason_of(error)}")
+
+
+def _is_image_member(name: str, member: tarfile.TarInfo, stream: IO[bytes]) -> bool:
+    """Whether a member of the (decompressed) archive ``stream`` is an image by a name of it or by its content."""
+    if name.lower().endswith(suffixes()):
+        return True
+    stream.seek(member.offset_data)
+    return is_image(stream.read(min(member.size, HEAD_BYTES)))
 
 
 class _Member(tarfile.TarInfo):
@@ -203,14 +250,17 @@ class _Member(tarfile.TarInfo):
             raise tarfile.ReadError(str(error)) from error
 
 
-def _members(path: str) -> Iterator[tarfile.TarInfo]:
+def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
+    """Yield the members of an archive, each with the decompressed archive, which may be read at any place."""
     with (
         open_binary(path) as file,
         tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape", tarinfo=_Member) as archive,
     ):
+        stream = archive.fileobj
+        assert stream is not None
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
-            yield member
+            yield member, stream  # type: ignore[misc]
 
 
 @lru_cache(64)

@@ -62,11 +62,16 @@ def test_extract_fails_where_it_has_done_no_image(tmp_path: Path) -> None:
     command += ["--device", "cpu", "--pool", "avg", "--out", out]
     none = fxserve(*command)
     assert (none.exit_code, none.stdout, none.stderr) == (1, "", f"fxserve: no images found in {root}\n")
+    for name in ("a.txt", "b.txt", "notes"):
+        (root / name).write_text("text")
+    skipped = "skipped 3 files that are not images: 2 .txt, notes"
+    none = fxserve(*command)
+    assert (none.exit_code, none.stdout, none.stderr) == (1, "", f"fxserve: no images found in {root}; {skipped}\n")
     (root / "broken.jpg").write_bytes(b"junk")
     broken = fxserve(*command)
     assert broken.exit_code == 1
     told = f"{out}: 0 of 1 images in 0 shards, 1 could not be read: see {out}/errors.jsonl"
-    assert broken.stdout.splitlines()[-1] == told
+    assert broken.stdout.splitlines()[-2:] == [told, skipped]
     Image.new("RGB", (64, 64)).save(root / "right.png")
     assert [fxserve(*command).exit_code for _ in range(2)] == [0, 0]
 

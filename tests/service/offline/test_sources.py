@@ -10,9 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from fxcore.errors import BadImage, FxError
+from fxcore.images.files import FORMATS
+from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source, find
 from tests.service.offline.conftest import png
 
@@ -36,6 +39,79 @@ def test_folders_are_searched_to_the_bottom_for_images(folder: Callable[..., Pat
     (root / "SHOUT.JPEG").write_bytes(png(9))
     relative = ["001.png", "002.png", "SHOUT.JPEG", "deep/er/000.png", "deep/er/003.png"]
     assert names(root) == [str(root / name) for name in relative]
+
+
+def encoded(format: str) -> bytes:
+    buffer = io.BytesIO()
+    PIL.Image.open(io.BytesIO(png(1))).save(buffer, format)
+    return buffer.getvalue()
+
+
+TEXTS = {
+    "1.txt": b"BMW and others\n" * 9,
+    "2.TXT": b"Python, P1 and P6\n",
+    "3.txt": b"P1 is a format",
+    "notes": b"P",
+    "empty": b"",
+    "page.heic": b"\0\0\0\x18ftypheic" + bytes(40),
+}
+SKIPPED = "skipped 6 files that are not images: 3 .txt, .heic, empty, notes"
+
+
+def test_files_without_a_known_suffix_are_told_by_their_content(tmp_path: Path) -> None:
+    files = {f"{format}{suffix}": encoded(format) for format in FORMATS for suffix in ("", ".upload")}
+    files |= {"a.jfif": encoded("JPEG"), "a.mpo": encoded("JPEG"), "a.apng": encoded("PNG"), "a.dib": encoded("BMP")}
+    files["cut.jp2"] = b"damaged, as its error will say"
+    root = tmp_path / "in"
+    root.mkdir()
+    for name, data in (files | TEXTS).items():
+        (root / name).write_bytes(data)
+    os.mkfifo(root / "pipe")
+    (root / "gone").symlink_to("nowhere")
+    for given in (root, root / "*"):
+        skipped = Skipped()
+        assert sorted(source.path for source in find([str(given)], skipped)) == sorted(str(root / n) for n in files)
+        assert skipped.count == len(TEXTS) + 2
+    assert names(root / "notes") == [str(root / "notes")]  # named itself, it has to be one
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_members_of_archives_are_told_by_their_content(mode: str, tmp_path: Path) -> None:
+    images = {format: encoded(format) for format in FORMATS}
+    path = tmp_path / "linked.tar"
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        for name, data in {**TEXTS, **images, "last.txt": b"text"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        for name, target in {"to image": "PNG", "to text": "notes", "to nothing": "gone"}.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            tar.addfile(link)
+    skipped = Skipped()
+    found = {source.path.removeprefix(f"{path}/"): source for source in find([str(path)], skipped)}
+    images["to image"] = images["PNG"]
+    assert sorted(found) == sorted(images)
+    reader = Reader(10**6)
+    assert {name: reader.read(source) for name, source in found.items()} == images
+    reader.close()
+    assert skipped.count == len(TEXTS) + 3  # the last text and two links
+
+
+def test_what_was_skipped_is_said_in_a_line(tmp_path: Path) -> None:
+    for name, data in TEXTS.items():
+        (tmp_path / name).write_bytes(data)
+    skipped = Skipped()
+    assert not list(find([str(tmp_path)], skipped))
+    assert (str(skipped)[:48], sorted(str(skipped)[48:].split(", "))) == (
+        SKIPPED[:48],
+        sorted(SKIPPED[48:].split(", ")),
+    )
+    for number in range(5000):  # of as many kinds
+        skipped.add(f"folder/{'long' * 99}\n.{number}")
+    assert str(skipped).startswith("skipped 5006 files that are not images: 3 .txt, ")
+    assert len(str(skipped)) < 300
+    assert "\n" not in str(skipped)
 
 
 def test_relative_names_mean_the_same_from_anywhere(
