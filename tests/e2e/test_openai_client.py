@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch.nn import functional
 
-from service.http import keys
+from service.http.access import keys
 from tests.decoding import decoded
 
 MODEL = "resnet18@random:layer4"
