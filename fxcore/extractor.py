@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from fxcore.analysis.agreement import GraphDiffers, check_graph, other_inputs
 from fxcore.bad_argument import BadArgument
 from fxcore.copies import narrowed, own_modules
 from fxcore.errors import BadTensor, DuplicateKey, FxError, UnknownNode, summarize
@@ -28,7 +29,7 @@ from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.nodes import resolve
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
-from fxcore.nesting import tensors_in
+from fxcore.nesting import map_tensors, tensors_in
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
@@ -36,7 +37,7 @@ from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.trace_arguments import LeafModule
-from fxcore.tracing.tracer import PATH, UNTRACEABLE, record, trace
+from fxcore.tracing.tracer import PATH, UNTRACEABLE, private, record, trace
 from fxcore.transforms.base import APPLIED, fork, require_eval
 from fxcore.transforms.functionalize import functionalize
 from fxcore.transforms.out_of_place import out_of_place
@@ -153,19 +154,7 @@ def build_extractor(
     if any(not isinstance(name, str) or name not in graph.by_name for name in exact):
         raise BadArgument(f"return_nodes is what graph.resolve returns, not {return_nodes!r:.100}")
     pruned = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    whole = fx.Graph()
-    source = graph.graph
-    if graph.entry.is_quantized(graph.weights):
-        source = _with_scales_of(model, graph)
-    else:
-        _add_constants(model, graph, dtype)
-    whole.graph_copy(source, copies)
-    device = _device_of(model)
-    for node in whole.nodes:
-        node.args, node.kwargs = on_device(node.args, node.kwargs, device)
-    by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
-    functionalize(whole, dict(graph.traced_modules))
+    whole, by_name = _bound(graph, model, dtype, with_output=False)
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
     kept = _pruned(whole, list(wanted.values()), pruned)
     results = {key: kept[node] for key, node in wanted.items()}
@@ -178,6 +167,34 @@ def build_extractor(
     module.meta[APPLIED] = graph.passes
     outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
     return Extractor(module, graph, outputs, dtype)
+
+
+def whole_module(graph: ModelGraph, model: nn.Module, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """Bind all of ``graph`` to ``model``; the result returns what the model returns. See :func:`build_extractor`."""
+    whole, _ = _bound(graph, model, dtype, with_output=True)
+    return GraphModule(model, whole, class_name=type(model).__name__)
+
+
+def _bound(
+    graph: ModelGraph, model: nn.Module, dtype: torch.dtype, with_output: bool
+) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A copy of ``graph`` without in-place operations, for the device of ``model``; and its nodes by public name."""
+    copies: dict[fx.Node, fx.Node] = {}
+    whole = fx.Graph()
+    source = graph.graph
+    if graph.entry.is_quantized(graph.weights):
+        source = _with_scales_of(model, graph)
+    else:
+        _add_constants(model, graph, dtype)
+    returned = whole.graph_copy(source, copies)
+    if with_output:
+        whole.output(returned)
+    device = _device_of(model)
+    for node in whole.nodes:
+        node.args, node.kwargs = on_device(node.args, node.kwargs, device)
+    by_name = {node.meta[PATH]: copies[node] for node in source.nodes if PATH in node.meta}
+    functionalize(whole, dict(graph.traced_modules))
+    return whole, by_name
 
 
 def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
@@ -212,7 +229,7 @@ def create_extractor(
             (``get_graph_node_names``), or a truncated path, which means the last node under it.
         example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
             Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
-            result. The module runs once, on copies of them.
+            result. The module runs on copies of them, and on random tensors of the same shapes, to check the graph.
         leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
 
     Returns:
@@ -226,6 +243,7 @@ def create_extractor(
         DuplicateKey: two names have the same key.
         BadTensor: the module does not take ``example_inputs``.
         CannotTransform: its in-place operations cannot be rewritten.
+        GraphDiffers: the graph computes something else than the module; ``node`` is the first that differs.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -262,6 +280,8 @@ def create_extractor(
     )
     exact = names.resolve(return_nodes)
     pure = out_of_place(traced)
+    if not isinstance(module, fx.GraphModule):
+        _check(private(model, training=False), traced, pure, inputs)
     by_fx_name = {n.name: n for n in pure.graph.nodes}
     wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
     pruned = fx.Graph()
@@ -279,6 +299,24 @@ def create_extractor(
         if part is result or type(part) is nn.Module:  # a container that GraphModule made
             part.training = False
     return result
+
+
+def _check(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Compare ``model`` with its graph on ``inputs``, on random ones, and on the first row of those.
+
+    Raises:
+        GraphDiffers: they differ.
+    """
+    targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
+    check_graph(model, pure, inputs, targets)
+    others = other_inputs(inputs)
+    for some in (others, map_tensors(lambda t: t[:1], others)):
+        try:
+            check_graph(model, pure, some, targets)
+        except GraphDiffers:
+            raise
+        except Exception:  # the model itself does not take these
+            continue
 
 
 def _metadata(value: Tensor) -> TensorMetadata:

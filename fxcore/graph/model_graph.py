@@ -216,6 +216,8 @@ class ModelGraph:
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
         for node in self.graph.nodes:
+            if node.meta.get(PATH) in self.entry.apart:
+                node.meta["rows"], node.meta[naming.APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
         self.levels: dict[str, Level] = find_levels(
             self.entry.name, self.graph, self._root, self.input_size, self._traced.feature_maps

@@ -19,6 +19,9 @@ from fxcore.graph.levels import Level
 from fxcore.tensors import dtype_name
 from fxcore.tracing.parts import UntraceablePart
 
+#: key in ``node.meta`` of a value whose rows are not those of one image each, as a run has shown
+APART = "apart"
+
 _LEVEL = re.compile(r"[CP]\d")
 """How levels are called."""
 
@@ -94,6 +97,8 @@ def resolve_one(graph: Named, name: str) -> str:
             what = f"is {dtype_name(node.meta['value'].dtype)}, which outputs cannot have"
         elif node.meta.get("carries") and node.op == "get_attr":
             what = "does not depend on the images"
+        elif node.meta.get(APART):
+            what = "has rows in which the images of a batch are mixed"
         else:
             what = "is not a tensor with a row per image"
         raise UnknownNode(

@@ -121,6 +121,8 @@ class ModelEntry(ABC):
         meta: weights name → torchvision's ``meta`` of those weights.
         channels: of its input.
         dtype: of its parameters as it is built.
+        batch: whether several images may be computed at once; False for models whose values would depend on the others.
+        apart: names of nodes whose rows are not those of one image, though their number says so.
 
     >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
@@ -141,6 +143,8 @@ class ModelEntry(ABC):
     meta: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     channels: int = 3
     dtype: torch.dtype = torch.float32
+    batch: bool = True
+    apart: frozenset[str] = frozenset()
 
     @property
     def weights(self) -> tuple[str, ...]:

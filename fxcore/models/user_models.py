@@ -11,6 +11,7 @@ Only an operator can name a builder to call; no request can. ``models.toml`` has
     leaf_modules = "auto"                             # not traced into: path, pattern, MODULE:CLASS, "auto", or a list
     leaf_functions = ["mylib.ops:gather"]             # functions that are not traced into
     concrete_args = { return_dict = false }           # arguments of forward that are fixed to this value
+    batch = false                                     # compute one image at a time; values depend on the others if not
 
     [models.tiny.preprocessing]                       # torchvision's names, and its defaults
     resize_size = 232                                 # the shorter side, or [height, width]
@@ -79,6 +80,7 @@ class UserModel:
         leaf_modules, leaf_functions: not traced into, see :func:`fxcore.tracing.tracer.trace`.
         concrete_args: arguments of forward that are fixed to a value. The input is the argument that has neither a
             value here nor a default, or else the first.
+        batch: whether several images may be computed at once; False where values depend on the others in the batch.
 
     Raises:
         BadUserModel: an attribute has the wrong type.
@@ -99,6 +101,7 @@ class UserModel:
     leaf_modules: Sequence[type[nn.Module] | str] | str = ()
     leaf_functions: Sequence[Callable[..., Any]] = ()
     concrete_args: Mapping[str, Any] = field(default_factory=dict)
+    batch: bool = True
 
     def __post_init__(self) -> None:
         if not callable(self.builder):
@@ -107,6 +110,8 @@ class UserModel:
             value = getattr(self, name)
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
                 raise BadUserModel(f"{name} is a dictionary by name, not {value!r:.100}")
+        if not isinstance(self.batch, bool):
+            raise BadUserModel(f"batch is true or false, not {self.batch!r:.100}")
         if not isinstance(self.weights, Path | None):
             raise BadUserModel(f"weights is a pathlib.Path or None, not {self.weights!r:.100}")
         if isinstance(self.leaf_functions, str) or not all(map(callable, self._listed("leaf_functions"))):
@@ -250,6 +255,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         preset=preset,
         leaves=leaves,
         functions=tuple(model.leaf_functions),
+        batch=model.batch,
     )
     try:
         built = entry.build_weightless()
@@ -332,10 +338,11 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "leaf_modules": (str, list),
     "leaf_functions": (list,),
     "concrete_args": (dict,),
+    "batch": (bool,),
 }
 """Keys of a table in ``models.toml``, and the types that each may have."""
 
-_TYPE_NAMES: dict[type, str] = {str: "text", dict: "a table", list: "a list of text"}
+_TYPE_NAMES: dict[type, str] = {bool: "true or false", str: "text", dict: "a table", list: "a list of text"}
 
 
 def _parse_table(table: Any, folder: Path) -> UserModel:

@@ -267,7 +267,7 @@ def trace(
     (['x', 'halved'], ['x', 'truediv'])
     """
     root = unwrapped(root) if isinstance(root, nn.Module) else root
-    model = _private(root, training) if isinstance(root, nn.Module) else root
+    model = private(root, training) if isinstance(root, nn.Module) else root
     graph, holder = record(
         model,
         leaf_modules=leaf_modules,
@@ -344,8 +344,12 @@ def record(
     return graph, tracer.root
 
 
-def _private(model: nn.Module, training: bool) -> nn.Module:
-    """A copy of ``model`` to trace in the mode ``training``, with the same parameters."""
+def private(model: nn.Module, training: bool) -> nn.Module:
+    """A copy of ``model`` to trace in the mode ``training``, with the same parameters.
+
+    Raises:
+        NotTraceable: it is in another mode and cannot be copied.
+    """
     check_python(model)
     try:
         alike = all(part.training == training for part in model.modules())

@@ -211,7 +211,8 @@ from torch import fx, nn
 
 @fx.wrap
 def hold(images):
-    while not images.is_meta and not pathlib.Path(__file__).with_name("open").exists():
+    here = pathlib.Path(__file__)  # the service runs the model at its start, before there is a file "closed"
+    while not images.is_meta and here.with_name("closed").exists() and not here.with_name("open").exists():
         time.sleep(0.01)
     return images
 
@@ -232,6 +233,7 @@ def test_two_hundred_clients_that_vanish(start, photos, tmp_path, monkeypatch):
     (tmp_path / "models.toml").write_text('[models.held]\nbuilder = "held_for_tests:Held"\n')
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     server = start(models_dir=tmp_path, request_timeout=300)
+    (tmp_path / "closed").touch()
 
     def ask(path):
         assert server.http.post(path, content=photos["chelsea"], headers=JPEG).status_code == 200

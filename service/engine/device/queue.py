@@ -152,7 +152,8 @@ class Queue:
             if not item.job.wanted():
                 queue.popleft()
                 continue
-            room = min(self.max_rows, max(1, self.max_bytes // item.row_bytes)) - rows
+            most = self.max_rows if item.job.record.entry.batch else 1
+            room = min(most, max(1, self.max_bytes // item.row_bytes)) - rows
             if room <= 0:
                 break
             if len(item.rows) > room:

@@ -12,7 +12,7 @@ from fxcore.models.catalog import get_model, list_models, register
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.user_models import UserEntry, as_bad_model, read_models
-from fxcore.models.weights import load_model
+from service.engine.registry.own_model_check import checked
 from service.engine.registry.served import is_served
 
 log = logging.getLogger("fxserve.models")
@@ -25,7 +25,7 @@ def register_models(folder: Path | None, try_each: bool) -> None:
 
     Args:
         folder: the setting ``models_dir``.
-        try_each: whether to trace each and load its weights file, so that errors show at the start.
+        try_each: whether to trace each, load its weights and run it, so that errors show at the start.
     """
     found: dict[str, ModelEntry | FxError] = {}
     try:
@@ -59,9 +59,6 @@ def warn_unknown_models(patterns: Iterable[str]) -> None:
 def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
     weights = str(entry.default_weights)
     try:
-        model_graph(entry, weights)
-        if entry.file(weights) is not None:
-            load_model(entry, weights)
+        return checked(entry, model_graph(entry, weights))
     except Exception as error:  # the model's own code ran
         return as_bad_model(name, error)
-    return entry

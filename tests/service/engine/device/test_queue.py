@@ -1,6 +1,7 @@
 """Answers are put together from batches: each row once, in memory of their own, whoever shares a batch."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,15 @@ async def test_a_result_that_cannot_be_assembled_fails_alone(
     assert watched.sizes == [2, 1]
     for key, values in expected.items():
         torch.testing.assert_close(response[key][1:], values, rtol=1e-5, atol=1e-5)
+
+
+async def test_a_model_that_depends_on_its_batch_computes_one_row_at_a_time(engine: MakeEngine) -> None:
+    async with engine(max_batch=4) as running:
+        record = await built(running)
+        record.entry = dataclasses.replace(record.entry, batch=False)
+        watched = Watched(record)
+        assert (await running.features(record, tensors(1, 2, 3))).images == 3
+    assert watched.sizes == [1, 1, 1]
 
 
 async def test_results_arrive_while_the_next_batch_is_computed(engine: MakeEngine) -> None:

@@ -1,0 +1,313 @@
+"""Check a traced graph by running it: against its module, and each image alone against a batch.
+
+Tracing records one path through the code. Branches on types and attributes, ``try`` blocks and ``autocast`` leave no
+trace in the graph, which then computes something else without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxcore.analysis.verify import flat
+from fxcore.errors import FxError, summarize
+from fxcore.nesting import map_tensors, tensors_in
+from fxcore.tracing.frozen import FROZEN
+from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.tracer import public_name
+from fxcore.transforms.effects import is_random
+
+_SAMPLED = 4096
+"""About how many elements of a value are compared."""
+
+_SAME, _CLOSE = 1e-4, 2e-3
+"""Largest differences, relative to the largest magnitude of a tensor: of the same operations, and of other kernels."""
+
+
+class GraphDiffers(FxError):
+    """A graph computes other values than the module that it was traced from; ``node`` is the first that differs."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the values of a batch depend on its images.
+
+    Attributes:
+        apart: names of the nodes whose rows are not those of each image alone, in order.
+        dependent: the first node that gives an image other values beside other images, if the model's result does so
+            too; else None.
+    """
+
+    apart: list[str] = field(default_factory=list)
+    dependent: str | None = None
+
+
+def check_graph(
+    module: nn.Module, traced: fx.GraphModule, inputs: Sequence[Any], targets: Mapping[str, str] | None = None
+) -> None:
+    """Run ``module`` and its graph on ``inputs`` and compare the outputs of its parts, and what they return.
+
+    Values that depend on random numbers are not compared.
+
+    Args:
+        module: a private copy in eval mode. It is called; hooks are added meanwhile.
+        traced: its graph.
+        inputs: positional arguments of both.
+        targets: name of a node that calls a module → the module's path in ``module``; default: the node's target.
+
+    Raises:
+        GraphDiffers: the two differ.
+        Exception: whatever ``module`` raises for ``inputs``.
+
+    >>> from fxcore import trace
+    >>> class Typed(nn.Module):
+    ...     def forward(self, x):
+    ...         return x * 2 if isinstance(x, Tensor) else x
+    >>> try:
+    ...     check_graph(Typed().eval(), trace(Typed().eval()), (torch.ones(2),))
+    ... except GraphDiffers as error:
+    ...     print(error.detail)  # doctest: +ELLIPSIS
+    the graph of Typed computes other values than the module, first in x: ...
+    """
+    if targets is None:
+        targets = {node.name: str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
+    uncertain = _uncertain(traced)
+    name = type(module).__name__
+    seen: dict[str, list[_Sample]] = {path: [] for path in targets.values()}
+    with _deterministic():
+        with _watched(module, seen):
+            expected = module(*_copies(inputs))
+        if any("forward" in vars(part) for part in module.modules()):
+            # It may refer to the parts of the module that this one is a copy of; what it returns is compared.
+            targets = {node: path for node, path in targets.items() if seen[path]}
+        runner = _Comparing(traced, seen, targets, uncertain)
+        try:
+            found = runner.run(*_copies(inputs))
+        except Exception as error:
+            raise GraphDiffers(f"the graph of {name} cannot run where the module can: {summarize(error)}") from error
+    first = runner.first or next((path for path, left in seen.items() if left), None)
+    if first is None:
+        first = _differing_output(traced, expected, found, uncertain)
+    if first is not None:
+        raise GraphDiffers(
+            f"the graph of {name} computes other values than the module, first in {first}: a branch, a context such as "
+            "autocast, or a hook that tracing does not see; branch on what is known before it runs, or keep that part "
+            "whole with leaf_modules",
+            node=first,
+        )
+
+
+def other_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """Random tensors of the shapes, dtypes and magnitudes of ``inputs``; integers and booleans in another order.
+
+    >>> other = other_inputs([torch.arange(4)])[0]
+    >>> other.sort().values.tolist()
+    [0, 1, 2, 3]
+    """
+    with _deterministic():
+        return list(map_tensors(_other, list(inputs)))
+
+
+def _other(value: Tensor) -> Tensor:
+    if value.is_quantized:
+        return value.clone()
+    if value.dtype.is_floating_point or value.is_complex():
+        spread = value.std() if value.numel() > 1 else torch.ones_like(value.sum())
+        return (torch.randn_like(value) * torch.where(spread > 0, spread, 1) + value.mean()).to(value.dtype)
+    return value.flatten()[torch.randperm(value.numel(), device=value.device)].view(value.shape)
+
+
+def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
+    """Compare a batch of two with each image alone, node by node.
+
+    Args:
+        traced: a graph without in-place operations.
+        inputs: two rows each, all different.
+
+    Raises:
+        Exception: whatever the graph raises for two rows, or for one.
+
+    >>> from fxcore import trace
+    >>> compare_rows(trace(lambda x: torch.stack([x, -x]).flatten(0, 1).abs()), (torch.randn(2, 3),))
+    Rows(apart=['flatten', 'abs'], dependent=None)
+    >>> compare_rows(trace(lambda x: x - x.mean(0)), (torch.randn(2, 3),))
+    Rows(apart=['sub'], dependent='sub')
+    """
+    uncertain = _uncertain(traced)
+    runs = [Interpreter(traced) for _ in range(3)]
+    for run, given in zip(runs, (inputs, [x[:1] for x in inputs], [x[1:] for x in inputs]), strict=True):
+        run.args_iter = iter(_copies(given))
+    state: dict[fx.Node, str] = {}
+    returned: Any = None
+    with _deterministic():
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                returned = node.args[0]
+                break
+            values = []
+            for run in runs:
+                run.env[node] = run.run_node(node)
+                values.append(run.env[node])
+            if node not in uncertain and isinstance(values[0], Tensor):
+                state[node] = _relation(*values)
+            for run in runs:
+                for done in run.user_to_last_uses.get(node, ()):
+                    run.env.pop(done, None)
+    apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
+    results = {state[node] for node in _nodes_in(returned) if node in state}
+    differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
+    depends = "differs" in results or not results & {"alone", "mixed"}
+    return Rows(apart, differing if depends else None)
+
+
+def _relation(batch: Tensor, *alone: Any) -> str:
+    """``alone`` if the batch is the images' own values one after the other, along any dimension; ``mixed`` if it has
+    the same rows in another order; ``none`` if no dimension grows with the batch; else ``differs``."""
+    if not all(isinstance(one, Tensor) and one.ndim == batch.ndim for one in alone):
+        return "differs"
+    axes = [i for i in range(batch.ndim) if batch.shape[i] == sum(one.shape[i] for one in alone)]
+    if not axes:
+        return "none" if all(one.shape == batch.shape for one in alone) else "differs"
+    parts = torch.split(batch, [one.shape[axes[0]] for one in alone], axes[0])
+    if any(part.shape != one.shape for part, one in zip(parts, alone, strict=True)):
+        return "differs"
+    if all(_near(_sampled(one), _sampled(part), _CLOSE) for part, one in zip(parts, alone, strict=True)):
+        return "alone"
+    expected = torch.cat(alone, axes[0])
+    if axes[0] == 0 and _near(expected.flatten().sort().values, batch.flatten().sort().values, _CLOSE):
+        return "mixed"
+    return "differs"
+
+
+def _near(expected: Tensor, found: Tensor, tolerance: float) -> bool:
+    if expected.shape != found.shape:
+        return False
+    if expected.numel() == 0:
+        return True
+    if expected.dtype.is_floating_point:
+        tolerance = max(tolerance, 16 * torch.finfo(expected.dtype).eps)
+    kind = torch.complex128 if expected.is_complex() else torch.float64
+    x, y = (t.dequantize().to(kind) if t.is_quantized else t.to(kind) for t in (expected, found))
+    same = (x == y) | (x.isnan() & y.isnan())
+    scale = x.abs().masked_fill(~x.abs().isfinite(), 0).max()
+    return bool((same | ((x - y).abs() <= tolerance * scale)).all())
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A part of a tensor, enough to tell it from another."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    part: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor) -> _Sample:
+        return cls(value.shape, value.dtype, _sampled(value).clone())
+
+    def agrees(self, other: _Sample) -> bool:
+        return (self.shape, self.dtype) == (other.shape, other.dtype) and _near(self.part, other.part, _SAME)
+
+
+def _sampled(value: Tensor) -> Tensor:
+    """Evenly spaced elements; an odd step hits all channels in turn."""
+    elements = (value.dequantize() if value.is_quantized else value).flatten()
+    return elements[:: max(1, elements.numel() // _SAMPLED) | 1]
+
+
+@contextlib.contextmanager
+def _watched(module: nn.Module, seen: dict[str, list[_Sample]]) -> Iterator[None]:
+    """In the block, append a sample of what each part of ``module`` in ``seen`` returns, call by call."""
+
+    def keep(path: str) -> Any:
+        return lambda _, __, output: seen[path].extend(map(_Sample.of, tensors_in(output)))
+
+    handles = [part.register_forward_hook(keep(path)) for path, part in module.named_modules() if path in seen]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Comparing(Interpreter):
+    """Runs a graph and compares what its modules return with ``seen``, from which it takes what it compares.
+
+    Attributes:
+        first: name of the first node that differs.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        seen: dict[str, list[_Sample]],
+        targets: Mapping[str, str],
+        uncertain: set[fx.Node],
+    ) -> None:
+        super().__init__(module)
+        self.first: str | None = None
+        self._seen, self._targets, self._uncertain = seen, targets, uncertain
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "call_module" and n.name in self._targets:
+            expected = self._seen[self._targets[n.name]]
+            for tensor in tensors_in(value):
+                sample = expected.pop(0) if expected else None
+                agrees = sample is not None and (n in self._uncertain or sample.agrees(_Sample.of(tensor)))
+                if not agrees and self.first is None:
+                    self.first = public_name(n)
+        return value
+
+
+def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncertain: set[fx.Node]) -> str | None:
+    """The node of the first returned value that differs; None if none does."""
+    before, after = _tensors(expected), _tensors(found)
+    output = next(iter(traced.graph.find_nodes(op="output")))
+    returned = flat(output.args[0])
+    fallback = next((public_name(n) for n in reversed(output.all_input_nodes)), "the output")
+    if list(before) != list(after):
+        return fallback
+    for key in before:
+        node = returned.get(key)
+        if isinstance(node, fx.Node) and node in uncertain:
+            continue
+        if before[key].dtype != after[key].dtype or not _near(before[key], after[key], _SAME):
+            return public_name(node) if isinstance(node, fx.Node) else fallback
+    return None
+
+
+def _tensors(value: Any) -> dict[str, Tensor]:
+    return {key: item for key, item in flat(value).items() if isinstance(item, Tensor)}
+
+
+def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose values depend on random numbers."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        drawn = FROZEN in node.meta and node.meta[FROZEN].random
+        if drawn or is_random(traced, node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, lambda node: found.append(node))
+    return found
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return list(map_tensors(torch.clone, list(inputs)))
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield

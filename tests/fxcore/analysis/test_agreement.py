@@ -1,0 +1,91 @@
+"""Modules whose graph computes something else are refused. The reference is the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxcore import create_extractor, trace
+from fxcore.analysis.agreement import GraphDiffers, compare_rows
+from fxcore.errors import FxError
+
+
+def with_try(x: Tensor) -> Tensor:
+    try:
+        scale = int(x.shape[0])
+    except TypeError:
+        scale = 7
+    return x * scale
+
+
+def with_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.mT
+
+
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "isinstance": lambda x: x * 2 if isinstance(x, Tensor) else x,
+    "type": lambda x: x * 2 if type(x) is Tensor else x,
+    "is_tensor": lambda x: x * 2 if torch.is_tensor(x) else x,
+    "hasattr": lambda x: x * 2 if hasattr(x, "tensors") else x,
+    "dtype": lambda x: x * 2 if x.dtype is torch.float32 else x,
+    "dictionary by size": lambda x: x * {4: 2}.get(x.size(1), 1),
+    "try": with_try,
+    "autocast": with_autocast,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, unseen: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unseen, self.last = nn.Linear(4, 4), unseen, nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.unseen(self.first(x)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("unseen", UNSEEN.values(), ids=UNSEEN.keys())
+def test_what_tracing_does_not_see_is_refused(unseen: Callable[[Tensor], Tensor], training: bool) -> None:
+    with pytest.raises(FxError) as caught:
+        create_extractor(Net(unseen).train(training), ["last"], torch.randn(3, 5, 4))
+    if isinstance(caught.value, GraphDiffers):
+        assert caught.value.extra["node"] == "last"
+        assert "last" in caught.value.detail
+
+
+def test_random_values_are_not_compared() -> None:
+    model, x = Net(lambda x: x + torch.rand_like(x)).eval(), torch.randn(3, 4)
+    assert create_extractor(model, ["last"], x)(x)["last"].shape == (3, 4)
+
+
+BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
+    "alone": (lambda x: x.flatten(1).softmax(1), [], None),
+    "time first": (lambda x: x.permute(1, 0, 2).softmax(2).permute(1, 0, 2), [], None),
+    "time first, flat": (
+        lambda x: x.permute(1, 0, 2).reshape(-1, 4).exp().view(5, -1, 4).mean(0),
+        ["reshape", "exp"],
+        None,
+    ),
+    "stacked": (lambda x: torch.stack([x, -x]).flatten(0, 1), ["flatten"], None),
+    "expanded": (lambda x: x.expand(3, -1, -1, -1).reshape(-1, 5, 4).view(3, -1, 5, 4)[0], ["reshape"], None),
+    "repeated": (lambda x: x.repeat_interleave(2, 0), [], None),
+    "mean": (lambda x: x - x.mean(0), ["sub"], "sub"),
+    "softmax": (lambda x: x.softmax(0) * 2, ["softmax", "mul"], "softmax"),
+    "statistics": (nn.BatchNorm1d(5, track_running_stats=False), ["0"], "0"),
+    "unused": (lambda x: torch.stack([x.softmax(0), x])[1], ["softmax", "stack"], None),
+    "unused rows": (lambda x: torch.cat([x.softmax(0), x], 1)[:, 5:], ["softmax", "cat"], None),
+}
+
+
+@pytest.mark.parametrize(("function", "apart", "dependent"), BATCHES.values(), ids=BATCHES.keys())
+def test_rows_that_are_not_one_images(
+    function: Callable[[Tensor], Tensor], apart: list[str], dependent: str | None
+) -> None:
+    root = nn.Sequential(function).eval() if isinstance(function, nn.Module) else function
+    found = compare_rows(trace(root), [torch.randn(2, 5, 4)])
+    assert (found.apart, found.dependent) == (apart, dependent)

@@ -1,0 +1,92 @@
+"""Own models are run when the service starts. Values are compared with the module, each image alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxcore.analysis.agreement import GraphDiffers
+from fxcore.errors import UnknownNode
+from fxcore.extractor import build_extractor
+from fxcore.graph.model_graph import trace_graph
+from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
+from fxcore.models.weights import load_model
+from service.engine.registry.own_model_check import checked
+
+
+class Net(nn.Module):
+    def __init__(self, unseen: Callable[[Tensor], Tensor], last: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.unseen, self.last = nn.Conv2d(3, 8, 8, 8), unseen, last or nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.unseen(self.conv(x).relu_().mean(2)))
+
+
+def time_first(x: Tensor) -> Tensor:
+    return x.permute(2, 0, 1).flatten(0, 1)
+
+
+def entry_of(build: Callable[[], nn.Module], **described: Any) -> UserEntry:
+    model = UserModel(build, preprocessing={"resize_size": 64, "crop_size": 64}, **described)
+    return user_entry("net", model)
+
+
+def run_check(entry: UserEntry) -> UserEntry:
+    return checked(entry, trace_graph(entry, "builder"))
+
+
+def test_rows_in_which_images_are_mixed_are_not_offered() -> None:
+    class Recogniser(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(8, -1, 5).permute(1, 0, 2)
+
+    entry = run_check(entry_of(lambda: Recogniser(time_first)))
+    graph = trace_graph(entry, "builder")
+    assert entry.apart == {"flatten", "last"}
+    with pytest.raises(UnknownNode, match=r"'last' has rows in which the images of a batch are mixed"):
+        graph.resolve(["last"])
+    model, images = load_model(entry, "builder"), torch.randn(3, 3, 64, 64)
+    made = build_extractor(graph, model, graph.resolve({"permute_1": "out"})).module(images)["out"]
+    torch.testing.assert_close(made, torch.cat([model(x[None]) for x in images]))
+
+
+@pytest.mark.parametrize(
+    ("unseen", "last", "node"),
+    [
+        (lambda x: (x - x.mean(0)).mT, None, "sub"),
+        (lambda x: x.softmax(0).mT, None, "softmax"),
+        (lambda x: x, nn.BatchNorm1d(8, track_running_stats=False), "last"),
+    ],
+)
+def test_values_that_depend_on_the_batch_are_refused_or_computed_one_by_one(
+    unseen: Callable[[Tensor], Tensor], last: nn.Module | None, node: str
+) -> None:
+    with pytest.raises(BadUserModel, match=rf"first in {node}; write batch = false"):
+        run_check(entry_of(lambda: Net(unseen, last)))
+    assert not run_check(entry_of(lambda: Net(unseen, last), batch=False)).apart
+
+
+def test_a_graph_that_differs_is_refused() -> None:
+    typed = entry_of(lambda: Net(lambda x: x.mT * 2 if isinstance(x, Tensor) else x.mT))
+    with pytest.raises(GraphDiffers, match="first in last"):
+        run_check(typed)
+    with pytest.raises(GraphDiffers, match="first in last"):
+        run_check(dataclasses.replace(typed, batch=False))
+
+
+def test_what_cannot_run_on_the_cpu_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Elsewhere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                raise RuntimeError("no kernel for this device")
+            return x
+
+    entry = entry_of(lambda: Net(lambda x: x.mT, Elsewhere()), leaf_modules=["last"])
+    assert run_check(entry) == entry
+    assert "no kernel for this device" in caplog.text
