@@ -27,7 +27,10 @@ from service.client.tensors import MEDIA_TYPE
 Array = NDArray[Any]
 
 # PIL modes that PNG stores without conversion; the server converts them to RGB as it does for files.
-_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGBA")
+_PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGBA")
+
+
+_MOST_GREY = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,15 @@ def _is_instance(module: str, name: str, value: Any) -> bool:
 
 
 def _from_pil(image: Any, encoded: bool) -> Item:
-    """Encode a PIL image losslessly, with its EXIF orientation applied as the server does for files."""
-    from PIL import ImageOps
+    """Encode a PIL image losslessly, with its EXIF orientation applied as the server does for files.
+
+    Integers (modes I, I;16 and its byte orders) are grey levels of 16 bits, and clipped to them.
+    """
+    from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        image = Image.fromarray(np.asarray(image).clip(0, _MOST_GREY).astype(np.uint16))
     if encoded and image.mode not in _PNG_MODES:
         image = image.convert("RGB")
     if encoded or image.mode in _PNG_MODES:

@@ -18,6 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxcore import open_image
+from fxcore.images import deep_png
 from service.client import exceptions, flows
 from service.client.base import BaseExtractor
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
@@ -86,6 +88,24 @@ def test_other_modes_are_left_to_the_server():
         assert isinstance(item, Encoded)
         assert PIL.Image.open(io.BytesIO(item.read())).size == (20, 10)
     assert np.load(io.BytesIO(only(PIL.Image.new("CMYK", (20, 10))).body()[0])).shape == (1, 10, 20, 3)
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "I;16B"])
+@pytest.mark.parametrize("turn", [1, 6])
+def test_grey_levels_of_16_bits_arrive(mode, turn):
+    levels = (np.arange(40 * 30, dtype=np.uint16).reshape(30, 40) * 54) + 7
+    order = {"I": np.int32, "I;16": "<u2", "I;16B": ">u2"}[mode]
+    image = PIL.Image.frombytes(mode, (40, 30), levels.astype(order).tobytes())
+    image.getexif()[0x0112] = turn
+    [item] = only(image).content
+    right = levels if turn == 1 else np.rot90(levels, -1)
+    assert np.array_equal(deep_png.decode(item.read()), np.repeat(right[:, :, None], 3, axis=2))
+    assert np.array_equal(np.asarray(open_image(item.read()))[:, :, 0], right >> 8)
+
+
+def test_other_integers_are_clipped_to_16_bits():
+    image = PIL.Image.fromarray(np.array([[-5, 0, 65535, 70000]], np.int32))
+    assert deep_png.decode(only(image).content[0].read())[0, :, 0].tolist() == [0, 0, 65535, 65535]
 
 
 @pytest.mark.parametrize("given_as", ["numpy", "float64", "torch", "bfloat16", "list"])
