@@ -37,7 +37,7 @@ from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.trace_arguments import LeafModule
-from fxcore.tracing.tracer import PATH, UNTRACEABLE, private, record, trace
+from fxcore.tracing.tracer import PATH, UNTRACEABLE, enclosed_if_whole, private, record, trace
 from fxcore.transforms.base import APPLIED, fork, require_eval
 from fxcore.transforms.functionalize import functionalize
 from fxcore.transforms.out_of_place import out_of_place
@@ -266,6 +266,7 @@ def create_extractor(
         traced = fork(module)
         own_modules(traced)
     else:
+        module = enclosed_if_whole(module)
         model, inputs = _with_tensors_only(module, example_inputs)
         traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
     try:

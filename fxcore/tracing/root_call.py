@@ -43,12 +43,16 @@ def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
     """
     made, inner = shallow_copy(root), shallow_copy(root)
     made.__dict__.pop("forward", None)
-    made.__class__ = type(type(root).__name__, (type(root),), {"forward": _forward(root, inner)})
+    made.__class__ = type(type(root).__name__, (type(root),), {"forward": forward_to("inner", root, inner=inner)})
     return made, inner
 
 
-def _forward(root: nn.Module, inner: nn.Module) -> Callable[..., Any]:
-    """A function that calls ``inner``, with the parameters by which ``root`` is called."""
+def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]:
+    """A method that calls the expression ``called``, with the parameters by which ``root`` is called.
+
+    Args:
+        names: what the expression may name beside ``self``.
+    """
     parameters = _parameters(root)
     kinds = inspect.Parameter
     stars: dict[Any, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
@@ -64,9 +68,9 @@ def _forward(root: nn.Module, inner: nn.Module) -> Callable[..., Any]:
             defaults[name], given = parameter.default, f"=defaults[{name!r}]"
         taken.append(stars.get(kind, "") + name + given)
         passed.append(f"{name}={name}" if kind is kinds.KEYWORD_ONLY else stars.get(kind, "") + name)
-    scope: dict[str, Any] = {"call": inner, "defaults": defaults}
+    scope: dict[str, Any] = {**names, "defaults": defaults}
     # torch.fx reads the names of the inputs from the code object.
-    exec(f"def forward({', '.join(taken)}): return call({', '.join(passed)})", scope)
+    exec(f"def forward({', '.join(taken)}): return {called}({', '.join(passed)})", scope)
     made: Callable[..., Any] = scope["forward"]
     return made
 

@@ -21,6 +21,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
+from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
@@ -266,7 +267,8 @@ def trace(
     >>> names(trace(Halving(), leaf_functions=[halved]).graph), names(trace(Halving()).graph)
     (['x', 'halved'], ['x', 'truediv'])
     """
-    root = unwrapped(root) if isinstance(root, nn.Module) else root
+    if isinstance(root, nn.Module):
+        root = enclosed_if_whole(unwrapped(root), training)
     model = private(root, training) if isinstance(root, nn.Module) else root
     graph, holder = record(
         model,
@@ -292,6 +294,17 @@ def trace(
         if part is made or type(part) is nn.Module:  # a container that GraphModule made
             part.training = training
     return made
+
+
+def enclosed_if_whole(root: nn.Module, training: bool = False) -> nn.Module:
+    """``root``, or a module around it, where it is a layer of torch.nn that cannot be traced from inside."""
+    if not is_layer(root):
+        return root
+    try:
+        record(private(root, training), original=root)
+    except NotTraceable:
+        return enclosed(root)
+    return root
 
 
 def record(

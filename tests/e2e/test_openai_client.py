@@ -127,7 +127,7 @@ def test_models_are_listed(server, client):
     listed = client.models.list()
     names = [model["name"] for model in server.http.get("/v1/models").json()["models"]]
     assert [model.id for model in listed] == names
-    assert {(model.object, model.owned_by) for model in listed} == {("model", "torchvision")}
+    assert {(model.object, model.owned_by) for model in listed} == {("model", "torchvision"), ("model", "packaged")}
     assert listed.object == "list"
 
 
