@@ -59,7 +59,7 @@ def served(server):
 
 def test_discovery(client):
     assert [model["name"] for model in client.models(q="resnet18")] == ["quantized_resnet18", "resnet18"]
-    assert {model["name"] for model in client.models()} == set(torchvision.models.list_models())
+    assert {model["name"] for model in client.models(source="torchvision")} == set(torchvision.models.list_models())
     assert {model["task"] for model in client.models(task="video")} == {"video"}
     assert {model["name"] for model in client.models(source="timm", q="test_vit")} == {
         f"timm.{name}" for name in timm.list_models("test_vit*")

@@ -103,7 +103,8 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
 
     server.limit(before)
     until(lambda: server.http.get("/readyz").status_code == 200)
-    assert answered(server.extractor("features.5", "openvino"))["state"] == "ready"
+    # A failed build is tried again after a pause.
+    until(lambda: server.extractor("features.5", "openvino").status_code in (200, 201))
 
 
 @pytest.mark.exhaustive

@@ -27,7 +27,7 @@ SUMS = fxcore.trace(lambda x, y: x.relu() + y)
     [
         (lambda: fxcore.get_model(3), "'resnet50', not 3"),
         (lambda: fxcore.get_model(None), "'resnet50', not None"),
-        (lambda: fxcore.list_models("nope"), "there are torchvision, timm, own"),
+        (lambda: fxcore.list_models("nope"), "there are torchvision, timm, packaged, own"),
         (lambda: fxcore.model_graph(3), "'resnet50', not 3"),
         (lambda: GRAPH.resolve(3), "a list of names, or names with keys, not 3"),
         (lambda: GRAPH.resolve([3]), "are text, not 3"),

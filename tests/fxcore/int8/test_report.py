@@ -58,8 +58,8 @@ def test_the_worst_layers_kept_in_float_bring_the_values_back() -> None:
 def test_what_other_threads_run_meanwhile_is_never_rounded() -> None:
     """A layer's own module keeps its weights: one that looks at them in the middle of a report sees no others."""
     torch.manual_seed(0)
-    layer = nn.Conv2d(3, 8, 3)
-    model = trace(nn.Sequential(layer, nn.ReLU(), nn.Conv2d(8, 8, 3)).eval())
+    model = trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval())
+    layer = model.get_submodule("0")
     before, seen = layer.weight.detach().clone(), []
     layer.register_forward_hook(lambda *_: seen.append(torch.equal(layer.weight, before)))
     found = simulated(model, [(torch.rand(1, 3, 8, 8),) for _ in range(4)])
