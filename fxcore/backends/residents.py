@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-FIXED_MODELS = 8
+FIXED_MODELS = 16
 """Most fixed models. OpenVINO starts two threads for each compiled model that runs on several threads."""
 
 SCRATCH_BYTES = 512 * 1024**2

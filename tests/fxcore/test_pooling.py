@@ -76,7 +76,8 @@ def test_each_row_depends_on_itself_alone() -> None:
     values = torch.rand(4, 5, 3, 4)
     for method in ("avg", "max", "gem"):
         whole = pool(values, "NCHW", method)
-        assert torch.equal(whole[2:3], pool(values[2:3], "NCHW", method))
+        # The last elements of a tensor are rounded by other instructions than those of whole vectors.
+        torch.testing.assert_close(whole[2:3], pool(values[2:3], "NCHW", method), rtol=1e-6, atol=0)
 
 
 def test_refusals() -> None:
