@@ -42,7 +42,8 @@ def test_a_head_has_no_body(server):
 
 
 def test_discovery(server):
-    assert len(server.http.get("/v1/models?source=torchvision").json()["models"]) == len(torchvision.models.list_models())
+    listed = server.http.get("/v1/models?source=torchvision").json()["models"]
+    assert len(listed) == len(torchvision.models.list_models())
     assert server.http.get("/v1/models/resnet50").json()["default_weights"] == "IMAGENET1K_V2"
     _, names = get_graph_node_names(torchvision.models.resnet50(weights=None))
     assert server.http.get("/v1/models/resnet50/nodes").json()["eval_nodes"] == names
