@@ -16,18 +16,15 @@ import ctypes, gc, io, sys
 import numpy as np, PIL.Image, torch
 from fxcore import get_model, open_image
 from fxcore.images.files import image_header
+from tests.peak_memory import peak as peak_now, reset_peak
 torch.set_num_threads(1)
-
-def status(key):
-    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
 def peak(function, *args):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
+    before = reset_peak()
     found = function(*args)
-    return status("VmHWM") - before
+    return peak_now() - before
 
 def encoded(format, mode, side, **options):
     blocks = np.random.default_rng(0).integers(0, 255, (side // 16, side // 16, 3), dtype=np.uint8)

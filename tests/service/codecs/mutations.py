@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import random
-import resource
 import sys
 import time
 import zlib
@@ -26,6 +25,7 @@ import torch
 from service.codecs import bodies, embeddings, multipart, safetensors, v2
 from service.schemas.problems import Refusal
 from service.schemas.v2 import TensorMetadata
+from tests.peak_memory import peak
 
 LIMIT = 1_000_000
 INPUTS = [
@@ -212,9 +212,8 @@ def main(count: int, seed: int) -> int:
         if time.process_time() - started > MAX_SECONDS:
             faults += 1
             print(f"{kind}: {time.process_time() - started:.1f} s for {data[:2000]!r}", flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{count} bodies, {parsed} parsed, {faults} faults, peak {peak / 1e6:.0f} MB")
-    return int(faults > 0 or parsed == 0 or peak > MAX_BYTES)
+    print(f"{count} bodies, {parsed} parsed, {faults} faults, peak {peak() / 1e6:.0f} MB")
+    return int(faults > 0 or parsed == 0 or peak() > MAX_BYTES)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Odd and hostile images: the right answer or a clear error, little memory, and the next request is served."""
 
-import resource
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torchvision
 
 from tests.decoding import decoded
 from tests.hostile_images import HOSTILE, MAX_PIXELS, photo, saved
+from tests.peak_memory import peak, reset_peak
 from tests.service.conftest import Client
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2&pool=avg"
@@ -34,7 +33,7 @@ def usual(small):
 def test_right_features_or_clear_error(small, usual, name, preprocess):
     make, expected = HOSTILE[name]
     data = make()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = reset_peak()
     response = small.post(f"{FEATURES}&preprocess={preprocess}", content=data, headers=JPEG)
     assert response.status_code == expected, response.text[:500]
     if expected == 200:
@@ -43,8 +42,7 @@ def test_right_features_or_clear_error(small, usual, name, preprocess):
         kind = {413: "image-too-large", 422: "bad-image"}[expected]
         assert response.json()["type"] == f"/problems/{kind}"
         assert response.json()["index"] == 0
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 150_000  # KiB: an image of a million pixels, several times
+    assert peak() - before < 150_000_000  # an image of a million pixels, several times
     following = small.post(FEATURES, content=saved(photo(), "JPEG"), headers=JPEG)
     assert following.json()["outputs"] == usual
 
