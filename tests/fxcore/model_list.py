@@ -81,9 +81,17 @@ FEW = frozenset(
 )
 
 
-def each(names: Iterable[str], always: frozenset[str] = FAMILIES) -> list[ParameterSet]:
-    """A parameter for each of ``names``; those not in ``always`` are marked exhaustive."""
-    return [pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names]
+def each(names: Iterable[str], always: frozenset[str] = FAMILIES, turn: int | None = None) -> list[ParameterSet]:
+    """A parameter for each of ``names``; those not in ``always`` are marked exhaustive.
+
+    ``turn``: of those, every fourth only, from this one on. Tests with another turn each share the rest of a family.
+    """
+    names, kept = list(names), always | FAMILIES
+    rest = [name for name in names if name not in kept]
+    kept |= set(rest if turn is None else rest[turn::4])
+    return [
+        pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names if name in kept
+    ]
 
 
 # Values are compared at these sizes where the model takes any, so that the largest models take seconds.
