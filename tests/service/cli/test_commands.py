@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -284,16 +285,21 @@ def test_serve_runs_until_sigterm() -> None:
     assert (server.returncode, rest, errors) == (0, "", "")
 
 
-def test_serve_reports_a_port_in_use() -> None:
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Serving in this process sets handlers of signals."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_serve_reports_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        try:
-            result = fxserve("serve", "--device", "cpu", "--port", taken.getsockname()[1])
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        result = fxserve("serve", "--device", "cpu", "--port", taken.getsockname()[1])
     assert result.exit_code == 3
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -323,45 +329,40 @@ print("torch" in sys.modules)
     assert child.stdout.decode() == "False True\n", child.stderr
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path) -> None:
+def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("nonsense\n")
-    environment = {**os.environ, "FXSERVE_API_KEYS_FILE": str(keys), "FXSERVE_WORKERS": str(workers)}
-    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "18437"]
-    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=600, env=environment)
-    assert (done.returncode, done.stdout) == (1, "")
+    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(keys))
+    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", workers)
+    assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith(f"fxserve: {keys}, line 1: not NAME:read:SHA256")
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.exhaustive
-def test_serve_warns_of_unknown_variables(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("signals")
+def test_serve_warns_of_unknown_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not of those that Kubernetes sets, nor of the key that clients send."""
     others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
     misspelt = {"FXSERVE_PROT": "9", "FXSERVE_API_KEY_FILE": "keys.txt"}
     missing = {"FXSERVE_API_KEYS_FILE": str(tmp_path / "none")}  # so that it ends before it serves
-    done = subprocess.run(
-        [sys.executable, "-c", "from service.cli import main; main()", "serve", "--device", "cpu"],
-        env=os.environ | others | misspelt | missing,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.stderr.splitlines()[:-1] == [
+    for name, value in (others | misspelt | missing).items():
+        monkeypatch.setenv(name, value)
+    assert fxserve("serve", "--device", "cpu").stderr.splitlines()[:-1] == [
         "fxserve: unknown variable FXSERVE_API_KEY_FILE; did you mean FXSERVE_API_KEYS_FILE?",
         "fxserve: unknown variable FXSERVE_PROT; did you mean FXSERVE_PORT?",
     ]
 
 
-@pytest.mark.exhaustive
-def test_serve_reports_missing_tracing_packages() -> None:
-    script = "import sys; sys.modules['opentelemetry.sdk'] = None; from service.cli import main; main()"
-    environment = {**os.environ, "FXSERVE_TRACING": "true", "FXSERVE_WORKERS": "2"}
-    command = [sys.executable, "-c", script, "serve", "--port", "18437", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert (done.returncode, done.stdout) == (1, "")
+@pytest.mark.usefixtures("signals")
+def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "service.observability.trac"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setenv("FXSERVE_TRACING", "true")
+    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", 2)
+    assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("fxserve: FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")
     assert done.stderr.count("\n") == 1
 
