@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from service.problems import Problem
+
 
 class Commands(TyperGroup):
     """Reports a user's error in one line on stderr, with exit code 2 for wrong usage and 1 otherwise."""
@@ -32,7 +34,7 @@ def _message_of(error: Exception) -> tuple[str, int] | None:
     """Message and exit code for an error; None if it is not the user's."""
     # A module that has not been imported cannot have raised its errors.
     fx_errors, pydantic = sys.modules.get("fxcore.errors"), sys.modules.get("pydantic")
-    if fx_errors is not None and isinstance(error, fx_errors.FxError):
+    if isinstance(error, Problem) or (fx_errors is not None and isinstance(error, fx_errors.FxError)):
         return error.detail, 1
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]

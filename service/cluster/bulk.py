@@ -43,6 +43,7 @@ from service.offline.run import add_images
 from service.offline.runners import ExtractorInfo, LocalRunner, Rows
 from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
+from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -154,7 +155,7 @@ def _connected(address: str) -> Iterator[None]:
 
 def _of_ours(error: BaseException | None) -> FxError | None:
     """The error of this program that Ray has wrapped, if it is one."""
-    while error is not None and not isinstance(error, FxError):
+    while error is not None and not isinstance(error, FxError | Problem):
         error = getattr(error, "cause", None) or error.__cause__
     return None if error is None else FxError(error.detail, **error.extra)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from service.codecs import image_text, multipart, npy, safetensors
 from service.codecs.negotiation import media_type
+from service.problems import BadBox, InvalidRequest, UnsupportedMediaType
 from service.schemas.features import MAX_BOXES, MAX_IMAGES, ImagesBody
-from service.schemas.problems import Refusal, invalid_body
+from service.schemas.problems import invalid_body
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
 
@@ -51,7 +52,7 @@ def check(
     """A body's media type and its parameters, from its headers alone.
 
     Raises:
-        Refusal: 415 that lists what is ``taken``.
+        Problem: 415 that lists what is ``taken``.
     """
     encoding = (content_encoding or "").strip().lower()
     kind, parameters = media_type(content_type)
@@ -59,8 +60,7 @@ def check(
     if known and encoding in ("", "identity"):
         return kind, parameters
     what = f"Content-Encoding {encoding[:40]!r}" if known else f"a body of type {kind[:100] or '(none given)'!r}"
-    raise Refusal(
-        "unsupported-media-type",
+    raise UnsupportedMediaType(
         f"{what} is not taken; send one of {', '.join(taken)}, unencoded",
         available=list(taken),
     )
@@ -86,7 +86,7 @@ class Body:
             run_in_pool: runs a function in a thread.
 
         Raises:
-            Refusal: 422 if the body is not what its type says.
+            Problem: 422 if the body is not what its type says.
         """
         parse = _PARSERS.get(self.kind, _image)
         if parse in (_image, _files) or sum(map(len, self.chunks)) < SMALL:
@@ -102,7 +102,7 @@ async def receive(request: Request, kind: str, parameters: Mapping[str, str]) ->
         kind, parameters: what :func:`check` gave.
 
     Raises:
-        Refusal: 422 if it is a malformed form.
+        Problem: 422 if it is a malformed form.
         ClientDisconnect: the client left before it had sent everything.
     """
     if kind == "multipart/form-data":
@@ -131,11 +131,11 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
     # URL, its list of boxes one, and each box four.
     if sum(chunk.count(b",") for chunk in chunks) > 3 * MAX_IMAGES + 4 * MAX_BOXES:
         detail = f"the body has more than {MAX_IMAGES} images or {MAX_BOXES} boxes; send fewer at a time"
-        raise Refusal("invalid-request", detail)
+        raise InvalidRequest(detail)
     try:
         document = orjson.loads(b"".join(chunks))
     except orjson.JSONDecodeError as error:
-        raise Refusal("invalid-request", f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
     try:
         body = ImagesBody.model_validate(document)
     except ValidationError as error:
@@ -147,17 +147,17 @@ def _checked(boxes: list[Any]) -> list[list[list[float]]]:
     """``boxes``, checked to be lists of lists of four numbers.
 
     Raises:
-        Refusal: they are not.
+        Problem: they are not.
     """
     for index, of_image in enumerate(boxes):
         if not isinstance(of_image, list):
-            raise Refusal("bad-box", f"image {index}: its boxes are a list of [x1, y1, x2, y2]", index=index)
+            raise BadBox(f"image {index}: its boxes are a list of [x1, y1, x2, y2]", index=index)
         for place, box in enumerate(of_image):
             if not isinstance(box, list) or not all(type(value) in (int, float) for value in box):
                 reason = f"image {index}: box {place} is not four finite numbers: write [x1, y1, x2, y2]"
-                raise Refusal("bad-box", reason, index=index, box=place)
+                raise BadBox(reason, index=index, box=place)
     if sum(map(len, boxes)) > MAX_BOXES:
-        raise Refusal("invalid-request", f"the body has more than {MAX_BOXES} boxes; send fewer at a time")
+        raise InvalidRequest(f"the body has more than {MAX_BOXES} boxes; send fewer at a time")
     return boxes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from service.schemas.problems import Refusal
+from service.problems import BodyTooLarge, InvalidRequest, Problem
 
 ENCODINGS = ("gzip", "deflate")
 
@@ -21,7 +21,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
     without.
 
     Raises:
-        Refusal: 413 once it unpacks to more than ``limit`` bytes; 422 if it is damaged, cut short, or longer than one
+        Problem: 413 once it unpacks to more than ``limit`` bytes; 422 if it is damaged, cut short, or longer than one
             compressed stream.
     """
     unpacker = zlib.decompressobj(_window(body, encoding))
@@ -42,8 +42,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
             raise _damaged(encoding, "it is cut short")
         unpacked += step
         if len(unpacked) > limit:
-            raise Refusal(
-                "body-too-large",
+            raise BodyTooLarge(
                 f"the body unpacks to more than {limit:,} bytes, the most that is taken",
                 limit=limit,
             )
@@ -87,5 +86,5 @@ def _window(body: bytes | bytearray, encoding: str) -> int:
     return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
 
 
-def _damaged(encoding: str, reason: str) -> Refusal:
-    return Refusal("invalid-request", f"the body is not valid {encoding}: {reason}")
+def _damaged(encoding: str, reason: str) -> Problem:
+    return InvalidRequest(f"the body is not valid {encoding}: {reason}")

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from service.codecs import image_text, json
+from service.problems import InvalidRequest
 from service.schemas.embeddings import EmbeddingsRequest
 from service.schemas.features import MAX_IMAGES
-from service.schemas.problems import Refusal, invalid_body
+from service.schemas.problems import invalid_body
 
 _MOST_COMMAS = 2 * MAX_IMAGES + 64
 """Most commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
@@ -40,14 +41,14 @@ def read(chunks: Sequence[bytes]) -> Asked:
     """A body in OpenAI's shape.
 
     Raises:
-        Refusal: it is no such body, or an image in it is neither base64 nor a data URL.
+        Problem: it is no such body, or an image in it is neither base64 nor a data URL.
     """
     if sum(chunk.count(b",") for chunk in chunks) > _MOST_COMMAS:
-        raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} images; send fewer at a time")
+        raise InvalidRequest(f"the body has more than {MAX_IMAGES} images; send fewer at a time")
     try:
         body = EmbeddingsRequest.model_validate(orjson.loads(b"".join(chunks)))
     except orjson.JSONDecodeError as error:
-        raise Refusal("invalid-request", f"the body is not JSON: {error}") from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
     except ValidationError as error:
         raise invalid_body(error) from error
     return Asked(body.model, image_text.decode(body.input), body.encoding_format, body.dimensions)

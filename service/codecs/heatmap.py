@@ -15,7 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing
-from service.schemas.problems import Refusal
+from service.problems import NoHeatMap
 
 MEDIA_TYPE = "image/png"
 
@@ -57,7 +57,7 @@ def write(
         layout: of ``tensor``.
 
     Raises:
-        Refusal: 422 ``no-heat-map``: the tensor is no map over the image.
+        Problem: 422 ``no-heat-map``: the tensor is no map over the image.
     """
     strength = _strength(tensor, layout)
     shown = _displayed(data, preprocessing)
@@ -75,12 +75,11 @@ def check(shape: list[int | None] | None, layout: str | None) -> None:
     """Raise what :func:`write` would for a tensor of ``shape``, before there is one.
 
     Raises:
-        Refusal: 422 ``no-heat-map``.
+        Problem: 422 ``no-heat-map``.
     """
     if shape is not None and (layout, len(shape)) in (("NCHW", 4), ("NHWC", 4), ("tokens", 3)):
         return
-    raise Refusal(
-        "no-heat-map",
+    raise NoHeatMap(
         f"a heat-map needs a feature map ([N, C, H, W], [N, H, W, C] or tokens) and this node gives {shape}; ask for a "
         "node before the pooling, such as a level, without pool",
     )

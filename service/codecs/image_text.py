@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pybase64
 
-from service.schemas.problems import Refusal
+from service.problems import BadImage
 
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,30}):")
 _MAX_HEAD = 256
@@ -20,7 +20,7 @@ def decode(texts: Sequence[str]) -> list[bytes]:
     """Decode the images of a JSON body.
 
     Raises:
-        Refusal: 422 that names the first string that is neither base64 nor a data URL of base64.
+        Problem: 422 that names the first string that is neither base64 nor a data URL of base64.
     """
     return [_decode(index, text) for index, text in enumerate(texts)]
 
@@ -30,14 +30,14 @@ def _decode(index: int, text: str) -> bytes:
     if scheme is not None:
         if scheme[1].lower() != "data":
             reason = f"image {index} is a URL of the scheme {scheme[1]!r}, and this server fetches nothing: {_HINT}"
-            raise Refusal("bad-image", reason, index=index)
+            raise BadImage(reason, index=index)
         comma = text.find(",", 0, _MAX_HEAD)
         if comma < 0 or not text[:comma].rstrip().lower().endswith(";base64"):
-            raise Refusal("bad-image", f"image {index} is a data URL without base64: {_HINT}", index=index)
+            raise BadImage(f"image {index} is a data URL without base64: {_HINT}", index=index)
         text = text[comma + 1 :]
     try:
         return pybase64.b64decode(text, validate=True)
     except ValueError as error:
         rule = "RFC 4648, with padding and without line breaks"
         reason = f"image {index} is neither a data URL nor base64 ({rule}): {_HINT}"
-        raise Refusal("bad-image", reason, index=index) from error
+        raise BadImage(reason, index=index) from error

@@ -8,8 +8,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from service.codecs.negotiation import media_type
+from service.problems import InvalidRequest
 from service.schemas.features import MAX_IMAGES
-from service.schemas.problems import Refusal
 
 MAX_PART_HEADER_BYTES = 8192
 
@@ -28,7 +28,7 @@ class _Files:
 
     def on_part_begin(self) -> None:
         if len(self.files) >= MAX_IMAGES:
-            raise Refusal("invalid-request", f"the body has more than {MAX_IMAGES} parts; send fewer images at a time")
+            raise InvalidRequest(f"the body has more than {MAX_IMAGES} parts; send fewer images at a time")
         self._chunks, self._headers, self._header_bytes = [], {}, 0
 
     def on_header_field(self, data: bytes, start: int, end: int) -> None:
@@ -46,8 +46,7 @@ class _Files:
         is_file = "filename" in parameters or "filename*" in parameters
         if not is_file and not self._headers.get("content-type", "").lower().startswith("image/"):
             name = parameters.get("name", "?")
-            raise Refusal(
-                "invalid-request",
+            raise InvalidRequest(
                 f"part {len(self.files)} ({name[:100]!r}, {disposition[:40] or 'no disposition'}) is not a file; send "
                 "images as file fields and options in the query",
                 field=name[:100],
@@ -66,7 +65,7 @@ class _Files:
     def _counted(self, piece: bytes) -> bytes:
         self._header_bytes += len(piece)
         if self._header_bytes > MAX_PART_HEADER_BYTES:
-            raise Refusal("invalid-request", f"the headers of part {len(self.files)} are too long")
+            raise InvalidRequest(f"the headers of part {len(self.files)} are too long")
         return piece
 
 
@@ -78,14 +77,12 @@ async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> l
         parameters: of the Content-Type; ``boundary`` is needed.
 
     Raises:
-        Refusal: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is no file, too
+        Problem: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is no file, too
             many parts, or no part at all.
     """
     boundary = parameters.get("boundary", "")
     if not 0 < len(boundary) <= 70:
-        raise Refusal(
-            "invalid-request", "multipart/form-data needs a boundary of 1 to 70 characters in its Content-Type"
-        )
+        raise InvalidRequest("multipart/form-data needs a boundary of 1 to 70 characters in its Content-Type")
     found = _Files()
     parser = MultipartParser(
         boundary.encode("latin-1", "replace"),
@@ -105,9 +102,9 @@ async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> l
             parser.write(chunk)
         parser.finalize()
     except FormParserError as error:
-        raise Refusal("invalid-request", f"the multipart body is malformed: {error}") from error
+        raise InvalidRequest(f"the multipart body is malformed: {error}") from error
     if not found.ended:  # what newer versions of the parser say themselves
-        raise Refusal("invalid-request", "the multipart body ends before its last boundary")
+        raise InvalidRequest("the multipart body ends before its last boundary")
     if not found.files:
-        raise Refusal("invalid-request", "the multipart body has no file; send at least one image")
+        raise InvalidRequest("the multipart body has no file; send at least one image")
     return found.files

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.schemas.problems import Refusal
+from service.problems import NotAcceptable
 
 # Browsers send 150 characters. A far longer header was made to block the event loop.
 _LONGEST_ACCEPT = 2048
@@ -35,7 +35,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
     """The offered type that ``accept`` prefers (RFC 9110, 12.5.1); among equals the first offered.
 
     Raises:
-        Refusal: 406 that lists what is offered.
+        Problem: 406 that lists what is offered.
 
     >>> choose("image/png;q=0.5, application/*", ["application/json", "image/png"])
     'application/json'
@@ -49,8 +49,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
         if quality > best_quality:
             best, best_quality = candidate, quality
     if best is None:
-        raise Refusal(
-            "not-acceptable",
+        raise NotAcceptable(
             f"none of {accept[:200]!r} can be answered; Accept one of {', '.join(offered)}",
             available=list(offered),
         )

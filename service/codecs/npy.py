@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxcore.tensors import raw_bytes
 from service.codecs import shapes
-from service.schemas.problems import Refusal
+from service.problems import BadTensor, Problem
 
 MEDIA_TYPE = "application/x-npy"
 NPZ_MEDIA_TYPE = "application/x-npz"
@@ -52,7 +52,7 @@ def read(body: bytearray) -> Tensor:
     """The array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
 
     Raises:
-        Refusal: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not taken,
+        Problem: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not taken,
             or another size than the header's shape needs; checked before anything is allocated.
     """
     start = _header_bytes(body)
@@ -83,7 +83,7 @@ def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """The shape, the order (True is Fortran's) and the dtype in a header.
 
     Raises:
-        Refusal: see :func:`read`.
+        Problem: see :func:`read`.
     """
     stream = io.BytesIO(data)
     try:
@@ -112,5 +112,5 @@ def _npy_header(tensor: Tensor) -> bytes:
     return header.getvalue()
 
 
-def _bad(reason: str) -> Refusal:
-    return Refusal("bad-tensor", f"the body is not an npy file that can be taken: {reason}")
+def _bad(reason: str) -> Problem:
+    return BadTensor(f"the body is not an npy file that can be taken: {reason}")

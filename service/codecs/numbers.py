@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from service.schemas.problems import Refusal
+from service.problems import BadTensor, InvalidRequest, Problem
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
@@ -51,7 +51,7 @@ class Document:
         value: the parsed text, with a placeholder for each long array, which :meth:`numbers` reads.
 
     Raises:
-        Refusal: 422: it is not JSON, or has more than 100,000 values beside its long arrays.
+        Problem: 422: it is not JSON, or has more than 100,000 values beside its long arrays.
     """
 
     def __init__(self, body: bytearray, length: int) -> None:
@@ -64,13 +64,13 @@ class Document:
         try:
             self.value: Any = orjson.loads(rest)
         except orjson.JSONDecodeError as error:
-            raise Refusal("invalid-request", f"the body is not JSON: {error.msg}") from error
+            raise InvalidRequest(f"the body is not JSON: {error.msg}") from error
 
     def numbers(self, data: Any, count: int, datatype: str, where: str) -> NDArray[Any]:
         """The ``count`` values of a ``data`` field, flat, as the numpy dtype of ``datatype``.
 
         Raises:
-            Refusal: 422: other values than numbers that fit, or more or fewer of them.
+            Problem: 422: other values than numbers that fit, or more or fewer of them.
         """
         dtype = np.dtype(NUMPY_DTYPES[datatype])
         index = data.get(_MARK) if isinstance(data, dict) else None
@@ -133,7 +133,7 @@ def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[
         try:
             yield orjson.loads(b"[" + body[start:stop].translate(_AS_SPACE) + b"]")
         except orjson.JSONDecodeError as error:
-            raise Refusal("bad-tensor", f"{where}: its data is not an array of numbers") from error
+            raise BadTensor(f"{where}: its data is not an array of numbers") from error
         start = stop + 1
 
 
@@ -157,17 +157,17 @@ def flat(data: Any) -> list[Any]:
 def _converted(values: list[Any], dtype: np.dtype[Any], datatype: str, where: str) -> NDArray[Any]:
     allowed = {bool} if dtype.kind == "b" else {int} if dtype.kind in "iu" else {int, float}
     if set(map(type, values)) - allowed:
-        raise Refusal("bad-tensor", f"{where}: its data is not all {datatype} values")
+        raise BadTensor(f"{where}: its data is not all {datatype} values")
     try:
         with np.errstate(over="ignore"):
             return np.array(values, dtype)
     except (OverflowError, ValueError) as error:
-        raise Refusal("bad-tensor", f"{where}: its data has values that {datatype} cannot hold") from error
+        raise BadTensor(f"{where}: its data has values that {datatype} cannot hold") from error
 
 
-def _miscounted(where: str, count: int, found: int | str) -> Refusal:
-    return Refusal("bad-tensor", f"{where}: its shape needs {count} values and its data has {found}")
+def _miscounted(where: str, count: int, found: int | str) -> Problem:
+    return BadTensor(f"{where}: its shape needs {count} values and its data has {found}")
 
 
-def _too_many_values() -> Refusal:
-    return Refusal("invalid-request", f"the JSON has more than {_MOST_VALUES:,} values beside its arrays of numbers")
+def _too_many_values() -> Problem:
+    return InvalidRequest(f"the JSON has more than {_MOST_VALUES:,} values beside its arrays of numbers")

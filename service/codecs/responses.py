@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.codecs import heatmap, json, npy, safetensors
 from service.codecs.negotiation import choose
-from service.schemas.problems import Refusal
+from service.problems import NotAcceptable, Problem
 
 # Written as a header and the tensors' own memory, in less time than changing threads twice.
 IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
@@ -56,7 +56,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
         pooled: whether the outputs are pooled to vectors.
 
     Raises:
-        Refusal: 406 that says why, and lists what is possible.
+        Problem: 406 that says why, and lists what is possible.
     """
     impossible: dict[str, str] = {}
     if "bfloat16" in dtypes:
@@ -71,10 +71,10 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
     possible = [kind for kind in OFFERED if kind not in impossible]
     try:
         return choose(accept, possible)
-    except Refusal:
+    except Problem:
         wanted = choose(accept, OFFERED)
         detail = f"{wanted} is not possible here: {impossible[wanted]}"
-        raise Refusal("not-acceptable", detail, available=possible) from None
+        raise NotAcceptable(detail, available=possible) from None
 
 
 def write(

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxcore.tensors import raw_bytes
 from service.codecs import shapes
 from service.codecs.datatypes import SAFETENSORS_NAMES
-from service.schemas.problems import Refusal
+from service.problems import BadTensor, Problem
 
 MEDIA_TYPE = "application/x-safetensors"
 
@@ -62,7 +62,7 @@ def read(body: bytearray) -> dict[str, Tensor]:
     """The tensors of a file, sharing ``body``'s memory.
 
     Raises:
-        Refusal: 422 ``bad-tensor`` where the bytes are not a safetensors file: a header that is too long, no JSON, or
+        Problem: 422 ``bad-tensor`` where the bytes are not a safetensors file: a header that is too long, no JSON, or
             that does not account for every byte after it exactly once.
     """
     length = int.from_bytes(body[:8], "little")
@@ -116,5 +116,5 @@ def _view(body: bytearray, start: int, dtype: torch.dtype, shape: list[int]) -> 
     return torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)
 
 
-def _bad(reason: str) -> Refusal:
-    return Refusal("bad-tensor", f"the body is not a valid safetensors file: {reason}")
+def _bad(reason: str) -> Problem:
+    return BadTensor(f"the body is not a valid safetensors file: {reason}")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from service.problems import BadTensor
 from service.schemas.features import MAX_DIMENSIONS
-from service.schemas.problems import Refusal
 
 # numpy and torch count bytes in 63 bits, and leave out sizes of 0; an element has at most 16 bytes.
 _MAX_ELEMENTS = 2**56
@@ -17,12 +17,12 @@ def check(shape: Sequence[Any], where: str) -> None:
     """Check a shape in a request; ``where`` names its tensor in the error.
 
     Raises:
-        Refusal: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or sizes (0 counted
+        Problem: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or sizes (0 counted
             as 1) that make more elements than an array can have.
     """
     if len(shape) > MAX_DIMENSIONS:
-        raise Refusal("bad-tensor", f"{where} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are taken")
+        raise BadTensor(f"{where} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are taken")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise Refusal("bad-tensor", f"{where} has a size that is not a whole number from 0")
+        raise BadTensor(f"{where} has a size that is not a whole number from 0")
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-        raise Refusal("bad-tensor", f"{where} has sizes that no array can have")
+        raise BadTensor(f"{where} has sizes that no array can have")

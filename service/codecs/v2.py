@@ -22,7 +22,8 @@ from service.codecs import image_text, json, shapes
 from service.codecs.compression import decompress
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.numbers import NUMPY_DTYPES, Document, flat
-from service.schemas.problems import Refusal, invalid_body
+from service.problems import BadTensor, InvalidRequest, Unsupported
+from service.schemas.problems import invalid_body
 from service.schemas.v2 import InferRequest, RequestInput, TensorMetadata
 
 BYTES = "BYTES"
@@ -92,7 +93,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
         inputs: the model's inputs, for a body without JSON.
 
     Raises:
-        Refusal: 413 or 422.
+        Problem: 413 or 422.
     """
     data = decompress(body.data, body.encoding, limit) if body.encoding else body.data
     length = _json_length(body.header, len(data))
@@ -142,21 +143,21 @@ def _inputs(
     for entry in request.inputs:
         where = f"input {entry.name!r}"
         if entry.name in tensors or (entry.name == IMAGE and images is not None):
-            raise Refusal("bad-tensor", f"{where} is sent twice")
+            raise BadTensor(f"{where} is sent twice")
         size = _binary_size(entry, where)
         if size is not None and position + size > len(data):
-            raise Refusal("bad-tensor", f"{where}: its {size} bytes are not there; the body ends before them")
+            raise BadTensor(f"{where}: its {size} bytes are not there; the body ends before them")
         if entry.datatype == BYTES:
             if entry.name != IMAGE:
-                raise Refusal("bad-tensor", f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
+                raise BadTensor(f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
             images = _images(entry, data, position, size, where)
         else:
             tensors[entry.name] = _tensor(document, entry, data, position, size, where)
         position += size or 0
     if position != len(data):
-        raise Refusal("bad-tensor", f"{len(data) - position} bytes follow the last tensor")
+        raise BadTensor(f"{len(data) - position} bytes follow the last tensor")
     if images is not None and tensors:
-        raise Refusal("bad-tensor", f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
+        raise BadTensor(f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
     return images, tensors
 
 
@@ -166,9 +167,7 @@ def _json_length(header: str | None, size: int) -> int | None:
     # int() would take "+1", "1_0" and any number of digits.
     length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
     if not 0 <= length <= size:
-        raise Refusal(
-            "invalid-request", f"Inference-Header-Content-Length is {header[:40]!r} and the body has {size} bytes"
-        )
+        raise InvalidRequest(f"Inference-Header-Content-Length is {header[:40]!r} and the body has {size} bytes")
     return length
 
 
@@ -184,36 +183,34 @@ def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata], image: bool) ->
             values = torch.frombuffer(data, dtype=torch.float32).reshape(rows, *tensors[0].shape[1:])
             return Request(None, {tensors[0].name: values}, everything)
     if len(tensors) == len(inputs):
-        raise Refusal(
-            "bad-tensor", "a body without JSON is one input of a known size; describe this model's inputs in JSON"
-        )
+        raise BadTensor("a body without JSON is one input of a known size; describe this model's inputs in JSON")
     return Request([bytes(data)], {}, everything)
 
 
 def _binary_size(entry: RequestInput, where: str) -> int | None:
     if "shared_memory_region" in entry.parameters:
-        raise Refusal("unsupported", f"{where}: shared memory is not available here; send the values in the request")
+        raise Unsupported(f"{where}: shared memory is not available here; send the values in the request")
     size = entry.parameters.get("binary_data_size")
     if size is None:
         if entry.data is None:
-            raise Refusal("bad-tensor", f"{where} has neither data nor binary_data_size")
+            raise BadTensor(f"{where} has neither data nor binary_data_size")
         return None
     if type(size) is not int or size < 0:
-        raise Refusal("bad-tensor", f"{where}: binary_data_size is a number of bytes")
+        raise BadTensor(f"{where}: binary_data_size is a number of bytes")
     if entry.data is not None:
-        raise Refusal("bad-tensor", f"{where} has both data and binary_data_size; send one")
+        raise BadTensor(f"{where} has both data and binary_data_size; send one")
     return size
 
 
 def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, where: str) -> list[bytes]:
     if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MOST_STRINGS:
-        raise Refusal("bad-tensor", f"{where} has the shape {entry.shape}; encoded images have [n], one an element")
+        raise BadTensor(f"{where} has the shape {entry.shape}; encoded images have [n], one an element")
     count = math.prod(entry.shape)
     if size is not None:
         return _elements(data, start, size, count, where)
     strings = flat(entry.data)  # nested as the shape, or not
     if len(strings) != count or not all(isinstance(text, str) for text in strings):
-        raise Refusal("bad-tensor", f"{where}: its shape needs {count} strings and its data is something else")
+        raise BadTensor(f"{where}: its shape needs {count} strings and its data is something else")
     return image_text.decode(strings)
 
 
@@ -226,11 +223,11 @@ def _elements(data: bytearray, start: int, size: int, count: int, where: str) ->
         length = int.from_bytes(view[start : min(start + 4, end)], "little")
         start += 4
         if start + length > end:
-            raise Refusal("bad-tensor", f"{where}: element {len(elements)} is longer than what is left of its bytes")
+            raise BadTensor(f"{where}: element {len(elements)} is longer than what is left of its bytes")
         elements.append(bytes(view[start : start + length]))
         start += length
     if start != end or len(elements) != count:
-        raise Refusal("bad-tensor", f"{where}: its shape needs {count} elements and its {size} bytes are not as many")
+        raise BadTensor(f"{where}: its shape needs {count} elements and its {size} bytes are not as many")
     return elements
 
 
@@ -239,17 +236,16 @@ def _tensor(
 ) -> Tensor:
     dtype = _DTYPES.get(entry.datatype)
     if dtype is None:
-        raise Refusal("bad-tensor", f"{where}: datatype {entry.datatype!r} is none of {', '.join(_DTYPES)}, {BYTES}")
+        raise BadTensor(f"{where}: datatype {entry.datatype!r} is none of {', '.join(_DTYPES)}, {BYTES}")
     shapes.check(entry.shape, where)
     count = math.prod(entry.shape)
     if size is None:
         if entry.datatype not in NUMPY_DTYPES:
-            raise Refusal("bad-tensor", f"{where}: {entry.datatype} is sent as binary data only")
+            raise BadTensor(f"{where}: {entry.datatype} is sent as binary data only")
         return torch.from_numpy(document.numbers(entry.data, count, entry.datatype, where)).reshape(entry.shape)
     if size != count * dtype.itemsize:
         needed = count * dtype.itemsize
-        raise Refusal(
-            "bad-tensor",
+        raise BadTensor(
             f"{where}: {entry.datatype} {entry.shape} takes {needed} bytes and binary_data_size is {size}",
         )
     if size == 0:
@@ -269,12 +265,12 @@ def _wanted(request: InferRequest) -> Iterator[Wanted]:
     for output in request.outputs or ():
         for parameter in ("shared_memory_region", "classification"):
             if output.parameters.get(parameter):
-                raise Refusal("unsupported", f"output {output.name!r}: {parameter} is not available here")
+                raise Unsupported(f"output {output.name!r}: {parameter} is not available here")
         yield Wanted(output.name, _flag(output.parameters, "binary_data", binary))
 
 
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise Refusal("invalid-request", f"parameter {name!r} is true or false")
+        raise InvalidRequest(f"parameter {name!r} is true or false")
     return value

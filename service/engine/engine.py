@@ -26,7 +26,6 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
-from service.engine.errors import Draining, NotReady
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord, retry_seconds
@@ -44,6 +43,7 @@ from service.engine.requests.plan import Inputs
 from service.engine.tasks import background
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
+from service.problems import Draining, NotReady, Problem
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -343,7 +343,8 @@ class Engine:
                     await self._preload_one(text)
                     break
                 except Exception as error:
-                    wrong = isinstance(error, FxError | ValueError)  # else it is a bug, and its traceback is wanted
+                    # Others are bugs, whose traceback is wanted.
+                    wrong = isinstance(error, FxError | Problem | ValueError)
                     self._preload_trouble = f"preloading {text} failed: {error if wrong else summarize(error)}"
                     self.preload_failed = True
                     seconds = retry_seconds(attempt)

@@ -24,10 +24,10 @@ from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec
 from service.byte_cache import ByteCache
 from service.engine.candidate import Candidate
-from service.engine.errors import EngineError
 from service.engine.options import FeatureOptions
 from service.engine.rows import ResponseSize, RowShape, RowSize
 from service.engine.transformation import Transformed
+from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 
 State = Literal["building", "ready", "failed"]
@@ -110,7 +110,7 @@ class ExtractorRecord:
     return_nodes: dict[str, str]
     preprocessing: Preprocessing
     state: State = "building"
-    problem: FxError | None = None
+    problem: FxError | Problem | None = None
     failures: int = 0
     retry_at: float = 0.0
     extractor: Extractor | None = None
@@ -167,17 +167,17 @@ class ExtractorRecord:
         """Whether it must stay in memory now."""
         return self.pinned or self.active
 
-    def fail(self, problem: FxError) -> None:
+    def fail(self, problem: FxError | Problem) -> None:
         """Record that its build failed; it may be tried again after :func:`retry_seconds`."""
         self.state, self.problem = "failed", problem
         self.retry_at = time.monotonic() + retry_seconds(self.failures)
         self.failures += 1
 
     @property
-    def failure(self) -> FxError | None:
+    def failure(self) -> FxError | Problem | None:
         """A copy of ``problem`` to raise; one that may pass says when the build may be tried again."""
         failure = copy(self.problem)
-        if isinstance(failure, EngineError) and failure.retry_after is not None:
+        if isinstance(failure, Problem) and failure.retry_after is not None:
             failure.retry_after = max(0.0, self.retry_at - time.monotonic())
         return failure
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.engine.errors import DeadlineExceeded
+from service.problems import DeadlineExceeded
 
 _SHORT_SECONDS = 0.1
 """Requests that are over by then are not watched for a disconnect."""

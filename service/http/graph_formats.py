@@ -17,8 +17,8 @@ from fxcore.tracing.tracer import PATH
 from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
 from service.http.headers import joined_header
+from service.problems import InvalidRequest
 from service.schemas.graphs import GraphDocument, GraphFormat
-from service.schemas.problems import Refusal
 
 # The media type of each format, and the format of each media type in Accept; the first is the default.
 MEDIA_TYPES: dict[GraphFormat, str] = {
@@ -55,7 +55,7 @@ def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
     """Choose the format by ``format``, else by the request's Accept.
 
     Raises:
-        Refusal: 406.
+        Problem: 406.
     """
     return format or _BY_ACCEPT[choose(joined_header(request.scope, b"accept"), list(_BY_ACCEPT))]
 
@@ -89,14 +89,14 @@ def parse_expanded(expanded: str | None, chosen: GraphFormat, depth: int | None)
     """Parse the modules to expand.
 
     Raises:
-        Refusal: 422: the format is not ``layout``, or ``depth`` is given too.
+        Problem: 422: the format is not ``layout``, or ``depth`` is given too.
     """
     if expanded is None:
         return None
     if chosen != "layout" or depth is not None:
         reason = "cannot be combined with depth" if chosen == "layout" else "needs format=layout"
         detail = f"query parameter 'open': {reason}"
-        raise Refusal("invalid-request", detail, field="open")
+        raise InvalidRequest(detail, field="open")
     return sorted({module for module in expanded.split(",") if module})
 
 

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 
 import orjson
 
+from service import problems
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
-from service.engine.errors import DeadlineExceeded
 from service.engine.requests.admission import Admission, Ticket
 from service.http.access.clients import CLIENT
+from service.problems import DeadlineExceeded
 
 Result = TypeVar("Result")
 
-LOOKUP_PROBLEMS = ("admission-full", "deadline-exceeded", "not-ready")
+LOOKUP_PROBLEMS = (problems.AdmissionFull, problems.DeadlineExceeded, problems.NotReady)
 """Problems of every route that uses :class:`Lookups`."""
 
 _PAGE = 50

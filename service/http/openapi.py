@@ -7,10 +7,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
+from service import problems
 from service.http.access.scopes import OPEN
-from service.http.routes.v2 import routing
-from service.schemas import embeddings, problems
+from service.http.problem_responses import shape_of
+from service.schemas import embeddings, v2
 from service.schemas.features import ImagesBody
+from service.schemas.problems import PROBLEM, documented
 from service.schemas.v1 import Problem
 
 _SECURITY_SCHEME = {
@@ -21,7 +23,14 @@ _SECURITY_SCHEME = {
 }
 
 
-_OF_NO_ROUTE = ("not-http", "http-version", "head-too-large", "not-found", "method-not-allowed", "internal")
+_OF_NO_ROUTE = (
+    problems.NotHTTP,
+    problems.HTTPVersion,
+    problems.HeadTooLarge,
+    problems.NotFound,
+    problems.MethodNotAllowed,
+    problems.Internal,
+)
 """Problems of any route, or of the middleware before it."""
 
 
@@ -43,6 +52,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         [
             (Problem, "serialization"),
             (embeddings.OpenAIError, "serialization"),
+            (v2.ErrorV2, "serialization"),
             (ImagesBody, "validation"),
             (embeddings.EmbeddingsRequest, "validation"),
         ],
@@ -54,7 +64,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error schemas, which problems replace
         schemas.pop(name, None)
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
-    components["responses"] = {slug: next(iter(problems.documented(slug).values())) for slug in _OF_NO_ROUTE}
+    components["responses"] = {kind.slug: next(iter(documented(kind).values())) for kind in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _add_refusals(path, operation)
@@ -63,26 +73,19 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
 
 def _add_refusals(path: str, operation: dict[str, Any]) -> None:
     """Add the problems that the middleware may answer instead of a route."""
-    slugs = ["misdirected"]
+    kinds: list[type[problems.Problem]] = [problems.Misdirected]
     if path not in OPEN:
         operation["security"] = [{"key": []}, {}]
-        slugs += ["unauthorized", "forbidden"]
+        kinds += [problems.Unauthorized, problems.Forbidden]
     if "requestBody" in operation:
-        slugs += ["request-timeout", "body-too-large", "admission-full"]
-    documented, shape = problems.documented, "Problem"
-    if path == "/v2" or path.startswith("/v2/"):
-        documented, shape = routing.documented, "ErrorV2"
-    elif path == embeddings.PATH:
-        documented, shape = embeddings.documented, "OpenAIError"
+        kinds += [problems.RequestTimeout, problems.BodyTooLarge, problems.AdmissionFull]
+    shape = shape_of(path)
     # FastAPI adds 422, which these routes never answer.
-    if shape != "Problem" and operation["responses"].pop("422", None) is not None:
-        slugs.append("invalid-request")
-    # FastAPI has already resolved the models of responses, so the schema is added here.
-    schema = {"$ref": f"#/components/schemas/{shape}"}
-    for status, response in documented(*slugs).items():
-        response.pop("model", None)
+    if shape is not PROBLEM and operation["responses"].pop("422", None) is not None:
+        kinds.append(problems.InvalidRequest)
+    for status, response in documented(*kinds, shape=shape).items():
         there = operation["responses"].setdefault(str(status), response)
-        for kind, content in response["content"].items():
-            known = there["content"].setdefault(kind, {})
-            known.setdefault("schema", schema)
+        for media_type, content in response["content"].items():
+            known = there["content"].setdefault(media_type, {})
+            known.setdefault("schema", content["schema"])
             known["examples"] = {**known.get("examples", {}), **content["examples"]}

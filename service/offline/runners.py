@@ -15,9 +15,9 @@ from fxcore.errors import BadBox, BadImage, FxError, ImageTooLarge
 from fxcore.images.decoding import PREPROCESS_MODES
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
-from service.engine.errors import ComputeFailed, OutOfMemory
 from service.offline.shards import BOX
 from service.offline.sources import Boxes
+from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -45,7 +45,6 @@ _MAX_TIMEOUTS = 3
 """How often a single image may time out before it counts as unreadable."""
 
 # Errors that a single image can cause, in the engine and on a server.
-_IMAGE_ERRORS = (BadImage, BadBox, ImageTooLarge, OutOfMemory, ComputeFailed)
 _SERVER_IMAGE_ERRORS = (
     exceptions.ImageProblem,
     exceptions.TooLarge,
@@ -53,6 +52,7 @@ _SERVER_IMAGE_ERRORS = (
     exceptions.ComputeFailed,
     exceptions.DeadlineExceeded,
 )
+_IMAGE_ERRORS = (*_SERVER_IMAGE_ERRORS, BadImage, BadBox, ImageTooLarge)
 
 # Errors that another server, or the same one later, may not have.
 _RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
@@ -168,7 +168,7 @@ class LocalRunner:
         except Exception as error:
             if len(images) > 1 or not is_image_error(error):
                 raise
-            reason = error.detail if isinstance(error, FxError) else f"{type(error).__name__}: {error}"
+            reason = error.detail if isinstance(error, FxError | Problem) else f"{type(error).__name__}: {error}"
             raise Unreadable(reason.removeprefix("image 0: ")) from error
 
     async def close(self) -> None:
@@ -333,7 +333,7 @@ def _add_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
 def is_image_error(error: Exception) -> bool:
     """Whether a batch may have failed because of one of its images; so may one that failed in an unknown way."""
     if isinstance(error, (FxError, exceptions.FxserveError)):
-        return isinstance(error, (*_IMAGE_ERRORS, *_SERVER_IMAGE_ERRORS))
+        return isinstance(error, _IMAGE_ERRORS)
     return True
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from service.problems import BadImage
 from service.schemas.features import MAX_IMAGES
-from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import status_without_422
+from service.schemas.problem_examples import EXAMPLES
+from service.schemas.problems import Shape
 
 PATH = "/v1/embeddings"
 """Path of the route whose errors have OpenAI's shape."""
@@ -103,7 +103,7 @@ class EmbeddingsDocument(BaseModel):
 class OpenAIFault(BaseModel):
     """Details of an error."""
 
-    message: str = Field(examples=[KINDS["bad-image"].example])
+    message: str = Field(examples=[EXAMPLES[BadImage].detail])
     type: str = Field(examples=["invalid_request_error"])
     param: str | None = Field(description="The field of the body that is wrong.", examples=["input"])
     code: str = Field(
@@ -160,20 +160,4 @@ def _type(status: int) -> str:
     return "rate_limit_error" if status == 429 else "invalid_request_error"
 
 
-def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI ``responses`` of the route for these problems, with an example of each."""
-    responses: dict[int | str, dict[str, Any]] = {}
-    for slug in slugs:
-        kind = KINDS[slug]
-        status = status_without_422(kind.status)
-        schema = {"$ref": "#/components/schemas/OpenAIError"}
-        response = responses.setdefault(
-            status,
-            {
-                "description": HTTPStatus(status).phrase,
-                "content": {"application/json": {"schema": schema, "examples": {}}},
-            },
-        )
-        shown = openai_error({"type": slug, "status": kind.status, "detail": kind.example, **kind.extra})
-        response["content"]["application/json"]["examples"][slug] = {"summary": kind.title, "value": shown}
-    return responses
+SHAPE = Shape("application/json", OpenAIError.__name__, openai_error)

@@ -1,13 +1,10 @@
-"""Problem documents (RFC 9457).
-
-Every problem type has an entry in :data:`KINDS`: its slug (the end of ``type``), status and title. Exceptions of fxcore
-and the engine map to theirs by class name: ``UnknownNode`` is ``/problems/unknown-node``.
-"""
+"""Problem documents (RFC 9457), and the shapes that errors have on other paths."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import groupby
 from typing import Any
@@ -15,42 +12,94 @@ from typing import Any
 from pydantic import ValidationError
 
 from fxcore.errors import FxError
-from service.schemas.problem_kinds import KINDS, Kind
+from service.problems import FIELDS, AdmissionFull, InvalidRequest, Problem, WeightsUnavailable
+from service.schemas.problem_examples import EXAMPLES
 
-MEDIA_TYPE = "application/problem+json"
+Document = dict[str, Any]
 
-
-class Refusal(Exception):
-    """A request refused by the HTTP layer, with a slug of :data:`KINDS`; ``extra`` adds fields to the problem."""
-
-    def __init__(self, slug: str, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> None:
-        super().__init__(detail)
-        self.slug = slug
-        self.detail = detail
-        self.headers = dict(headers or {})
-        self.extra = extra
+_NAMED = {kind.__name__: kind for kind in Problem.kinds.values()}
 
 
-def slug_of(error: FxError) -> str:
-    """Slug of an exception's class: ``UnknownNode`` → ``unknown-node``."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+def problem(error: FxError | Problem) -> Document:
+    """Build the problem document of ``error``.
+
+    One of fxcore is the problem whose class has its name. Others, as a library on top of fxcore may raise, get a type
+    from the name of their class.
+    """
+    kind = type(error) if isinstance(error, Problem) else _NAMED.get(type(error).__name__)
+    if kind is not None:
+        return _document(kind, error.detail, error.extra)
+    slug = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
+    return _document_of(slug, slug.replace("-", " ").capitalize(), 422, error.detail, error.extra)
 
 
-def problem(error: FxError | Refusal) -> dict[str, Any]:
-    """Build the problem document of ``error``."""
-    slug = error.slug if isinstance(error, Refusal) else slug_of(error)
-    kind = KINDS.get(slug) or Kind(getattr(error, "status", 422), slug.replace("-", " ").capitalize(), "")
+def _document(kind: type[Problem], detail: str, extra: Mapping[str, Any]) -> Document:
+    return _document_of(kind.slug, kind.title, kind.status, detail, extra)
+
+
+def _document_of(slug: str, title: str, status: int, detail: str, extra: Mapping[str, Any]) -> Document:
     return {
         "type": f"/problems/{slug}",
-        "title": kind.title,
-        "status": kind.status,
-        "detail": error.detail,
-        **{key: value for key, value in error.extra.items() if key not in ("type", "title", "status", "detail")},
+        "title": title,
+        "status": status,
+        "detail": detail,
+        **{key: value for key, value in extra.items() if key not in FIELDS},
     }
 
 
-def invalid_request(errors: Sequence[Mapping[str, Any]]) -> Refusal:
-    """Turn pydantic's errors into a refusal: the first as a sentence, all as a list for programs."""
+@dataclass(frozen=True)
+class Shape:
+    """How problems are written on some paths.
+
+    Attributes:
+        media_type: of the body.
+        schema: name of the body's schema in the OpenAPI document.
+        body: turns a problem document into the body.
+        has_422: whether clients know status 422; it is 400 for others.
+        titled: whether a response is described by its first problem's title, instead of its status.
+        shows_retry_after: whether the header is documented.
+    """
+
+    media_type: str
+    schema: str
+    body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    has_422: bool = False
+    titled: bool = False
+    shows_retry_after: bool = False
+
+    def status(self, status: int) -> int:
+        """The status of a problem whose own is ``status``."""
+        return 400 if status == 422 and not self.has_422 else status
+
+
+PROBLEM = Shape("application/problem+json", "Problem", lambda document: document, has_422=True, shows_retry_after=True)
+
+
+def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str, dict[str, Any]]:
+    """The OpenAPI ``responses`` of a route for these problems, with an example of each."""
+    responses: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        status = shape.status(kind.status)
+        description = kind.title if shape.titled else HTTPStatus(status).phrase
+        schema = {"$ref": f"#/components/schemas/{shape.schema}"}
+        content = {shape.media_type: {"schema": schema, "examples": {}}}
+        response = responses.setdefault(status, {"description": description, "content": content})
+        shown = shape.body(_document(kind, *EXAMPLES[kind]))
+        response["content"][shape.media_type]["examples"][kind.slug] = {"summary": kind.title, "value": shown}
+        if shape.shows_retry_after and status in (429, 503) and kind is not WeightsUnavailable:
+            more = "" if kind is AdmissionFull else "; not with weights-unavailable"
+            response["headers"] = {
+                "Retry-After": {
+                    "description": f"Seconds to wait{more}.",
+                    "schema": {"type": "integer"},
+                    "example": 2,
+                }
+            }
+    return responses
+
+
+def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Turn pydantic's errors into a problem: the first as a sentence, all as a list for programs."""
     found: list[dict[str, str]] = []
     for error in _without_wrong_branches(errors):
         where, *path = (str(part) for part in error["loc"])
@@ -64,10 +113,10 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> Refusal:
     )
     subject = f"{noun} {first['field']!r}" if first["field"] else "the body"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return Refusal("invalid-request", f"{subject}: {first['message']}{more}", errors=found)
+    return InvalidRequest(f"{subject}: {first['message']}{more}", errors=found)
 
 
-def invalid_body(error: ValidationError) -> Refusal:
+def invalid_body(error: ValidationError) -> InvalidRequest:
     """:func:`invalid_request` for a JSON body that a route validates itself."""
     return invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
 
@@ -91,35 +140,3 @@ def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping
 def _field(path: Sequence[Any]) -> str:
     """A field's path without pydantic's names for the members of a union, such as ``list[str]``."""
     return ".".join(str(part) for part in path if "[" not in str(part))
-
-
-def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI ``responses`` of a route for these problems, with an example of each."""
-    responses: dict[int | str, dict[str, Any]] = {}
-    for slug in slugs:
-        kind = KINDS[slug]
-        example = {
-            "type": f"/problems/{slug}",
-            "title": kind.title,
-            "status": kind.status,
-            "detail": kind.example,
-            **kind.extra,
-        }
-        response = responses.setdefault(
-            kind.status,
-            {
-                "description": HTTPStatus(kind.status).phrase,
-                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}},
-            },
-        )
-        response["content"][MEDIA_TYPE]["examples"][slug] = {"summary": kind.title, "value": example}
-        if kind.status in (429, 503) and slug != "weights-unavailable":
-            description = "Seconds to wait." if kind.status == 429 else "Seconds to wait; not with weights-unavailable."
-            schema = {"type": "integer"}
-            response["headers"] = {"Retry-After": {"description": description, "schema": schema, "example": 2}}
-    return responses
-
-
-def status_without_422(status: int) -> int:
-    """Map 422 to 400, for protocols without it: V2 and OpenAI's."""
-    return 400 if status == 422 else status

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.schemas.features import MAX_DIMENSIONS
+from service.schemas.problems import Shape
 from service.schemas.v1 import MAX_NAME_LENGTH, MAX_NODES
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
@@ -143,3 +144,6 @@ class ErrorV2(BaseModel):
     """An error under ``/v2``."""
 
     error: str = Field(examples=["there is no extractor or model 'resnet5'; did you mean resnet50?"])
+
+
+SHAPE = Shape("application/json", ErrorV2.__name__, lambda document: {"error": document["detail"]}, titled=True)

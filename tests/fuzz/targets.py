@@ -27,7 +27,7 @@ from service.codecs import safetensors as our_safetensors
 from service.codecs.negotiation import choose, media_type
 from service.http.middleware.request_context import request_id
 from service.http.routes.features import named_nodes
-from service.schemas.problems import Refusal
+from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
 from tests.hostile_images import HOSTILE, deep_png, gif_over_its_canvas, gif_past_its_colours, photo, saved
@@ -58,7 +58,7 @@ def npy_body(data: bytes) -> None:
     """npy bodies; numpy reads the same, without unpickling."""
     try:
         tensor = npy.read(bytearray(data))
-    except Refusal:
+    except Problem:
         return
     array = np.load(io.BytesIO(data), allow_pickle=False)
     np.testing.assert_array_equal(tensor.numpy(), array.astype(array.dtype.newbyteorder("=")))
@@ -68,7 +68,7 @@ def safetensors_body(data: bytes) -> None:
     """safetensors bodies; the format's own library reads the same."""
     try:
         tensors = our_safetensors.read(bytearray(data))
-    except Refusal:
+    except Problem:
         return
     reference = safetensors.torch.load(data)
     assert tensors.keys() == reference.keys()
@@ -90,7 +90,7 @@ def v2_body(data: bytes) -> None:
     encoding = "gzip" if data[2:4] == b"\x1f\x8b" else ""
     try:
         request = v2.read(v2.Body(bytearray(data[2:]), header, encoding, ""), LIMIT, INPUTS)
-    except Refusal:
+    except Problem:
         return
     assert request.bytes <= 8 * LIMIT  # a digit and a comma may be eight bytes
 
@@ -105,7 +105,7 @@ def multipart_body(data: bytes) -> None:
 
     try:
         files = asyncio.run(multipart.read(pieces(), {"boundary": "b"}))
-    except Refusal:
+    except Problem:
         return
     assert sum(map(len, files)) <= len(data)
 
@@ -115,7 +115,7 @@ def compressed_body(data: bytes) -> None:
     for encoding in compression.ENCODINGS:
         try:
             unpacked = compression.decompress(bytearray(data), encoding, LIMIT)
-        except Refusal:
+        except Problem:
             continue
         assert len(unpacked) <= LIMIT
 
@@ -130,7 +130,7 @@ def node_names(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
     try:
         named = named_nodes(text)
-    except Refusal:
+    except Problem:
         return
     ExtractorSpec(model="squeezenet1_1", return_nodes=named)
     for name in named:
@@ -148,7 +148,7 @@ def header_values(data: bytes) -> None:
     """Content-Type, Accept and X-Request-ID."""
     text = data.decode("latin-1")
     media_type(text)
-    with suppress(Refusal):
+    with suppress(Problem):
         assert choose(text, OFFERED) in OFFERED
     assert request_id(text).isascii()
     assert request_id(text).isprintable()

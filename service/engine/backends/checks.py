@@ -15,8 +15,8 @@ from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
 from service.engine.candidate import MIN_COSINE, TOLERANCE, Candidate
-from service.engine.errors import ExtractorFailed
 from service.engine.record import ExtractorRecord
+from service.problems import ExtractorFailed
 
 Inputs = tuple[Tensor, ...]
 CALIBRATION_IMAGES = 32

@@ -9,9 +9,9 @@ import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
 from fxcore.models.entry import ModelEntry
-from service.engine.errors import Unsupported
 from service.engine.placement import BUSY_SECONDS
 from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
+from service.problems import Unsupported
 from service.schemas.v1 import ExtractorSpec
 
 _NAMES = ("auto", "eager", "openvino", "inductor")
@@ -43,15 +43,15 @@ def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, 
         why = BACKENDS[spec.backend].unavailable(device, "float32")
         if why is not None:
             here = [n for n in _NAMES if n == "auto" or BACKENDS[n].unavailable(device, "float32") is None]
-            raise Unsupported("backend", spec.backend, here, why)
+            raise Unsupported.choice("backend", spec.backend, here, why)
     backend = chosen_backend(spec, device)
     why = backend.unavailable(device, spec.precision)
     if why is not None:
         here = [p for p in PRECISIONS if backend.unavailable(device, p) is None]
-        raise Unsupported("precision", spec.precision, here, why)
+        raise Unsupported.choice("precision", spec.precision, here, why)
     if spec.precision == "int8" and backend.name != "eager" and _keeps_floats(spec):
         why = "it quantizes every layer and takes no keep_float"
-        raise Unsupported("backend", spec.backend, ("auto", "eager"), why)
+        raise Unsupported.choice("backend", spec.backend, ("auto", "eager"), why)
 
 
 def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
@@ -71,7 +71,7 @@ def has_place(known: Iterable[ExtractorRecord], usual: int) -> bool:
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:
     if value not in available:
-        raise Unsupported(field, value, available)
+        raise Unsupported.choice(field, value, available)
 
 
 def _keeps_floats(spec: ExtractorSpec) -> bool:

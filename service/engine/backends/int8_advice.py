@@ -18,8 +18,8 @@ from fxcore.transforms.keep_float import keep_float
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.fallback import OneSize
 from service.engine.candidate import MIN_COSINE, Candidate
-from service.engine.errors import BackendRefused
 from service.engine.record import ExtractorRecord
+from service.problems import BackendRefused
 from service.schemas.v1 import ExtractorSpec
 
 _SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of those that lose most, in a list and in a sentence

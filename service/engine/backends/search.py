@@ -16,8 +16,8 @@ from service.engine.backends.lowering import Lowering
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
-from service.engine.errors import EngineError
 from service.engine.record import ExtractorRecord
+from service.problems import Problem
 
 log = logging.getLogger("fxserve.upgrades")
 
@@ -81,7 +81,7 @@ class Search:
                     await self._trials.warm(reference, lowered)
             if faster and record.run is eager:  # else it was evicted meanwhile
                 self._replace(eager, candidate, reference, lowered)
-        except (LoweringFailed, EngineError, PassFailed) as error:
+        except (LoweringFailed, Problem, PassFailed) as error:
             candidate.fail(getattr(error, "detail", str(error)))
             log.warning("extractor %s stays on eager: %s", record.id, candidate.reason)
         except Exception as error:

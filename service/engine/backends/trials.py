@@ -14,7 +14,7 @@ from fxcore.errors import summarize
 from service.engine.backends.checks import PassFailed, Reference
 from service.engine.candidate import Candidate
 from service.engine.device.queue import Queue, usual_size
-from service.engine.errors import EngineError, NotReady
+from service.problems import NotReady, Problem
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class Trials:
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         try:
             return await asyncio.wrap_future(self._queue.run_idle(lambda: function(*args)))
-        except EngineError:
+        except Problem:
             raise
         except Exception as error:
             raise PassFailed(summarize(error)) from error

@@ -38,10 +38,11 @@ from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
-from service.engine.errors import BackendRefused, EngineError, NotReady, is_shortage, shortage
+from service.engine.errors import is_shortage, shortage
 from service.engine.record import ExtractorRecord
 from service.engine.tasks import background
 from service.garbage import tidy
+from service.problems import BackendRefused, NotReady, Problem
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
@@ -180,7 +181,7 @@ class Upgrades:
             own.state, own.reason = CandidateState.SERVING, None
             if record.run is eager:
                 record.checks = report(record, own, [own])
-        except (EngineError, PassFailed) as error:
+        except (Problem, PassFailed) as error:
             log.warning("how far eager is from extractor %s was not measured: %s", record.id, error)
         except Exception:
             log.exception("how far eager is from extractor %s was not measured", record.id)

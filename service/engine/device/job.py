@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from service.engine.device.staging import copied, copy_rows
-from service.engine.errors import DeadlineExceeded, OutOfMemory, as_exception, is_out_of_memory
+from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.regions import Regions
+from service.problems import DeadlineExceeded, OutOfMemory
 
 
 class _Once:
@@ -78,7 +79,7 @@ class Job:
         """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
-            EngineError: the job failed, or its deadline has passed.
+            Problem: the job failed, or its deadline has passed.
         """
         timer = self._loop.call_later(max(0.0, self.deadline - time.monotonic()), self.fail, DeadlineExceeded())
         try:

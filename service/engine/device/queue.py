@@ -20,7 +20,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from service.engine.device.job import Item
-from service.engine.errors import NotReady, as_exception
+from service.engine.errors import as_exception
+from service.problems import NotReady
 
 T = TypeVar("T")
 

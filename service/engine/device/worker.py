@@ -22,11 +22,12 @@ from service.engine.device.outputs import Finished, OutputRows, by_options, deli
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_on
-from service.engine.errors import ComputeFailed, NotReady, OutOfMemory, is_out_of_memory, is_shortage, shortage
+from service.engine.errors import is_out_of_memory, is_shortage, shortage
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.rows import by_image, row_layout
 from service.observability.metrics import Metrics
+from service.problems import ComputeFailed, NotReady, OutOfMemory
 
 log = logging.getLogger("fxserve.worker")
 

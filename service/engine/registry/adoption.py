@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from fxcore.errors import FxError
-from service.engine.errors import NotReady
 from service.engine.record import ExtractorRecord
 from service.engine.registry.records import Records
 from service.engine.registry.sharing import Sharing
 from service.engine.registry.store import Stored
 from service.engine.tasks import background
+from service.problems import NotReady, Problem
 from service.schemas.v1 import ExtractorSpec
 
 
@@ -76,7 +76,7 @@ class Adoption:
     async def _made_known(self, stored: Stored) -> ExtractorRecord:
         try:
             fresh = await self._resolve(stored.spec)
-        except FxError as problem:
+        except (FxError, Problem) as problem:
             raise NotReady(f"extractor {stored.id}, which is in the store: {problem.detail}") from None
         if fresh.id != stored.id:
             raise NotReady(

@@ -13,12 +13,12 @@ from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import in_pool
-from service.engine.errors import ExtractorFailed
 from service.engine.record import ExtractorRecord
 from service.engine.registry.graphs import graph_of
 from service.engine.registry.transforms import steps, transformed
 from service.engine.registry.weights import ModelStore
 from service.garbage import exempt
+from service.problems import ExtractorFailed, Problem
 
 log = logging.getLogger("fxserve.extractors")
 
@@ -64,7 +64,7 @@ async def build(
         record.extractor = extractor
         await upgrades.first(record, extractor, original, pool)
         record.state, record.failures = "ready", 0
-    except FxError as problem:
+    except (FxError, Problem) as problem:
         record.fail(_kept(problem))
     except Exception as error:
         log.exception("building extractor %s over %s failed", record.id, record.spec.model)
@@ -85,7 +85,7 @@ async def build(
     make_room(0)
 
 
-def _kept(problem: FxError) -> FxError:
+def _kept(problem: FxError | Problem) -> FxError | Problem:
     """``problem`` without its traceback and cause, whose frames keep a model and its extractor in memory."""
     problem.__cause__ = problem.__context__ = None
     return problem.with_traceback(None)

@@ -22,7 +22,6 @@ import torch
 from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import RunInThread, in_pool
-from service.engine.errors import Forbidden, NameTaken, NotReady, StoreFull
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.registry.adoption import Adoption
@@ -39,6 +38,7 @@ from service.engine.registry.weights import ModelStore
 from service.engine.tasks import background
 from service.garbage import tidy
 from service.observability.metrics import Metrics
+from service.problems import Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.v1 import ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
@@ -146,7 +146,7 @@ class Extractors:
         if spec.name is not None:
             try:
                 await self._check_name(spec.name, record)
-            except FxError:
+            except (FxError, Problem):
                 if record.state == "building":  # it is known by now, without the name
                     self.ensure(record)
                 raise

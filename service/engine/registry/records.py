@@ -6,10 +6,10 @@ from collections.abc import ValuesView
 
 from prometheus_client import Counter
 
-from service.engine.errors import UnknownExtractor
 from service.engine.record import ExtractorRecord
 from service.engine.registry.forgetting import forgettable
 from service.engine.registry.names import Names
+from service.problems import UnknownExtractor
 
 
 class Records:

@@ -24,8 +24,8 @@ from collections import OrderedDict, deque
 from contextlib import suppress
 from types import TracebackType
 
-from service.engine.errors import AdmissionFull, RequestTooLarge
 from service.engine.requests.returns import Returns
+from service.problems import AdmissionFull, RequestTooLarge
 
 SERVICE = ""
 """The client of requests that the service makes itself."""

@@ -13,6 +13,7 @@ from fxcore.errors import FxError, ImageTooLarge
 from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
 from service.engine.rows import RowShape
+from service.problems import Problem
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
 """A request's inputs: encoded images, or tensors by the names of the model's inputs."""
@@ -111,7 +112,7 @@ class indexed:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FxError) and "index" not in error.extra:
+        if isinstance(error, FxError | Problem) and "index" not in error.extra:
             error.extra["index"] = self.index
             error.detail = f"image {self.index}: {error.detail}"
             error.args = (error.detail,)

@@ -10,12 +10,12 @@ import torch
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack
-from service.engine.errors import ResponseTooLarge
 from service.engine.options import FeatureOptions
 from service.engine.record import ExtractorRecord
 from service.engine.regions import grid_of
 from service.engine.registry.graphs import graph_of
 from service.engine.rows import ResponseSize, RowShape, RowSize, row_layout, several_rows
+from service.problems import ResponseTooLarge
 
 
 def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:

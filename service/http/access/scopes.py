@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from service import page
 from service.http.access.keys import Key
-from service.schemas.problems import Refusal
+from service.problems import Forbidden, Problem
 
 # Probes and load balancers send no key, and learn only whether the server is ready. The page and the reference are
 # public files that prompt for a key; the requests that they send need it.
@@ -42,10 +42,9 @@ def reads(method: str, path: str) -> bool:
     return method in READ_METHODS or (method == "POST" and path.endswith(_READ_POSTS))
 
 
-def forbidden(key: Key, what: str) -> Refusal:
+def forbidden(key: Key, what: str) -> Problem:
     """Build the refusal of a request that ``key`` does not allow."""
-    return Refusal(
-        "forbidden",
+    return Forbidden(
         f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
         {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
     )
@@ -61,7 +60,7 @@ async def require_admin(request: Request) -> None:
     """FastAPI dependency of GET routes that need scope admin.
 
     Raises:
-        Refusal: 403.
+        Problem: 403.
     """
     key: Key | None = request.scope.get(_KEY)
     if key is not None and key.scope != "admin":

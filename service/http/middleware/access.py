@@ -14,7 +14,7 @@ from service.http.access.keys import Key, Keys
 from service.http.access.scopes import OPEN, READ_METHODS, forbidden, reads, set_key
 from service.http.headers import header, headers_of, joined_header
 from service.http.problem_responses import error_response
-from service.schemas.problems import Refusal
+from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 
 
 class Access:
@@ -48,7 +48,7 @@ class Access:
                 key = self._key(scope)
                 set_key(scope, key)
                 client = f"key {key.name}"
-        except Refusal as refusal:
+        except Problem as refusal:
             await error_response(scope["path"], refusal)(scope, receive, send)
             return
         CLIENT.set(client)
@@ -59,15 +59,13 @@ class Access:
         authorization = headers_of(scope).get(b"authorization", [b""])[-1]
         scheme, _, secret = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
-            raise Refusal(
-                "unauthorized",
+            raise Unauthorized(
                 "this needs an API key: send the header Authorization: Bearer KEY",
                 {"WWW-Authenticate": 'Bearer realm="fxserve"'},
             )
         key = self.keys.find(secret.strip().decode("latin-1"))
         if key is None:
-            raise Refusal(
-                "unauthorized",
+            raise Unauthorized(
                 "the API key is not known here",
                 {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
             )
@@ -88,14 +86,11 @@ class Access:
         else:
             allowed = origin in self.origins or (host is not None and is_own_origin(origin, host))
         if not allowed:
-            raise Refusal(
-                "forbidden", "pages of other origins may not send this request; FXSERVE_CORS_ORIGINS allows them"
-            )
+            raise Forbidden("pages of other origins may not send this request; FXSERVE_CORS_ORIGINS allows them")
 
 
-def _misdirected(host: str) -> Refusal:
-    return Refusal(
-        "misdirected",
+def _misdirected(host: str) -> Problem:
+    return Misdirected(
         f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists them",
     )
 

@@ -8,14 +8,12 @@ from typing import NoReturn
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fxcore.errors import FxError
-from service.engine.errors import EngineError
 from service.engine.requests.admission import Admission, Reservation
 from service.http.access.clients import CLIENT
 from service.http.headers import header
 from service.http.problem_responses import error_response
 from service.http.reservations import set_reservation
-from service.schemas.problems import Refusal
+from service.problems import BodyTooLarge, Problem, RequestTimeout
 
 # Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). So the rest of
 # a refused body is read and discarded, within these limits of time, pause and size.
@@ -73,15 +71,15 @@ class BodyLimit:
             await _refuse(body.refusal, scope, receive, send)
 
 
-def _too_large(limit: int) -> Refusal:
-    return Refusal("body-too-large", f"the body is larger than the limit of {limit:,} bytes", limit=limit)
+def _too_large(limit: int) -> Problem:
+    return BodyTooLarge(f"the body is larger than the limit of {limit:,} bytes", limit=limit)
 
 
 class _Body:
     """A body as it arrives. Once it is refused, the route's response is dropped."""
 
     def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
-        self.refusal: Refusal | FxError | None = None
+        self.refusal: Problem | None = None
         self.responded = False
         self._limit = limit
         self._timeout = timeout
@@ -106,7 +104,7 @@ class _Body:
                 self._refuse(_too_large(self._limit))
             try:
                 self._reservation.claim(size)
-            except EngineError as full:
+            except Problem as full:
                 self._refuse(full)
         return message
 
@@ -127,17 +125,17 @@ class _Body:
                 f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, "
                 f"extended by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
             )
-            self._refuse(Refusal("request-timeout", detail))
+            self._refuse(RequestTimeout(detail))
         earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
         self._time_left = max(0.0, min(self._time_left - (loop.time() - began) + earned, self._timeout))
         return message
 
-    def _refuse(self, refusal: Refusal | FxError) -> NoReturn:
+    def _refuse(self, refusal: Problem) -> NoReturn:
         self.refusal = refusal
         raise _Refused
 
 
-async def _refuse(refusal: Refusal | FxError, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: Problem, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error although the client may still be sending, and close the connection."""
     response = error_response(scope["path"], refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]

@@ -14,10 +14,10 @@ from torch.nn import functional
 from fxcore.extractor import OutputInfo
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
+from service import problems
 from service.codecs import bodies, embeddings, json
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.errors import UnknownExtractor
 from service.http.access.scopes import may_build
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
@@ -26,8 +26,8 @@ from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
 from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
-from service.schemas.embeddings import PATH, EmbeddingsDocument, documented
-from service.schemas.problems import Refusal
+from service.schemas.embeddings import PATH, SHAPE, EmbeddingsDocument
+from service.schemas.problems import documented
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 
@@ -60,7 +60,7 @@ _DOCUMENTATION: dict[str, Any] = {
     },
     "responses": {
         200: {"model": EmbeddingsDocument, "description": "One vector per image."},
-        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, "unknown-extractor"),
+        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, shape=SHAPE),
     },
 }
 
@@ -98,11 +98,10 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
         return await state.extractor(spec, may_build(request))
     try:
         record = await state.engine.extractors.look_up(model)
-    except UnknownExtractor as error:
+    except problems.UnknownExtractor as error:
         name = model.partition("@")[0]
         if name.startswith(PREFIX) or name in {entry.name for entry in state.models()}:
-            raise Refusal(
-                "unknown-extractor",
+            raise problems.UnknownExtractor(
                 f"{model!r} is a model: name one of its nodes, as in {model}:NODE; GET /v1/models/"
                 f"{model.partition('@')[0]}/nodes lists them",
                 suggestions=[],
@@ -113,7 +112,7 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
         detail = (
             f"the extractor {model!r} has {len(record.return_nodes)} outputs ({keys}); an embedding needs exactly one"
         )
-        raise Refusal("invalid-request", detail, field="model")
+        raise problems.InvalidRequest(detail, field="model")
     return record
 
 
@@ -122,15 +121,14 @@ def _spec(text: str) -> ExtractorSpec:
     """Parse an extractor with one node: ``resnet50:avgpool``, ``resnet50@random:C5``.
 
     Raises:
-        Refusal: the text has another form, or several nodes.
+        Problem: the text has another form, or several nodes.
     """
     try:
         spec = spec_of_text(text)
     except ValueError:
         spec = None
     if spec is None or len(spec.return_nodes) != 1:
-        raise Refusal(
-            "invalid-request",
+        raise problems.InvalidRequest(
             f"{text[:200]!r} is not MODEL:NODE with one node, such as resnet50:avgpool or resnet50@random:C5",
             field="model",
         )
@@ -170,10 +168,10 @@ def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:
     """Refuse more ``dimensions`` than the pooled vectors of ``output`` have, before anything is computed.
 
     Raises:
-        Refusal: they have fewer values.
+        Problem: they have fewer values.
     """
     shape = [1 if size is None else size for size in output.shape]  # no size that follows the image outlasts pooling
     length = math.prod(pooled_shape(shape, output.layout, pool)) * output.rows_per_image
     if dimensions > length:
         detail = f"these embeddings have {length} dimensions, fewer than the {dimensions} requested"
-        raise Refusal("invalid-request", detail, field="dimensions")
+        raise problems.InvalidRequest(detail, field="dimensions")

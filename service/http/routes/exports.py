@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Query, Response
 
 from fxcore.exports import FORMATS, CannotExport, export
 from fxcore.extractor import Extractor
+from service import problems
 from service.engine import ExtractorRecord
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
@@ -43,10 +44,10 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
             "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
         },
         **documented(
-            "unknown-extractor",
-            "cannot-export",
-            "export-unavailable",
-            "invalid-request",
+            problems.UnknownExtractor,
+            problems.CannotExport,
+            problems.ExportUnavailable,
+            problems.InvalidRequest,
             *LOOKUP_PROBLEMS,
             *BUILD_PROBLEMS,
         ),

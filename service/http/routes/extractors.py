@@ -11,9 +11,9 @@ import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from fxcore.extractor import Extractor
+from service import problems
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
-from service.engine.errors import NotReady
 from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
 from service.http import graph_formats
@@ -21,7 +21,7 @@ from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.graphs import GraphFormat
-from service.schemas.problems import Refusal, documented, problem
+from service.schemas.problems import documented, problem
 from service.schemas.v1 import ExtractorDetail, ExtractorList, ExtractorSpec
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
@@ -35,42 +35,42 @@ IdOrName = Annotated[str, Path(description="An extractor's id or name.", example
 
 # Problems of building an extractor. Every route that needs a built one has them, since evicted ones are rebuilt.
 BUILD_PROBLEMS = (
-    "unknown-weights",
-    "bad-parameter",
-    "cannot-transform",
-    "cannot-keep",
-    "backend-refused",
-    "draining",
-    "not-ready",
-    "out-of-memory",
-    "weights-unavailable",
-    "extractor-failed",
+    problems.UnknownWeights,
+    problems.BadParameter,
+    problems.CannotTransform,
+    problems.CannotKeep,
+    problems.BackendRefused,
+    problems.Draining,
+    problems.NotReady,
+    problems.OutOfMemory,
+    problems.WeightsUnavailable,
+    problems.ExtractorFailed,
 )
 
 # Problems of creating an extractor, also implicitly, as feature requests of a model do.
 MAKING_PROBLEMS = (
-    "unknown-model",
-    "unknown-node",
-    "duplicate-key",
-    "not-traceable",
-    "bad-tensor",
-    "unsupported",
-    "unknown-transform",
-    "invalid-request",
-    "name-taken",
-    "store-full",
+    problems.UnknownModel,
+    problems.UnknownNode,
+    problems.DuplicateKey,
+    problems.NotTraceable,
+    problems.BadTensor,
+    problems.Unsupported,
+    problems.UnknownTransform,
+    problems.InvalidRequest,
+    problems.NameTaken,
+    problems.StoreFull,
     *BUILD_PROBLEMS,
 )
 
 COMPUTE_PROBLEMS = (
-    "image-too-large",
-    "request-too-large",
-    "response-too-large",
-    "unsupported-media-type",
-    "bad-image",
-    "admission-full",
-    "compute-failed",
-    "deadline-exceeded",
+    problems.ImageTooLarge,
+    problems.RequestTooLarge,
+    problems.ResponseTooLarge,
+    problems.UnsupportedMediaType,
+    problems.BadImage,
+    problems.AdmissionFull,
+    problems.ComputeFailed,
+    problems.DeadlineExceeded,
 )
 """Problems of sending images through an extractor, in any format."""
 
@@ -130,12 +130,11 @@ async def require_json(request: Request) -> None:
     """FastAPI dependency that refuses bodies without a JSON content type, such as forms of a browser.
 
     Raises:
-        Refusal: 415.
+        Problem: 415.
     """
     kind, _ = media_type(request.headers.get("content-type"))
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise Refusal(
-            "unsupported-media-type",
+        raise problems.UnsupportedMediaType(
             f"a body of type {kind[:100] or '(none given)'!r} is not supported; send application/json",
             available=["application/json"],
         )
@@ -152,7 +151,7 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
         async with asyncio.timeout(wait):
             await state.engine.extractors.load(record)
     except TimeoutError:
-        raise NotReady(f"extractor {record.id} is still being built") from None
+        raise problems.NotReady(f"extractor {record.id} is still being built") from None
     assert record.extractor is not None
     return record.extractor
 
@@ -169,7 +168,7 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
             "headers": {"Location": {"description": "URL of the extractor.", "schema": {"type": "string"}}},
         },
         202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
-        **documented("body-too-large", "unsupported-media-type", *MAKING_PROBLEMS),
+        **documented(problems.BodyTooLarge, problems.UnsupportedMediaType, *MAKING_PROBLEMS),
     },
 )
 async def create_extractor(
@@ -198,7 +197,7 @@ async def create_extractor(
     )
 
 
-@router.get("", response_model=ExtractorList, responses=documented("invalid-request", *LOOKUP_PROBLEMS))
+@router.get("", response_model=ExtractorList, responses=documented(problems.InvalidRequest, *LOOKUP_PROBLEMS))
 async def list_extractors(state: Shared) -> Response:
     """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
     async with state.listings.place() as place:
@@ -215,7 +214,7 @@ async def list_extractors(state: Shared) -> Response:
 @router.get(
     "/{extractor}",
     response_model=ExtractorDetail,
-    responses=documented("unknown-extractor", "not-ready", "invalid-request"),
+    responses=documented(problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest),
 )
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
@@ -227,7 +226,10 @@ async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     "/{extractor}",
     status_code=204,
     response_class=Response,
-    responses={204: {"description": "Deleted."}, **documented("unknown-extractor", "not-ready", "invalid-request")},
+    responses={
+        204: {"description": "Deleted."},
+        **documented(problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest),
+    },
 )
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Delete an extractor; requests in flight are still answered."""
@@ -239,7 +241,13 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     "/{extractor}/graph",
     responses={
         200: graph_formats.RESPONSE,
-        **documented("unknown-extractor", "not-acceptable", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
+        **documented(
+            problems.UnknownExtractor,
+            problems.NotAcceptable,
+            problems.InvalidRequest,
+            *LOOKUP_PROBLEMS,
+            *BUILD_PROBLEMS,
+        ),
     },
 )
 async def show_graph(
@@ -263,7 +271,7 @@ async def show_graph(
     """Show the graph that an extractor runs: the model's, pruned to its nodes."""
     chosen = graph_formats.chosen_format(format, request)
     if profile and chosen != "json":
-        raise Refusal("invalid-request", f"profile=true needs JSON, not {chosen}; leave out one of the two")
+        raise problems.InvalidRequest(f"profile=true needs JSON, not {chosen}; leave out one of the two")
     record = await state.engine.extractors.look_up(extractor)
     content = await (_profile(state, record) if profile else _render(state, record, chosen, depth))
     return graph_formats.response(content, chosen, format)
@@ -277,7 +285,7 @@ async def show_graph(
             "description": "Python.",
             "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
         },
-        **documented("unknown-extractor", "invalid-request", *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
+        **documented(problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
     },
 )
 async def show_code(state: Shared, extractor: IdOrName) -> Response:

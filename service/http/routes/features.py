@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from fxcore.images.files import image_header
+from service import problems
 from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission import Reservation
@@ -25,7 +26,7 @@ from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
-from service.schemas.problems import Refusal, documented
+from service.schemas.problems import documented
 from service.schemas.v1 import ExtractorSpec
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
@@ -38,16 +39,16 @@ _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
-    "unknown-extractor",
-    "not-acceptable",
-    "body-too-large",
-    "bad-box",
-    "no-heat-map",
+    problems.UnknownExtractor,
+    problems.NotAcceptable,
+    problems.BodyTooLarge,
+    problems.BadBox,
+    problems.NoHeatMap,
     *COMPUTE_PROBLEMS,
 )
 
 
-def _documentation(*problems: str) -> dict[str, Any]:
+def _documentation(*kinds: type[problems.Problem]) -> dict[str, Any]:
     return {
         "response_model": None,
         "openapi_extra": {
@@ -95,7 +96,7 @@ def _documentation(*problems: str) -> dict[str, Any]:
                     },
                 },
             },
-            **documented(*problems),
+            **documented(*kinds),
         },
     }
 
@@ -114,7 +115,7 @@ Timeout = Annotated[
 
 @router.post(
     "/extractors/{extractor}/features",
-    **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, "invalid-request", "bad-tensor"),
+    **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, problems.InvalidRequest, problems.BadTensor),
 )
 async def extract(
     request: Request, extractor: IdOrName, query: Annotated[FeatureQuery, Query()], timeout: Timeout = None
@@ -151,19 +152,18 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
     """Parse ``"layer3:C4,layer4"`` into the ``return_nodes`` of a spec.
 
     Raises:
-        Refusal: 422: a name or key is invalid, a node is named twice with different keys, or there are too many.
+        Problem: 422: a name or key is invalid, a node is named twice with different keys, or there are too many.
     """
     try:
         pairs = node_pairs(text)
     except ValueError as fault:
-        raise Refusal("invalid-request", f"query parameter 'nodes': {fault}", field="nodes") from fault
+        raise problems.InvalidRequest(f"query parameter 'nodes': {fault}", field="nodes") from fault
     if all(node == key for node, key in pairs):
         return [node for node, _ in pairs]
     named = dict(pairs)
     if len(named) != len(pairs):
         twice = next(node for node, _ in pairs if sum(node == other for other, _ in pairs) > 1)
-        raise Refusal(
-            "duplicate-key",
+        raise problems.DuplicateKey(
             f"{twice!r} is named twice; name it once, since both tensors would be equal",
             key=named[twice],
         )
@@ -208,7 +208,7 @@ async def _respond(
 def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
     if query.pool == "roi" and _BOX_IMAGE in record.return_nodes:
         detail = f"pool=roi adds an output {_BOX_IMAGE!r}: give the extractor's output of that name another key"
-        raise Refusal("duplicate-key", detail, key=_BOX_IMAGE)
+        raise problems.DuplicateKey(detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
     accepted = responses.negotiate(accept, tuple(dtypes), query.pool != "none")
@@ -231,7 +231,7 @@ async def _extract(
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
         available = list(responses.OFFERED[:-1])
-        raise Refusal("not-acceptable", "a heat-map is drawn over one encoded image: send one", available=available)
+        raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
     reservation = reservation_of(request.scope)
     features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.boxes, reservation)
     started = time.perf_counter()

@@ -15,12 +15,13 @@ from fxcore.images.decoding import PREPROCESS_MODES
 from fxcore.models.catalog import Source, source_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
+from service import problems
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.queries import Route
 from service.http.state import Shared
 from service.schemas.graphs import GraphFormat
-from service.schemas.problems import Refusal, documented
+from service.schemas.problems import documented
 from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList, WeightsName
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
@@ -45,7 +46,9 @@ Weights = Annotated[
 ]
 
 
-@router.get("", response_model=ModelList, responses=documented("invalid-request", "unsupported", *LOOKUP_PROBLEMS))
+@router.get(
+    "", response_model=ModelList, responses=documented(problems.InvalidRequest, problems.Unsupported, *LOOKUP_PROBLEMS)
+)
 async def list_models(
     state: Shared,
     task: Annotated[
@@ -96,7 +99,7 @@ async def list_models(
 @router.get(
     "/{model}",
     response_model=ModelDetail,
-    responses=documented("unknown-model", "unsupported", "invalid-request", *LOOKUP_PROBLEMS),
+    responses=documented(problems.UnknownModel, problems.Unsupported, problems.InvalidRequest, *LOOKUP_PROBLEMS),
 )
 async def show_model(
     state: Shared,
@@ -114,7 +117,12 @@ async def show_model(
     "/{model}/nodes",
     response_model=NodeList,
     responses=documented(
-        "unknown-model", "unsupported", "unknown-weights", "not-traceable", "invalid-request", *LOOKUP_PROBLEMS
+        problems.UnknownModel,
+        problems.Unsupported,
+        problems.UnknownWeights,
+        problems.NotTraceable,
+        problems.InvalidRequest,
+        *LOOKUP_PROBLEMS,
     ),
 )
 async def list_nodes(
@@ -142,13 +150,13 @@ async def list_nodes(
     responses={
         200: graph_formats.RESPONSE,
         **documented(
-            "unknown-model",
-            "unsupported",
-            "unknown-weights",
-            "not-acceptable",
-            "bad-tensor",
-            "not-traceable",
-            "invalid-request",
+            problems.UnknownModel,
+            problems.Unsupported,
+            problems.UnknownWeights,
+            problems.NotAcceptable,
+            problems.BadTensor,
+            problems.NotTraceable,
+            problems.InvalidRequest,
             *LOOKUP_PROBLEMS,
         ),
     },
@@ -176,9 +184,7 @@ async def show_graph(
     chosen = graph_formats.chosen_format(format, request)
     if (height is None) != (width is None):
         missing = "height" if height is None else "width"
-        raise Refusal(
-            "invalid-request", f"query parameter {missing!r}: give height and width, or neither", field=missing
-        )
+        raise problems.InvalidRequest(f"query parameter {missing!r}: give height and width, or neither", field=missing)
     size = None if height is None or width is None else (height, width)
     modules = graph_formats.parse_expanded(expanded, chosen, depth)
     structure = entry.structure(weights)

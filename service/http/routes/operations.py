@@ -6,7 +6,7 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from service.engine.errors import NotReady
+from service import problems
 from service.http.state import Shared
 from service.observability import metrics
 from service.schemas.problems import documented
@@ -15,21 +15,21 @@ from service.schemas.v1 import Health, Readiness
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/healthz", responses=documented("not-ready"))
+@router.get("/healthz", responses=documented(problems.NotReady))
 async def healthz(state: Shared) -> Health:
     """The process is up, and can use its device."""
     lost = state.engine.device_lost()
     if lost is not None:
-        raise NotReady(lost)
+        raise problems.NotReady(lost)
     return Health()
 
 
-@router.get("/readyz", responses=documented("not-ready", "draining"))
+@router.get("/readyz", responses=documented(problems.NotReady, problems.Draining))
 async def readyz(state: Shared) -> Readiness:
     """Preloads are done and the device worker answers."""
     ready, reason = state.engine.readiness()
     if not ready:
-        raise NotReady(reason)
+        raise problems.NotReady(reason)
     return Readiness(ready=True, reason=reason)
 
 

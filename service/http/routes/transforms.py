@@ -6,6 +6,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from fxcore.transforms import described, list_transforms
+from service import problems
 from service.engine.registry.transforms import parameters
 from service.http.routing.queries import Route
 from service.schemas.problems import documented
@@ -14,7 +15,7 @@ from service.schemas.v1 import TransformList
 router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
 
 
-@router.get("", response_model=TransformList, responses=documented("invalid-request"))
+@router.get("", response_model=TransformList, responses=documented(problems.InvalidRequest))
 async def show_transforms() -> Response:
     """List the graph transforms, with the JSON Schema of their parameters."""
     found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]

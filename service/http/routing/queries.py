@@ -13,7 +13,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from service.schemas.problems import Refusal
+from service.problems import InvalidRequest, Problem
 
 
 class Route(APIRoute):
@@ -55,7 +55,7 @@ def _check(request: Request, known: list[str]) -> None:
             raise _refusal(name, f"given {times} times; give it once", known)
 
 
-def _refusal(name: str, message: str, known: list[str]) -> Refusal:
+def _refusal(name: str, message: str, known: list[str]) -> Problem:
     shown = name[:64]
     errors = [{"in": "query", "field": shown, "message": message}]
-    return Refusal("invalid-request", f"query parameter {shown!r}: {message}", errors=errors, known=known)
+    return InvalidRequest(f"query parameter {shown!r}: {message}", errors=errors, known=known)

@@ -15,7 +15,7 @@ from fxcore.errors import FxError
 from service.http.headers import header
 from service.http.problem_responses import error_response
 from service.http.routing.queries import Route
-from service.schemas.problems import Refusal
+from service.problems import Problem
 
 _MAX_ENTRIES = 1024
 _MAX_LENGTH = 1024
@@ -53,7 +53,7 @@ class RouteCache:
         scope["route"], call = cached  # the route is for metrics and traces
         try:
             response = await call(Request(scope, receive, send))
-        except (FxError, Refusal) as error:
+        except (FxError, Problem) as error:
             response = error_response(scope["path"], error)
         await response(scope, receive, send)
 

@@ -16,14 +16,12 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from fxcore.errors import FxError
-from service.engine.errors import Draining
 from service.http.middleware.body_limit import LINGER_BYTES, LINGER_SECONDS
 from service.http.middleware.request_context import REFUSED, request_id
 from service.http.problem_responses import error_response
 from service.http.server import heads
 from service.http.server.transport import HeadWithBody, SendTimeout
-from service.schemas.problems import Refusal
+from service.problems import Draining, NotHTTP, Problem, RequestTimeout
 
 HEAD_SECONDS = 10.0
 """From the start of a connection, or a head's first bytes, to the head's end; also from a request's response to the end
@@ -95,7 +93,7 @@ class Connection(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError as error:
             fault = error.__context__  # what a callback raised
-            self._end(fault if isinstance(fault, Refusal) else heads.not_http())
+            self._end(fault if isinstance(fault, Problem) else NotHTTP())
             return
         if self._phase is not Phase.IDLE and self._pending_bytes > heads.MAX_HEAD_BYTES:
             self._end(heads.too_large())  # a head, trailers, or extensions of chunks
@@ -241,7 +239,7 @@ class Connection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         """Start the time limit for a head, or for what is left of a body whose request is answered."""
         if self._deadline is None:
-            why = Refusal("request-timeout", f"the request's head did not end within {HEAD_SECONDS:g} s")
+            why = RequestTimeout(f"the request's head did not end within {HEAD_SECONDS:g} s")
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._end, why)
 
     def _cancel_deadline(self) -> None:
@@ -249,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _end(self, why: Refusal | FxError) -> None:
+    def _end(self, why: Problem) -> None:
         """Read nothing more, and answer the request that is being read with ``why``.
 
         If earlier requests are still unanswered, the connection is closed after their responses, and ``why`` is not
@@ -268,7 +266,7 @@ class Connection(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, why: Refusal | FxError) -> None:
+    def _refuse(self, why: Problem) -> None:
         """Send ``why`` and close our side of the connection. The client has some time to close its own: closing it with
         unread bytes would be a reset, which can destroy the response."""
         self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
@@ -295,7 +293,7 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def _written(why: Refusal | FxError, *, with_body: bool) -> bytes:
+def _written(why: Problem, *, with_body: bool) -> bytes:
     """The last response of a connection, to a request whose path and id are not known."""
     response = error_response("", why)
     status = HTTPStatus(response.status_code)

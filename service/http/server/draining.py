@@ -13,8 +13,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine
-from service.engine.errors import Draining
 from service.http.problem_responses import error_response
+from service.problems import Draining
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

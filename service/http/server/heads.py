@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import Refusal
+from service.problems import HeadTooLarge, HTTPVersion, NotHTTP
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum bytes of the request line and all header lines, without white space around values."""
@@ -16,14 +15,9 @@ _HOST = re.compile(rb"(\[[\w.:%~-]+\]|[\w.~%!$&'()*+,;=-]*)(:\d*)?", re.ASCII)
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([/?][^#]*)?(#.*)?", re.ASCII | re.IGNORECASE)
 
 
-def not_http(detail: str = KINDS["not-http"].example) -> Refusal:
-    """Build a refusal with status 400."""
-    return Refusal("not-http", detail)
-
-
-def too_large() -> Refusal:
+def too_large() -> HeadTooLarge:
     """Build a refusal with status 431."""
-    return Refusal("head-too-large", f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes")
+    return HeadTooLarge(f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes")
 
 
 def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
@@ -38,28 +32,28 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
         headers: with names in lower case; may be modified.
 
     Raises:
-        Refusal: 400, 431 or 505.
+        Problem: 400, 431 or 505.
     """
     # The request line with spaces, "HTTP/1.1" and CRLF; header lines with ": " and CRLF; the empty line.
     size = len(method) + len(target) + 12 + sum(len(name) + len(value) + 4 for name, value in headers) + 2
     if size > MAX_HEAD_BYTES:
         raise too_large()
     if version not in ("1.0", "1.1"):
-        raise Refusal("http-version", f"this server speaks HTTP/1.1 and 1.0, not {version[:10]}")
+        raise HTTPVersion(f"this server speaks HTTP/1.1 and 1.0, not {version[:10]}")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise not_http(f"a request must have one Host header, and this one has {len(hosts)}")
+        raise NotHTTP(f"a request must have one Host header, and this one has {len(hosts)}")
     if hosts and _HOST.fullmatch(hosts[0]) is None:
-        raise not_http("the Host header is not a host with an optional port")
+        raise NotHTTP("the Host header is not a host with an optional port")
     if method == b"CONNECT":
-        raise not_http("CONNECT is for proxies, which this server is not")
+        raise NotHTTP("CONNECT is for proxies, which this server is not")
     if target.startswith(b"/"):
         return target
     if target == b"*":
         return b"/"
     absolute = _ABSOLUTE.fullmatch(target)
     if absolute is None or _HOST.fullmatch(absolute[1]) is None:
-        raise not_http("the request's target is neither a path nor an http URL")
+        raise NotHTTP("the request's target is neither a path nor an http URL")
     headers[:] = [(b"host", absolute[1]), *(header for header in headers if header[0] != b"host")]
     path = absolute[2] or b"/"
     return path if path.startswith(b"/") else b"/" + path

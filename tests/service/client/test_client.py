@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import sys
 
@@ -25,8 +24,9 @@ from service.client.base import BaseExtractor
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
 from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
+from service.problems import Problem
 from service.schemas.features import MAX_BOXES
-from service.schemas.problem_kinds import KINDS
+from service.schemas.problem_examples import EXAMPLES
 
 MB = 1024**2
 
@@ -295,8 +295,8 @@ def test_every_problem_is_of_the_class_of_its_status():
         503: exceptions.Busy,
         504: exceptions.TimedOut,
     }
-    for slug, kind in KINDS.items():
-        error = exceptions.problem_of(kind.status, {"type": f"/problems/{slug}", "detail": "x", **kind.extra})
+    for slug, kind in Problem.kinds.items():
+        error = exceptions.problem_of(kind.status, {"type": f"/problems/{slug}", "detail": "x", **EXAMPLES[kind].extra})
         assert isinstance(
             error, groups.get(kind.status, exceptions.ServerError if kind.status in (500, 505) else exceptions.Invalid)
         )
@@ -307,8 +307,7 @@ def test_every_class_of_one_problem_is_a_problem_of_the_server():
     groups = {"Problem", "NotFound", "Invalid", "Unauthorized", "TooLarge", "Busy", "ServerError", "ImageProblem"}
     classes = [c for c in vars(exceptions).values() if isinstance(c, type) and issubclass(c, exceptions.Problem)]
     for kind in classes:
-        slug = re.sub("(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
-        assert kind.__name__ in groups or type(exceptions.problem_of(KINDS[slug].status, {"type": slug})) is kind
+        assert kind.__name__ in groups or type(exceptions.problem_of(kind.status, {"type": kind.slug})) is kind
 
 
 def test_error_responses_that_are_no_problem_documents():

@@ -23,7 +23,7 @@ import PIL.Image
 import torch
 
 from service.codecs import bodies, embeddings, multipart, safetensors, v2
-from service.schemas.problems import Refusal
+from service.problems import Problem
 from service.schemas.v2 import TensorMetadata
 from tests.peak_memory import peak
 
@@ -204,7 +204,7 @@ def main(count: int, seed: int) -> int:
         try:
             asyncio.run(parse(kind, data, rng))
             parsed += 1
-        except Refusal:
+        except Problem:
             pass
         except Exception as error:
             faults += 1

@@ -5,8 +5,8 @@ import pytest
 
 from service.codecs import multipart
 from service.codecs.negotiation import media_type
+from service.problems import Problem
 from service.schemas.features import MAX_IMAGES
-from service.schemas.problems import Refusal
 
 
 def read(body, content_type, step=None):
@@ -39,7 +39,7 @@ def test_a_part_without_file_name_may_be_an_image():
 
 def test_a_field_that_is_no_file_is_refused():
     body, content_type = made([("images", ("a.jpg", b"1")), ("pool", (None, b"avg"))])
-    with pytest.raises(Refusal, match=r"'pool'.*is not a file"):
+    with pytest.raises(Problem, match=r"'pool'.*is not a file"):
         read(body, content_type)
 
 
@@ -75,12 +75,12 @@ def test_a_field_that_is_no_file_is_refused():
     ],
 )
 def test_malformed_bodies_are_refused(body, content_type):
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Problem) as refusal:
         read(body, content_type)
     assert refusal.value.slug == "invalid-request"
 
 
 def test_too_many_parts_are_refused():
     body, content_type = made([("a", ("a", b"1"))] * (MAX_IMAGES + 1))
-    with pytest.raises(Refusal, match="more than 1024 parts"):
+    with pytest.raises(Problem, match="more than 1024 parts"):
         read(body, content_type)

@@ -1,7 +1,7 @@
 import pytest
 
 from service.codecs.negotiation import choose, media_type
-from service.schemas.problems import Refusal
+from service.problems import Problem
 
 OFFERED = ["application/json", "application/x-safetensors", "image/png"]
 
@@ -35,7 +35,7 @@ def test_choose(accept, expected):
     "accept", ["text/html", "image/png;q=0", "application/json;q=x", "garbage", "*/*;q=0", "a/b;q=2", ","]
 )
 def test_choose_nothing(accept):
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Problem) as refusal:
         choose(accept, OFFERED)
     assert refusal.value.slug == "not-acceptable"
     assert refusal.value.extra["available"] == OFFERED

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.codecs import npy
-from service.schemas.problems import Refusal
+from service.problems import Problem
 from service.schemas.v1 import key_fault
 
 TENSORS = [
@@ -141,7 +141,7 @@ def _shape(text):
     ],
 )
 def test_refuses_what_is_no_plain_array(body):
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Problem) as refusal:
         npy.read(bytearray(body))
     assert refusal.value.slug == "bad-tensor"
 
@@ -151,5 +151,5 @@ def test_refuses_what_is_no_plain_array(body):
 def test_any_bytes_are_read_or_refused(noise, position):
     body = saved(np.zeros(2, np.float32))
     body[position : position + len(noise)] = noise
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(Problem):
         npy.read(body)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from service.codecs.numbers import Document
-from service.schemas.problems import Refusal
+from service.problems import Problem
 
 
 def test_long_arrays_are_read_as_a_json_parser_reads_them():
@@ -18,9 +18,9 @@ def test_long_arrays_are_read_as_a_json_parser_reads_them():
         assert document.value["b"] == [1, 2]
         assert document.value["c"] == "[1,2" * 3000
         assert np.array_equal(document.numbers(document.value["a"], values.size, "FP32", "a"), values.ravel())
-        with pytest.raises(Refusal, match="needs 6151 values"):
+        with pytest.raises(Problem, match="needs 6151 values"):
             document.numbers(document.value["a"], values.size + 1, "FP32", "a")
-        with pytest.raises(Refusal, match="has more"):
+        with pytest.raises(Problem, match="has more"):
             document.numbers(document.value["a"], values.size - 1, "FP32", "a")
 
 
@@ -28,5 +28,5 @@ def test_long_arrays_are_read_as_a_json_parser_reads_them():
 def test_long_arrays_that_are_no_numbers(spoiled):
     text = bytearray(b'{"a":[' + b"1," * 4000 + spoiled.encode() + b"]}")
     document = Document(text, len(text))
-    with pytest.raises(Refusal):
+    with pytest.raises(Problem):
         document.numbers(document.value["a"], 4001, "FP32", "a")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.codecs import safetensors as codec
-from service.schemas.problems import Refusal
+from service.problems import Problem
 
 ALL = {
     "bool": torch.tensor([True, False, True]),
@@ -126,7 +126,7 @@ def _one(**changed):
     ],
 )
 def test_refuses_what_is_no_safetensors_file(body):
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(Problem) as refusal:
         codec.read(bytearray(body))
     assert refusal.value.slug == "bad-tensor"
 
@@ -136,5 +136,5 @@ def test_refuses_what_is_no_safetensors_file(body):
 def test_any_bytes_are_read_or_refused(noise, position):
     body = _file(_one(), b"1234")
     body[position : position + len(noise)] = noise
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(Problem):
         codec.read(body)

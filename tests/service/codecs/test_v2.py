@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.codecs import v2
-from service.schemas.problems import Refusal
+from service.problems import Problem
 from service.schemas.v2 import TensorMetadata
 
 INPUTS = [
@@ -22,7 +22,7 @@ INPUTS = [
 
 def test_an_image_for_a_model_that_takes_none():
     clips = [TensorMetadata(name="x", datatype="FP32", shape=[-1, 3, 2, 4, 4])]
-    with pytest.raises(Refusal, match="describe this model's inputs in JSON"):
+    with pytest.raises(Problem, match="describe this model's inputs in JSON"):
         v2.read(v2.Body(bytearray(4 * 3 * 2 * 4 * 4), None, "", "image/png"), 1000, clips)
 
 
@@ -41,7 +41,7 @@ def test_images_in_json_are_flat_or_nested(shape, nested, prefix):
 def test_a_grid_of_images_is_refused():
     image = {"name": "image", "datatype": "BYTES", "shape": [2, 2], "data": [["AAAA", "AAAA"], ["AAAA", "AAAA"]]}
     body = json.dumps({"inputs": [image]}).encode()
-    with pytest.raises(Refusal, match=r"encoded images have \[n\]"):
+    with pytest.raises(Problem, match=r"encoded images have \[n\]"):
         v2.read(v2.Body(bytearray(body), None, "", "application/json"), 10_000, INPUTS)
 
 
@@ -98,5 +98,5 @@ def test_whatever_is_sent_is_parsed_or_refused(changes, tail, header):
             place[path[-1]] = copy.deepcopy(value)  # or two of them could hold each other
     head = json.dumps(document).encode()
     body = v2.Body(bytearray(head + tail), str(len(head)) if header == "right" else header, "", "application/json")
-    with contextlib.suppress(Refusal):
+    with contextlib.suppress(Problem):
         v2.read(body, 10_000, INPUTS)

@@ -15,8 +15,8 @@ from fxcore.images.files import open_image
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
-from service.engine.errors import Draining, ResponseTooLarge
 from service.engine.registry.graphs import graph_of
+from service.problems import Draining, ResponseTooLarge
 from tests.decoding import decoded
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
 

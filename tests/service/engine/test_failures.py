@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from service.engine import FeatureOptions
-from service.engine.errors import (
+from service.problems import (
     AdmissionFull,
     ComputeFailed,
     DeadlineExceeded,

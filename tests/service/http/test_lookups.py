@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from service.engine.errors import AdmissionFull
 from service.http.lookups import Lookups
+from service.problems import AdmissionFull
 
 
 @pytest.mark.anyio

@@ -1,6 +1,8 @@
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from typing import Annotated
 
 import httpx
@@ -9,13 +11,13 @@ import pytest
 from fastapi import Body, FastAPI
 
 import fxcore.errors
-import service.engine.errors
 from fxcore.errors import FxError, UnknownNode
-from service.engine.errors import AdmissionFull, BackendRefused, EngineError
+from service.client import exceptions
 from service.http import problem_responses
 from service.http.problem_responses import error_response
-from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import Refusal, documented, problem, slug_of
+from service.problems import FIELDS, AdmissionFull, BackendRefused, NotFound, Problem
+from service.schemas.problem_examples import EXAMPLES
+from service.schemas.problems import documented, problem
 
 
 def subclasses(base):
@@ -25,12 +27,26 @@ def subclasses(base):
     return found.union(*(subclasses(c) for c in found))
 
 
-@pytest.mark.parametrize("kind", sorted(subclasses(FxError) - {EngineError}, key=lambda c: c.__name__))
-def test_every_error_has_a_kind(kind):
-    slug = slug_of(kind.__new__(kind))
-    assert slug in KINDS
-    if issubclass(kind, EngineError):
-        assert KINDS[slug].status == kind.status
+@pytest.mark.parametrize("kind", sorted(subclasses(FxError), key=lambda c: c.__name__))
+def test_every_error_of_fxcore_is_a_problem(kind):
+    slug = problem(kind("x"))["type"].removeprefix("/problems/")
+    assert Problem.kinds[slug].__name__ == kind.__name__
+
+
+def test_every_problem_has_an_example():
+    assert set(EXAMPLES) == set(Problem.kinds.values())
+
+
+def test_what_the_client_receives_is_what_the_server_sent():
+    sent = problem(AdmissionFull("full", retry_after=2.0))
+    error = exceptions.problem_of(429, sent, "id")
+    assert (error.type, error.title, error.status, error.detail) == tuple(sent[name] for name in FIELDS)
+    assert (error.extra, error.request_id, str(error)) == ({"retry_after": 2.0}, "id", "full")
+
+
+def test_problems_and_the_client_load_no_framework():
+    code = "import sys, service.client, service.problems; print({'torch', 'fastapi', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_an_error_without_a_kind_is_a_problem_all_the_same():
@@ -63,7 +79,7 @@ def test_problem_document():
     ("path", "v2"), [("/v1/x", False), ("/v2", True), ("/v2/x", True), ("/v22", False), ("/", False)]
 )
 def test_each_part_says_errors_its_way(path, v2):
-    response = error_response(path, Refusal("not-found", "nothing \ud800 here"))
+    response = error_response(path, NotFound("nothing \ud800 here"))
     document = json.loads(response.body)
     assert response.status_code == 404
     assert response.media_type == ("application/json" if v2 else "application/problem+json")
@@ -86,7 +102,7 @@ def test_retry_after_is_whole_seconds(seconds, header):
 
 
 def test_documented_groups_by_status():
-    responses = documented("unknown-node", "bad-image", "admission-full")
+    responses = documented(*(Problem.kinds[slug] for slug in ("unknown-node", "bad-image", "admission-full")))
     assert set(responses) == {422, 429}
     examples = responses[422]["content"]["application/problem+json"]["examples"]
     assert set(examples) == {"unknown-node", "bad-image"}
@@ -137,4 +153,4 @@ def test_routes_and_methods_that_are_not():
 
 
 def test_fxcore_is_covered():
-    assert subclasses(FxError) >= {fxcore.errors.BadImage, service.engine.errors.Draining}
+    assert subclasses(FxError) >= {fxcore.errors.BadImage, fxcore.errors.BadTensor}

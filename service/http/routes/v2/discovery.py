@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 
 from fxcore.models.entry import ModelEntry
+from service import problems
 from service.engine import ExtractorRecord
-from service.engine.errors import NotReady
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
-from service.http.routes.v2.routing import TAG, Name, Version, documented
+from service.http.routes.v2.routing import TAG, Name, Version
 from service.http.state import Shared, State
-from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
+from service.schemas.problems import documented
+from service.schemas.v2 import SHAPE, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
 
 router = APIRouter(prefix="/v2", tags=[TAG])
 
@@ -35,11 +36,11 @@ Found = Annotated[_Target, Depends(_find)]
 FoundVersion = Annotated[_Target, Depends(_find_version)]
 _METADATA: dict[str, Any] = {
     "response_model": ModelMetadata,
-    "responses": documented("unknown-model", "not-traceable", *LOOKUP_PROBLEMS),
+    "responses": documented(problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS, shape=SHAPE),
 }
 _READY: dict[str, Any] = {
     "response_model": ModelReady,
-    "responses": documented("unknown-model", "not-ready", "draining"),
+    "responses": documented(problems.UnknownModel, problems.NotReady, problems.Draining, shape=SHAPE),
 }
 
 
@@ -49,21 +50,23 @@ async def server_metadata() -> ServerMetadata:
     return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
 
 
-@router.get("/health/live", response_model=Live, responses=documented("not-ready"))
+@router.get("/health/live", response_model=Live, responses=documented(problems.NotReady, shape=SHAPE))
 async def live(state: Shared) -> Live:
     """The process is up, and can use its device."""
     lost = state.engine.device_lost()
     if lost is not None:
-        raise NotReady(lost)
+        raise problems.NotReady(lost)
     return Live(live=True)
 
 
-@router.get("/health/ready", response_model=Ready, responses=documented("not-ready", "draining"))
+@router.get(
+    "/health/ready", response_model=Ready, responses=documented(problems.NotReady, problems.Draining, shape=SHAPE)
+)
 async def server_ready(state: Shared) -> Ready:
     """Preloads are done and the device worker answers."""
     ready, reason = state.engine.readiness()
     if not ready:
-        raise NotReady(reason)
+        raise problems.NotReady(reason)
     return Ready(ready=True)
 
 
@@ -107,5 +110,5 @@ async def _describe(state: State, name: str, target: _Target) -> Response:
 def _ready(state: State, name: str, target: _Target) -> ModelReady:
     [entry] = metadata.entries(state, [target])
     if entry.state != "READY":
-        raise NotReady(f"{name}: {entry.reason}")
+        raise problems.NotReady(f"{name}: {entry.reason}")
     return ModelReady(name=name, ready=True)

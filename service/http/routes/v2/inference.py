@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fxcore.models.entry import ModelEntry
+from service import problems
 from service.codecs import compression, json, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
@@ -21,12 +22,12 @@ from service.http.reservations import reservation_of
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
 from service.http.routes.v2 import metadata
-from service.http.routes.v2.routing import TAG, Name, Version, body, documented
+from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.route_cache import CachedRoute
 from service.http.state import State, state_of
-from service.schemas.problems import Refusal
+from service.schemas.problems import documented
 from service.schemas.v1 import MAX_NAME_LENGTH
-from service.schemas.v2 import InferRequest, InferResponse
+from service.schemas.v2 import SHAPE, InferRequest, InferResponse
 
 router = APIRouter(prefix="/v2", tags=[TAG], route_class=CachedRoute)
 
@@ -53,7 +54,7 @@ _INFER: dict[str, Any] = {
                 }
             },
         },
-        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, "body-too-large"),
+        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, shape=SHAPE),
     },
 }
 
@@ -143,12 +144,10 @@ async def _extractor(
     weights = payload.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in payload.parameters:
-            raise Refusal(
-                "invalid-request", "parameter 'weights' needs a model's name; an extractor has its own weights"
-            )
+            raise problems.InvalidRequest("parameter 'weights' needs a model's name; an extractor has its own weights")
         return target
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
-        raise Refusal("invalid-request", "parameter 'weights' must be the name of weights, such as DEFAULT or random")
+        raise problems.InvalidRequest("parameter 'weights' must be the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in payload.outputs if output.name is not None]
     build = may_build(request)
     return await state.extractor(await metadata.own_spec(state, target, weights, nodes, build), build)
@@ -164,15 +163,14 @@ def _requested_outputs(
             if key not in record.return_nodes:
                 there = list(record.return_nodes)
                 detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
-                raise Refusal("unknown-node", detail, name=key, suggestions=there)
+                raise problems.UnknownNode(detail, name=key, suggestions=there)
             if key in requested:
-                raise Refusal("duplicate-key", f"the output {key!r} is requested twice", key=key)
+                raise problems.DuplicateKey(f"the output {key!r} is requested twice", key=key)
             requested[key] = output.binary
     for info in record.outputs:
         dtype = options.dtype if options.dtype is not None and "float" in info.dtype else info.dtype
         if dtype == "bfloat16" and not requested.get(info.key, True):
-            raise Refusal(
-                "invalid-request",
+            raise problems.InvalidRequest(
                 f"output {info.key!r} is BF16, which JSON cannot hold: use binary_data, or dtype=float32",
             )
     return requested
@@ -182,14 +180,14 @@ def _options(payload: v2.Request) -> FeatureOptions:
     try:
         return FeatureOptions(**{name: payload.parameters[name] for name in CHOICES if name in payload.parameters})
     except ValueError as error:
-        raise Refusal("invalid-request", f"parameter {error}") from error
+        raise problems.InvalidRequest(f"parameter {error}") from error
 
 
 def _own_timeout(payload: v2.Request) -> float | None:
     """Seconds of the protocol's own deadline, which is a parameter in microseconds; None without one."""
     value = payload.parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
-        raise Refusal("invalid-request", "parameter 'timeout' must be an integer number of microseconds")
+        raise problems.InvalidRequest("parameter 'timeout' must be an integer number of microseconds")
     return value / 1e6 if value else None
 
 
@@ -197,12 +195,12 @@ def _check_query(request: Request) -> None:
     """Refuse our own parameters in the query: the protocol has them in the body. What gateways add is ignored.
 
     Raises:
-        Refusal: 400: the query has a parameter that belongs in the body.
+        Problem: 400: the query has a parameter that belongs in the body.
     """
     for name in request.query_params if request.scope["query_string"] else ():
         if name in _PARAMETERS:
             detail = f'query parameter {name!r} is not supported: send it in "parameters" of the JSON body'
-            raise Refusal("invalid-request", detail)
+            raise problems.InvalidRequest(detail)
 
 
 _PARAMETERS = frozenset({*CHOICES, "weights", "timeout", "binary_data_output"})
@@ -213,8 +211,7 @@ def _encoding(request: Request) -> str:
     if encoding in ("", "identity"):
         return ""
     if encoding not in compression.ENCODINGS:
-        raise Refusal(
-            "unsupported-media-type",
+        raise problems.UnsupportedMediaType(
             f"Content-Encoding {encoding[:40]!r} is not supported; use {', '.join(compression.ENCODINGS)} or none",
             available=list(compression.ENCODINGS),
         )

@@ -16,14 +16,14 @@ from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec, returned_dtype
+from service import problems
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
-from service.engine.errors import UnknownExtractor
 from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
 from service.http.state import OwnTensors, State
-from service.schemas.problems import Refusal
+from service.problems import UnknownExtractor
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import RepositoryEntry, TensorMetadata
 
@@ -34,13 +34,13 @@ async def find(state: State, name: str, version: str = VERSION) -> ExtractorReco
     """Find an extractor by id or name, else a model. A failed extractor does not hide a model of its name.
 
     Raises:
-        Refusal: 404: there is neither, or not in that version.
+        Problem: 404: there is neither, or not in that version.
         NotReady: there is neither in memory, and the store of extractors cannot be read.
     """
     target = await _any_version(state, name)
     if version != VERSION:
         detail = f"{name} has no version {version[:64]!r}, only {VERSION}"
-        raise Refusal("unknown-model", detail, suggestions=[name])
+        raise problems.UnknownModel(detail, suggestions=[name])
     return target
 
 
@@ -57,7 +57,7 @@ async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
             hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists all"
             detail = f"there is no extractor or model {name!r}{hint}"
-            raise Refusal("unknown-model", detail, suggestions=near) from None
+            raise problems.UnknownModel(detail, suggestions=near) from None
     return await state.engine.extractors.namesake(name) or model if record is None else model
 
 

@@ -12,16 +12,16 @@ from fastapi import APIRouter, Header, Request, Response
 from pydantic import ValidationError
 
 from fxcore.models.entry import ModelEntry
+from service import problems
 from service.engine import ExtractorRecord
-from service.engine.errors import DeadlineExceeded
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
-from service.http.routes.v2.routing import TAG, Name, body, documented, small_json
+from service.http.routes.v2.routing import TAG, Name, body, small_json
 from service.http.state import Shared, State
-from service.schemas.problems import Refusal, invalid_body
+from service.schemas.problems import documented, invalid_body
 from service.schemas.v1 import ExtractorSpec
-from service.schemas.v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
+from service.schemas.v2 import SHAPE, IndexRequest, LoadRequest, ModelReady, RepositoryEntry
 
 router = APIRouter(prefix="/v2/repository", tags=[TAG])
 
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     "/index",
     response_model=list[RepositoryEntry],
     openapi_extra=body(IndexRequest, {"ready": True}, required=False),
-    responses=documented("invalid-request", "body-too-large", *LOOKUP_PROBLEMS),
+    responses=documented(problems.InvalidRequest, problems.BodyTooLarge, *LOOKUP_PROBLEMS, shape=SHAPE),
 )
 async def repository_index(request: Request, state: Shared) -> Response:
     """List every extractor and model. A model is ready if its default weights are loaded.
@@ -54,7 +54,7 @@ async def repository_index(request: Request, state: Shared) -> Response:
     "/models/{name}/load",
     response_model=ModelReady,
     openapi_extra=body(LoadRequest, {"parameters": {"config": '{"weights": "random"}'}}, required=False),
-    responses=documented(*MAKING_PROBLEMS, "body-too-large", "deadline-exceeded"),
+    responses=documented(*MAKING_PROBLEMS, problems.BodyTooLarge, problems.DeadlineExceeded, shape=SHAPE),
 )
 async def load(
     request: Request,
@@ -79,14 +79,14 @@ async def load(
                 record = target
             await state.engine.extractors.load(record)
     except TimeoutError:
-        raise DeadlineExceeded(f"{name} is still loading after {timeout:.0f} s; loading continues") from None
+        raise problems.DeadlineExceeded(f"{name} is still loading after {timeout:.0f} s; loading continues") from None
     return ModelReady(name=name, ready=True)
 
 
 @router.post(
     "/models/{name}/unload",
     response_model=ModelReady,
-    responses=documented("unknown-model", "not-ready"),
+    responses=documented(problems.UnknownModel, problems.NotReady, shape=SHAPE),
 )
 async def unload(state: Shared, name: Name) -> ModelReady:
     """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
@@ -105,9 +105,9 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
     try:
         fields = await state.engine.run_in_encoder(orjson.loads, config)
     except orjson.JSONDecodeError as error:
-        raise Refusal("invalid-request", f"parameter 'config' is not JSON: {error.msg}") from error
+        raise problems.InvalidRequest(f"parameter 'config' is not JSON: {error.msg}") from error
     if not isinstance(fields, dict):
-        raise Refusal("invalid-request", "parameter 'config' must be a JSON object with the fields of an extractor")
+        raise problems.InvalidRequest("parameter 'config' must be a JSON object with the fields of an extractor")
     fields = {"model": name, **fields, "name": name}
     try:
         if "return_nodes" not in fields and isinstance(fields["model"], str):

@@ -8,10 +8,9 @@ import orjson
 from fastapi import Path, Request
 from pydantic import BaseModel, ValidationError
 
+from service import problems
 from service.http.state import State
-from service.schemas.problem_kinds import KINDS
-from service.schemas.problems import Refusal, invalid_body, status_without_422
-from service.schemas.v2 import ErrorV2
+from service.schemas.problems import invalid_body
 
 TAG = "Open Inference Protocol"
 
@@ -25,20 +24,6 @@ Version = Annotated[str, Path(description="There is only version 1.", examples=[
 Body = TypeVar("Body", bound=BaseModel)
 
 _MAX_JSON_BYTES = 2 * 1024**2
-
-
-def documented(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI ``responses`` of a route for these problems."""
-    responses: dict[int | str, dict[str, Any]] = {}
-    for slug in slugs:
-        kind = KINDS[slug]
-        response = responses.setdefault(
-            status_without_422(kind.status),
-            {"model": ErrorV2, "description": kind.title, "content": {"application/json": {"examples": {}}}},
-        )
-        example = {"summary": kind.title, "value": {"error": kind.example}}
-        response["content"]["application/json"]["examples"][slug] = example
-    return responses
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
@@ -71,20 +56,19 @@ async def small_json(request: Request, state: State, model: type[Body]) -> Body:
     """Read and validate a small JSON body; an empty body is an empty object.
 
     Raises:
-        Refusal: 413 over 2 MiB, 422 if it is not valid.
+        Problem: 413 over 2 MiB, 422 if it is not valid.
     """
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > _MAX_JSON_BYTES:
-            raise Refusal(
-                "body-too-large",
+            raise problems.BodyTooLarge(
                 f"the body is larger than the limit of {_MAX_JSON_BYTES:,} bytes",
                 limit=_MAX_JSON_BYTES,
             )
     try:
         return model.model_validate(await state.engine.run_in_encoder(orjson.loads, bytes(data) or b"{}"))
     except orjson.JSONDecodeError as error:
-        raise Refusal("invalid-request", f"the body is not JSON: {error.msg}") from error
+        raise problems.InvalidRequest(f"the body is not JSON: {error.msg}") from error
     except ValidationError as error:
         raise invalid_body(error) from error

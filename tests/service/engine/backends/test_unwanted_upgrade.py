@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from service.engine.errors import BackendRefused
+from service.problems import BackendRefused
 from tests.service.engine.fake_backends import Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors
 

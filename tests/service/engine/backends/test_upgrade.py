@@ -14,7 +14,7 @@ from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
 from service.engine.backends.checks import Reference
 from service.engine.candidate import Candidate
-from service.engine.errors import BackendRefused
+from service.problems import BackendRefused
 from service.schemas.v1 import ExtractorSpec
 from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until

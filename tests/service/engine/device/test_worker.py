@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from service.engine import FeatureOptions
 from service.engine.device import worker
-from service.engine.errors import ComputeFailed, NotReady
+from service.problems import ComputeFailed, NotReady
 from tests.service.engine.running import (
     POISON,
     MakeEngine,

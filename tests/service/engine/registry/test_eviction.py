@@ -17,9 +17,9 @@ from fxcore.errors import UnknownWeights
 from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import kept_graphs, model_graph
 from service.engine.backends.upgrade import WORTH_A_COPY
-from service.engine.errors import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.engine.placement import CompiledLimits
 from service.garbage import tidy
+from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
 from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 

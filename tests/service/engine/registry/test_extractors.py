@@ -12,8 +12,8 @@ from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, Un
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
-from service.engine.errors import NameTaken, NotReady, UnknownExtractor, Unsupported
 from service.engine.registry.names import MOST_NAMES
+from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, record_alone, spec, until
 
 pytestmark = pytest.mark.anyio

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from service.engine.errors import AdmissionFull, RequestTooLarge
 from service.engine.requests.admission import Admission, Ticket
+from service.problems import AdmissionFull, RequestTooLarge
 
 
 def test_slots_and_bytes_are_released() -> None:

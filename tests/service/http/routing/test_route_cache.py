@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.http import problem_responses
 from service.http.routing.route_cache import RouteCache, StrictCachedRoute
 from service.observability.metrics import route_template
-from service.schemas.problems import Refusal
+from service.problems import NotAcceptable
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +57,7 @@ def client() -> httpx.AsyncClient:
     ) -> Response:
         body = (await request.body()).decode()
         if body == "refused":
-            raise Refusal("not-acceptable", "this is refused")
+            raise NotAcceptable("this is refused")
         return Response(f"{place} {asked.word} {timeout} {body}")
 
     app = FastAPI()

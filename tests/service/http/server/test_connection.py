@@ -16,13 +16,12 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fxcore.errors import FxError
-from service.engine.errors import AdmissionFull
 from service.http import problem_responses
 from service.http.middleware.request_context import RequestContext
 from service.http.server.connection import MAX_PIPELINED, Connection
 from service.http.server.heads import MAX_HEAD_BYTES
 from service.observability.metrics import Metrics
-from service.schemas.problems import Refusal
+from service.problems import AdmissionFull, Problem
 
 
 class Slow:
@@ -80,7 +79,7 @@ def test_an_oversized_head_waits_for_earlier_responses(
     app, connection = slow
     refused, end = threading.Event(), Connection._end
 
-    def seen(self: Connection, why: Refusal | FxError) -> None:
+    def seen(self: Connection, why: Problem | FxError) -> None:
         end(self, why)
         refused.set()
 

@@ -1,0 +1,353 @@
+"""Problems: the errors that a client of the service sees, in one tree for the engine, HTTP and the Python client.
+
+Each class has the slug that ends its ``type``, its status and its title (RFC 9457). An error of fxcore is the problem
+whose class has the same name. Groups, such as :class:`TooLarge`, have a status that their members share.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+FIELDS = ("type", "title", "status", "detail")
+"""Fields of every problem document; all others are ``extra``."""
+
+
+class FxserveError(Exception):
+    """Base class of the exceptions of the service and its client."""
+
+
+class Problem(FxserveError):
+    """An error response (RFC 9457).
+
+    Attributes:
+        kinds: the class of each slug.
+        slug: the end of ``type``.
+        type: such as ``/problems/unknown-node``.
+        title: short summary of the problem type.
+        status: HTTP status.
+        detail: what was wrong and what would be right.
+        headers: headers that the response needs.
+        extra: the fields that this problem type adds, such as ``suggestions``.
+        retry_after: seconds after which to try again; None if that would change nothing.
+        request_id: identifies the request in the server's log; of a response that the client received.
+    """
+
+    kinds: ClassVar[dict[str, type[Problem]]] = {}
+    slug: str
+    title: str = ""
+    status: int = 500
+    retry_after: float | None = None
+    request_id: str | None = None
+
+    def __init_subclass__(cls, slug: str | None = None, status: int | None = None, title: str | None = None) -> None:
+        if slug is not None:
+            cls.slug = slug
+            cls.kinds[slug] = cls
+        if status is not None:
+            cls.status = status
+        if title is not None:
+            cls.title = title
+
+    def __init__(self, detail: str, headers: Mapping[str, str] | None = None, **extra: Any) -> None:
+        super().__init__(detail)
+        self.type = f"/problems/{self.slug}"
+        self.detail = detail
+        self.headers = dict(headers or {})
+        self.extra = extra
+
+    @classmethod
+    def received(cls, status: int, document: Mapping[str, Any], request_id: str | None = None) -> Self:
+        """Build the problem of an error response."""
+        detail = str(document.get("detail", ""))
+        problem = cls.__new__(cls, detail)
+        problem.type = str(document.get("type", "about:blank"))
+        problem.title = str(document.get("title", ""))
+        problem.status = status
+        problem.detail = detail
+        problem.headers = {}
+        problem.extra = {key: value for key, value in document.items() if key not in FIELDS}
+        problem.request_id = request_id
+        return problem
+
+    def __str__(self) -> str:
+        return self.detail or f"{self.status} {self.title}"
+
+    def __copy__(self) -> Self:
+        """A copy without traceback, which would keep frames and their variables alive."""
+        other = type(self).__new__(type(self), *self.args)
+        vars(other).update(vars(self))
+        return other
+
+
+class NotFound(Problem, slug="not-found", status=404, title="Not found"):
+    """There is nothing at this path, or nothing of this name."""
+
+
+class Invalid(Problem, status=422):
+    """The request itself is wrong: 400, 405, 406, 408, 409, 415, 421, 422, 431."""
+
+
+class Unauthorized(Problem, slug="unauthorized", status=401, title="Unauthorized"):
+    """The key is missing or wrong (401), or does not allow this (403)."""
+
+
+class Forbidden(Unauthorized, slug="forbidden", status=403, title="Forbidden"):
+    """The key, or the page's origin, does not allow this."""
+
+
+class TooLarge(Problem, status=413):
+    """Something has more bytes or pixels than the server allows."""
+
+
+class Busy(Problem, status=503):
+    """The request may succeed later: 429 or 503."""
+
+
+class ServerError(Problem, status=500):
+    """Any other 5xx: not the request's fault."""
+
+
+class InvalidRequest(Invalid, slug="invalid-request", title="Invalid request"):
+    """A parameter or a field of the body is wrong; ``errors``."""
+
+
+class Misdirected(Invalid, slug="misdirected", status=421, title="Misdirected request"):
+    """The request's host is not this server's."""
+
+
+class RequestTimeout(Invalid, slug="request-timeout", status=408, title="Request timeout"):
+    """The body arrives too slowly."""
+
+
+class NotHTTP(Invalid, slug="not-http", status=400, title="Not HTTP"):
+    """The bytes are not an HTTP request."""
+
+    def __init__(self, detail: str = "this is not a valid HTTP/1.1 request") -> None:
+        super().__init__(detail)
+
+
+class HTTPVersion(ServerError, slug="http-version", status=505, title="HTTP version not supported"):
+    """The server does not speak this version of HTTP."""
+
+
+class HeadTooLarge(Invalid, slug="head-too-large", status=431, title="Head too large"):
+    """The request line and the headers have too many bytes."""
+
+
+class MethodNotAllowed(Invalid, slug="method-not-allowed", status=405, title="Method not allowed"):
+    """The path has no such method."""
+
+
+class NotAcceptable(Invalid, slug="not-acceptable", status=406, title="Not acceptable"):
+    """The response has none of the media types that are accepted; ``available``."""
+
+
+class UnsupportedMediaType(Invalid, slug="unsupported-media-type", status=415, title="Unsupported media type"):
+    """The body has another media type or encoding than the route reads; ``available``."""
+
+
+class UnknownModel(NotFound, slug="unknown-model", title="Unknown model"):
+    """There is no model of that name; ``suggestions``."""
+
+
+class UnknownExtractor(NotFound, slug="unknown-extractor", title="Unknown extractor"):
+    """No extractor has that id or name; ``suggestions``."""
+
+
+class UnknownWeights(Invalid, slug="unknown-weights", title="Unknown weights"):
+    """The model has no weights of that name; ``available`` and ``suggestions``."""
+
+
+class UnknownNode(Invalid, slug="unknown-node", title="Unknown node"):
+    """There is no such node, or its value cannot be extracted; ``name`` and ``suggestions``."""
+
+
+class DuplicateKey(Invalid, slug="duplicate-key", title="Duplicate key"):
+    """Two outputs have the same ``key``."""
+
+
+class NotTraceable(Invalid, slug="not-traceable", title="Not traceable"):
+    """torch.fx cannot trace the model; ``module`` and ``source``."""
+
+
+class ImageProblem(Problem):
+    """A problem with one image; ``index`` is its position in the call."""
+
+    @property
+    def index(self) -> int:
+        return int(self.extra.get("index", 0))
+
+    def shift_index(self, offset: int) -> None:
+        """Turn an index within a request into one within the call; the request's first image is number ``offset``."""
+        index = self.index
+        self.extra["index"] = index + offset
+        self.detail = re.sub(rf"^image {index}\b", f"image {index + offset}", self.detail)
+
+
+class BadImage(ImageProblem, Invalid, slug="bad-image", title="Bad image"):
+    """The bytes are not an image."""
+
+
+class BadBox(ImageProblem, Invalid, slug="bad-box", title="Bad box"):
+    """A box is malformed or outside its image; ``box`` is its index in the image's list."""
+
+
+class ImageTooLarge(ImageProblem, TooLarge, slug="image-too-large", title="Image too large"):
+    """By its header, an image has more ``pixels`` than the ``limit``."""
+
+
+class BadTensor(Invalid, slug="bad-tensor", title="Bad tensor"):
+    """A tensor has the wrong name, shape or dtype."""
+
+
+class Unsupported(Invalid, slug="unsupported", title="Not available here"):
+    """A backend, precision or transform that is not served here; ``field``, ``value`` and ``available``."""
+
+    @classmethod
+    def choice(cls, field: str, value: str, available: Sequence[str], why: str | None = None) -> Self:
+        """Build the problem of a ``field`` whose ``value`` is not ``available``."""
+        listed = ", ".join(available) if available else "none"
+        reason = f" ({why})" if why else ""
+        return cls(
+            f"{field} {value!r} is not available here{reason}; available: {listed}",
+            field=field,
+            value=value,
+            available=list(available),
+        )
+
+
+class BackendRefused(Invalid, slug="backend-refused", title="Backend refused"):
+    """The ``backend`` that was asked for cannot run the model, or is too far from eager, and is not replaced by
+    another; ``instead`` says what to ask for."""
+
+    def __init__(self, detail: str, backend: str, instead: str, **figures: Any) -> None:
+        super().__init__(f"{detail}; {instead}", backend=backend, **figures)
+
+
+class UnknownTransform(Invalid, slug="unknown-transform", title="Unknown transform"):
+    """There is no transform of that ``name``; ``suggestions``."""
+
+
+class BadParameter(Invalid, slug="bad-parameter", title="Bad parameter"):
+    """A transform's parameter is wrong; ``transform`` and ``parameter``."""
+
+
+class CannotTransform(Invalid, slug="cannot-transform", title="Cannot transform"):
+    """A transform does not apply to this graph; ``transform`` and ``node``."""
+
+
+class CannotKeep(Invalid, slug="cannot-keep", title="Cannot keep a node"):
+    """A transform would remove a requested node; ``transform`` and ``node``."""
+
+
+class CannotExport(Invalid, slug="cannot-export", title="Cannot export"):
+    """The ``format`` cannot express this graph."""
+
+
+class ExportUnavailable(Invalid, slug="export-unavailable", title="Export not available here"):
+    """An export to ``format`` needs packages that are ``missing``."""
+
+
+class NoHeatMap(Invalid, slug="no-heat-map", title="No heat-map"):
+    """The node's value is no feature map."""
+
+
+class NameTaken(Invalid, slug="name-taken", status=409, title="Name taken"):
+    """Another extractor has that name; ``extractor`` is its id."""
+
+
+class StoreFull(Invalid, slug="store-full", status=409, title="Store full"):
+    """The store has ``stored`` extractors or names, as many as the ``limit`` allows."""
+
+    def __init__(self, kind: str, stored: int, limit: int) -> None:
+        super().__init__(
+            f"the store has {stored:,} {kind} and may have {limit:,}; delete extractors that nobody uses, which GET "
+            "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+            stored=stored,
+            limit=limit,
+        )
+
+
+class BodyTooLarge(TooLarge, slug="body-too-large", title="Body too large"):
+    """The body has more bytes than the ``limit``."""
+
+
+class RequestTooLarge(TooLarge, slug="request-too-large", title="Request too large"):
+    """One request needs more memory than all requests together may have; ``bytes`` and ``limit``."""
+
+    def __init__(self, bytes: int, limit: int) -> None:
+        super().__init__(
+            f"the request would need {bytes:,} bytes of memory and the server gives all requests together "
+            f"{limit:,}; send fewer images at a time",
+            bytes=bytes,
+            limit=limit,
+        )
+
+
+class ResponseTooLarge(TooLarge, slug="response-too-large", title="Response too large"):
+    """The response would be larger than allowed; ``bytes``, ``limit`` and ``ways`` to shrink it."""
+
+    def __init__(self, bytes: int, limit: int, ways: Sequence[str]) -> None:
+        super().__init__(
+            f"the response would have {bytes:,} bytes and the limit is {limit:,}; to shrink it: {', '.join(ways)}",
+            bytes=bytes,
+            limit=limit,
+            ways=list(ways),
+        )
+
+
+class AdmissionFull(Busy, slug="admission-full", status=429, title="Too many requests"):
+    """The server has as many requests, or bytes of requests, as it may."""
+
+    def __init__(self, detail: str, retry_after: float) -> None:
+        super().__init__(detail, retry_after=retry_after)
+        self.retry_after = retry_after
+
+
+class NotReady(Busy, slug="not-ready", title="Not ready"):
+    """The service cannot work now; ``reason`` says why."""
+
+    def __init__(self, reason: str, retry_after: float = 5.0) -> None:
+        super().__init__(f"the service is not ready: {reason}", reason=reason)
+        self.retry_after = retry_after
+
+
+class Draining(NotReady, slug="draining", title="Shutting down"):
+    """The service is shutting down and takes no new work."""
+
+    def __init__(self) -> None:
+        super().__init__("it is shutting down and takes no new work")
+
+
+class OutOfMemory(Busy, slug="out-of-memory", title="Out of memory"):
+    """Not even one image of the request fits in the device's memory."""
+
+    retry_after = 5.0
+
+
+class WeightsUnavailable(Busy, slug="weights-unavailable", title="Weights unavailable"):
+    """The weights' ``file`` is missing from ``folder`` and cannot be downloaded, or is damaged."""
+
+
+class DeadlineExceeded(Problem, slug="deadline-exceeded", status=504, title="Deadline exceeded"):
+    """The request's deadline passed before its response was ready."""
+
+    def __init__(self, detail: str = "the deadline passed before the response was ready; its queued work was dropped"):
+        super().__init__(detail)
+
+
+class ComputeFailed(ServerError, slug="compute-failed", title="Compute failed"):
+    """The model raised while it computed this request; ``error`` is its message."""
+
+
+class ExtractorFailed(ServerError, slug="extractor-failed", title="Extractor failed"):
+    """An extractor could not be built, for a reason other than the request; ``problem`` says which."""
+
+
+class Internal(ServerError, slug="internal", title="Internal error"):
+    """A defect of the server; only its log has the details."""
+
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__("something went wrong in the server; its log has the details", headers)

@@ -1,0 +1,157 @@
+"""An example of every problem, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from service import problems
+
+
+class Example(NamedTuple):
+    """The detail of a problem and the fields that its type adds."""
+
+    detail: str
+    extra: Mapping[str, Any] = {}
+
+
+EXAMPLES: dict[type[problems.Problem], Example] = {
+    problems.InvalidRequest: Example(
+        "query parameter 'pool': Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
+        {
+            "errors": [
+                {
+                    "in": "query",
+                    "field": "pool",
+                    "message": "Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
+                }
+            ]
+        },
+    ),
+    problems.Unauthorized: Example("this needs an API key: send the header Authorization: Bearer KEY"),
+    problems.Forbidden: Example("DELETE /v1/extractors/r50 needs a key of scope admin, and alice has the scope read"),
+    problems.Misdirected: Example("'fx.example.org' is not a host name of this server; FXSERVE_HOSTS lists them"),
+    problems.RequestTimeout: Example(
+        "the body arrives too slowly: 4,096 bytes so far; the limit is 20 s, extended by 1 s for each 65,536 bytes "
+        "received"
+    ),
+    problems.NotHTTP: Example(problems.NotHTTP().detail),
+    problems.HTTPVersion: Example("this server speaks HTTP/1.1 and 1.0, not 2.0"),
+    problems.HeadTooLarge: Example("the request line and the headers have more than 65,536 bytes"),
+    problems.NotFound: Example("there is nothing at /v1/model; the routes are listed at /docs"),
+    problems.MethodNotAllowed: Example("DELETE is not allowed on /v1/models; allowed: GET, HEAD"),
+    problems.UnknownModel: Example(
+        "there is no model 'resnet5'; did you mean resnet50?", {"suggestions": ["resnet50"]}
+    ),
+    problems.UnknownExtractor: Example(
+        "there is no extractor 'r50'; did you mean r50-c4c5?", {"suggestions": ["r50-c4c5"]}
+    ),
+    problems.UnknownWeights: Example(
+        "resnet50 has no weights 'IMAGENET_V2'; ask for one of DEFAULT, IMAGENET1K_V1, IMAGENET1K_V2, random, "
+        "file:NAME",
+        {
+            "suggestions": ["IMAGENET1K_V2", "IMAGENET1K_V1"],
+            "available": ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"],
+        },
+    ),
+    problems.UnknownNode: Example(
+        "'layer5' is no node, level or path of resnet50; did you mean layer4?",
+        {"name": "layer5", "suggestions": ["layer4"]},
+    ),
+    problems.DuplicateKey: Example("two outputs are asked for under the key 'C4'", {"key": "C4"}),
+    problems.NotTraceable: Example(
+        "rpn cannot be traced; ask for a node of backbone instead", {"module": "rpn", "source": "for img in images:"}
+    ),
+    problems.BadImage: Example(
+        "image 1: these 12 bytes are not an image; send one of JPEG, PNG, WEBP, GIF, BMP, TIFF, PPM, JPEG2000, AVIF",
+        {"index": 1},
+    ),
+    problems.BadBox: Example(
+        "image 1: box 0, [300, 40, 120, 200], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
+        {"index": 1, "box": 0},
+    ),
+    problems.BadTensor: Example("input 'x' must be float32 [N, 3, H, W] or uint8 [N, H, W, 3]"),
+    problems.Unsupported: Example(
+        "backend 'openvino' is not available here; available: auto, eager",
+        {"field": "backend", "value": "openvino", "available": ["auto", "eager"]},
+    ),
+    problems.BackendRefused: Example(
+        "openvino in int8 has a cosine similarity to float32 of 0.9412, under 0.98; most is lost in features.0.0 (12 "
+        "dB); it passes with the transform keep_float of features.0, at 0.9871",
+        {
+            "backend": "openvino",
+            "min_cosine": 0.9412,
+            "layers": [{"name": "features.0.0", "sqnr": 12.0, "relative": 0.25}],
+            "spec": {"precision": "int8", "transforms": [{"name": "keep_float", "params": {"nodes": ["features.0"]}}]},
+        },
+    ),
+    problems.UnknownTransform: Example(
+        "there is no transform 'fuse_conv'; did you mean fuse_conv_bn?",
+        {"name": "fuse_conv", "suggestions": ["fuse_conv_bn"]},
+    ),
+    problems.BadParameter: Example(
+        "remove has no parameter 'relu'; it has dropout, identity", {"transform": "remove", "parameter": "relu"}
+    ),
+    problems.CannotTransform: Example(
+        "insert_after: the graph has no node 'layer9'; see the list of nodes",
+        {"transform": "insert_after", "node": "layer9"},
+    ),
+    problems.CannotKeep: Example(
+        "remove cannot keep the node 'layer4', which is asked for", {"transform": "remove", "node": "layer4"}
+    ),
+    problems.CannotExport: Example(
+        "quantized_resnet18 holds torch's own int8 layers, which onnx cannot express", {"format": "onnx"}
+    ),
+    problems.ExportUnavailable: Example(
+        "export to openvino needs openvino, not installed here; install it, or use another format: fx, onnx",
+        {"format": "openvino", "missing": ["openvino"]},
+    ),
+    problems.NoHeatMap: Example("this node gives one vector an image, and a heat-map needs a feature map"),
+    problems.StoreFull: Example(
+        "the store has 10,000 extractors and may have 10,000; delete extractors that nobody uses, which GET "
+        "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+        {"stored": 10_000, "limit": 10_000},
+    ),
+    problems.NameTaken: Example(
+        "the name 'r50-c4c5' is taken by extractor 3f9a1c5be07d; choose another or delete that one",
+        {"extractor": "3f9a1c5be07d"},
+    ),
+    problems.NotAcceptable: Example(
+        "none of 'text/csv' can be answered; Accept one of application/json, application/x-safetensors",
+        {"available": ["application/json", "application/x-safetensors"]},
+    ),
+    problems.UnsupportedMediaType: Example(
+        "a body of type 'text/csv' is not taken; send one of image/*, multipart/form-data",
+        {"available": ["image/*", "multipart/form-data"]},
+    ),
+    problems.BodyTooLarge: Example("the body is larger than the limit of 67,108,864 bytes", {"limit": 67108864}),
+    problems.ImageTooLarge: Example(
+        "the image has 65535 x 65535 = 4294836225 pixels; at most 50000000 are taken",
+        {"pixels": 4294836225, "limit": 50000000, "index": 0},
+    ),
+    problems.RequestTooLarge: Example(
+        "the request would need 4,294,967,296 bytes of memory and the server gives all requests together 2,147,483,648",
+        {"bytes": 4294967296, "limit": 2147483648},
+    ),
+    problems.ResponseTooLarge: Example(
+        "the response would have 411,041,792 bytes and the limit is 268,435,456; to shrink it: pool=avg, dtype=float16",
+        {"bytes": 411041792, "limit": 268435456, "ways": ["pool=avg", "dtype=float16"]},
+    ),
+    problems.AdmissionFull: Example(
+        "256 requests are being served already; try again in 2 seconds", {"retry_after": 2.0}
+    ),
+    problems.DeadlineExceeded: Example(
+        "the deadline passed before the response was ready; its queued work was dropped"
+    ),
+    problems.Draining: Example("the service is not ready: it is shutting down and takes no new work", {"reason": "…"}),
+    problems.NotReady: Example("the service is not ready: preloads are being built", {"reason": "…"}),
+    problems.OutOfMemory: Example("not even one image of this request fits in the device's memory"),
+    problems.WeightsUnavailable: Example(
+        "resnet50-11ad3fa6.pth is not in /weights/hub/checkpoints and could not be downloaded; put the file there, or "
+        "use weights=random to try without",
+        {"file": "resnet50-11ad3fa6.pth", "folder": "/weights/hub/checkpoints"},
+    ),
+    problems.ComputeFailed: Example("the model raised while it computed this request"),
+    problems.ExtractorFailed: Example("the extractor could not be built"),
+    problems.Internal: Example(problems.Internal().detail),
+}
