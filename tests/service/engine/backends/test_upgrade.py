@@ -295,7 +295,10 @@ async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, c
         assert [layer["sqnr"] for layer in layers] == sorted(layer["sqnr"] for layer in layers)
 
 
-async def test_preloaded_ones_are_ready_when_they_are_fast(engine: MakeEngine, cache: Path) -> None:
+async def test_preloaded_ones_are_ready_when_they_are_fast(
+    engine: MakeEngine, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     async with engine(
         lowering=True, cache_dir=cache, preload="mobilenet_v3_small@random:features.8,features.12"
     ) as running:
