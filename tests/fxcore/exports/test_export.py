@@ -247,8 +247,9 @@ def small(prepare: Callable[[nn.Conv2d], nn.Module]) -> Extractor:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("format", ["fx", "torch_export"])
-@pytest.mark.parametrize("prepare", [parametrizations.weight_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    ("prepare", "format"), [(parametrizations.weight_norm, "torch_export"), (parametrizations.spectral_norm, "fx")]
+)
 def test_parametrised_weights_are_exported_as_they_are(
     prepare: Callable[[nn.Conv2d], nn.Module], format: str, tmp_path: Path
 ) -> None:

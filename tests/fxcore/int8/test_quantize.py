@@ -22,7 +22,6 @@ from fxcore.photos import calibration_rows
 # without VNNI activations have seven bits of eight.
 TABLE = [
     ("resnet18", {"C3": 0.995, "C5": 0.98, "fc": 0.99}, 32),
-    ("resnet50", {"C3": 0.95, "C5": 0.7, "fc": 0.98}, 73),
     ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 101),
     ("regnet_y_400mf", {"C3": 0.97, "C5": 0.7, "fc": 0.98}, 152),
     ("vit_b_16", {"encoder.layers.encoder_layer_3": 0.99}, 51),

@@ -33,7 +33,6 @@ def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
                 ("swin_tiny_patch4_window7_224", None),
-                ("vit_small_patch14_reg4_dinov2", 5),
                 ("vit_small_patch16_dinov3", 5),
                 ("vit_base_patch16_siglip_224", 0),
                 ("eva02_tiny_patch14_224", 1),
