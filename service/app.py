@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 # By default idle OpenMP threads spin, which on a shared core starves the very thread they wait for. OpenMP reads the
@@ -17,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from service.engine import Engine
 from service.http import openapi, problem_responses
@@ -28,6 +30,7 @@ from service.http.middleware.head_as_get import HeadAsGet
 from service.http.middleware.request_context import RequestContext
 from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
 from service.http.routes.v2 import discovery, inference, repository
+from service.http.routing.declared import DeclaredRoutes, declares
 from service.http.routing.route_cache import RouteCache
 from service.http.server.draining import Accepted, drained_on_signals
 from service.http.server.lost_device import ended_when_device_lost
@@ -99,18 +102,22 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
     for module in (*api, page):
         app.include_router(module.router)
+    document = next(route for route in app.routes if isinstance(route, Route) and route.path == app.openapi_url)
+    declares("open")(document.endpoint)
+    routes = DeclaredRoutes((document, *chain.from_iterable(module.router.routes for module in (*api, page))))
     # The middleware added last is the outermost.
     app.add_middleware(RouteCache)
     app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,
+        routes=routes,
         limit=settings.max_body_bytes,
         timeout=settings.body_timeout,
         admission=state.engine.admission,
     )
     app.add_middleware(Accepted, engine=state.engine)
     hosts = Hosts((*settings.hosts, settings.host))
-    app.add_middleware(Access, keys=keys, hosts=hosts, origins=settings.cors_origins)
+    app.add_middleware(Access, routes=routes, keys=keys, hosts=hosts, origins=settings.cors_origins)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -136,7 +143,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             ),
         )
     app.add_middleware(RequestContext, metrics=metrics, policies=POLICIES, traces=traces)
-    openapi.install(app)
+    openapi.install(app, routes)
     return app
 
 

@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from service import problems
-from service.http.access.scopes import OPEN
 from service.http.problem_responses import shape_of
+from service.http.routing.declared import Declared, DeclaredRoutes
 from service.schemas import embeddings, v2
 from service.schemas.features import ImagesBody
 from service.schemas.problems import PROBLEM, documented
@@ -34,19 +34,19 @@ _OF_NO_ROUTE = (
 """Problems of any route, or of the middleware before it."""
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, routes: DeclaredRoutes) -> None:
     """Make ``app`` complete its OpenAPI document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _completed(generate())
+            app.openapi_schema = _completed(generate(), routes)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _completed(document: dict[str, Any]) -> dict[str, Any]:
+def _completed(document: dict[str, Any], routes: DeclaredRoutes) -> dict[str, Any]:
     # Routes refer to these by name.
     _, shared = models_json_schema(
         [
@@ -66,26 +66,22 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
     components["responses"] = {kind.slug: next(iter(documented(kind).values())) for kind in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():
-        for operation in operations.values():
-            _add_refusals(path, operation)
+        for method, operation in operations.items():
+            _add_problems(path, operation, routes.operation(path, method))
     return document
 
 
-def _add_refusals(path: str, operation: dict[str, Any]) -> None:
-    """Add the problems that the middleware may answer instead of a route."""
-    kinds: list[type[problems.Problem]] = [problems.Misdirected]
-    if path not in OPEN:
+def _add_problems(path: str, operation: dict[str, Any], declared: Declared) -> None:
+    """Add the problems that a route declares, and those that the middleware may answer instead of it."""
+    kinds = [*declared.errors, problems.Misdirected]
+    if declared.access != "open":
         operation["security"] = [{"key": []}, {}]
         kinds += [problems.Unauthorized, problems.Forbidden]
     if "requestBody" in operation:
         kinds += [problems.RequestTimeout, problems.BodyTooLarge, problems.AdmissionFull]
     shape = shape_of(path)
-    # FastAPI adds 422, which these routes never answer.
-    if shape is not PROBLEM and operation["responses"].pop("422", None) is not None:
+    # FastAPI adds 422 with its own schema; routes under /v1 that may answer it declare that.
+    if operation["responses"].pop("422", None) is not None and shape is not PROBLEM:
         kinds.append(problems.InvalidRequest)
     for status, response in documented(*kinds, shape=shape).items():
-        there = operation["responses"].setdefault(str(status), response)
-        for media_type, content in response["content"].items():
-            known = there["content"].setdefault(media_type, {})
-            known.setdefault("schema", content["schema"])
-            known["examples"] = {**known.get("examples", {}), **content["examples"]}
+        operation["responses"][str(status)] = response

@@ -154,7 +154,7 @@ class _AllProcesses(Collector):
 
 def route_template(scope: Scope) -> str:
     """Path template of the request's route, such as ``/v1/models/{model}``: raw paths would be unbounded labels."""
-    return getattr(scope.get("route"), "path", None) or "unmatched"
+    return getattr(scope.get("route"), "path_format", None) or "unmatched"
 
 
 def _drop_dead_processes(folder: Path) -> None:

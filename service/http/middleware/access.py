@@ -11,9 +11,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.http.access.clients import CLIENT
 from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
-from service.http.access.scopes import OPEN, READ_METHODS, forbidden, reads, set_key
+from service.http.access.scopes import forbidden, set_key
 from service.http.headers import header, headers_of, joined_header
 from service.http.problem_responses import error_response
+from service.http.routing.declared import READ_METHODS, DeclaredRoutes
 from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 
 
@@ -22,13 +23,17 @@ class Access:
 
     Args:
         app: the next middleware.
+        routes: who may send which requests.
         keys: the API keys; None if none are needed.
         hosts: the host names allowed where there are no keys.
         origins: origins of web pages that may send writing requests: those that CORS allows.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: DeclaredRoutes, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()
+    ) -> None:
         self.app = app
+        self.routes = routes
         self.keys = keys
         self.hosts = hosts
         self.origins = frozenset(origins)
@@ -44,8 +49,10 @@ class Access:
                 raise _misdirected(host)
             if scope["method"] not in READ_METHODS:
                 self._check_origin(scope, host)
-            if self.keys is not None and scope["path"] not in OPEN:
-                key = self._key(scope)
+            if self.keys is not None and (needed := self.routes.find(scope).access) != "open":
+                key = _key(scope, self.keys)
+                if needed == "admin" and key.scope != "admin":
+                    raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
                 set_key(scope, key)
                 client = f"key {key.name}"
         except Problem as refusal:
@@ -53,25 +60,6 @@ class Access:
             return
         CLIENT.set(client)
         await self.app(scope, receive, send)
-
-    def _key(self, scope: Scope) -> Key:
-        assert self.keys is not None
-        authorization = headers_of(scope).get(b"authorization", [b""])[-1]
-        scheme, _, secret = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            raise Unauthorized(
-                "this needs an API key: send the header Authorization: Bearer KEY",
-                {"WWW-Authenticate": 'Bearer realm="fxserve"'},
-            )
-        key = self.keys.find(secret.strip().decode("latin-1"))
-        if key is None:
-            raise Unauthorized(
-                "the API key is not known here",
-                {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
-            )
-        if key.scope != "admin" and not reads(scope["method"], scope["path"]):
-            raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
-        return key
 
     def _check_origin(self, scope: Scope, host: str | None) -> None:
         """Refuse cross-site request forgery: browsers send simple POST requests from any page without a preflight.
@@ -87,6 +75,28 @@ class Access:
             allowed = origin in self.origins or (host is not None and is_own_origin(origin, host))
         if not allowed:
             raise Forbidden("pages of other origins may not send this request; FXSERVE_CORS_ORIGINS allows them")
+
+
+def _key(scope: Scope, keys: Keys) -> Key:
+    """The key of a request.
+
+    Raises:
+        Unauthorized: it has none, or one that is not known.
+    """
+    authorization = headers_of(scope).get(b"authorization", [b""])[-1]
+    scheme, _, secret = authorization.partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise Unauthorized(
+            "this needs an API key: send the header Authorization: Bearer KEY",
+            {"WWW-Authenticate": 'Bearer realm="fxserve"'},
+        )
+    key = keys.find(secret.strip().decode("latin-1"))
+    if key is None:
+        raise Unauthorized(
+            "the API key is not known here",
+            {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
+        )
+    return key
 
 
 def _misdirected(host: str) -> Problem:

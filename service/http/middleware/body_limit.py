@@ -13,6 +13,7 @@ from service.http.access.clients import CLIENT
 from service.http.headers import header
 from service.http.problem_responses import error_response
 from service.http.reservations import set_reservation
+from service.http.routing.declared import DeclaredRoutes
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 
 # Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). So the rest of
@@ -26,8 +27,6 @@ MIN_BYTES_PER_SECOND = 64 * 1024
 MAX_OTHER_BYTES = 2 * 1024**2
 """Maximum body without images: twice the largest possible spec. Some of these are parsed on the event loop."""
 
-_WITH_IMAGES = ("/features", "/infer", "/embeddings")
-
 
 class BodyLimit:
     """Middleware that limits request bodies in size, time and total memory.
@@ -38,14 +37,16 @@ class BodyLimit:
 
     Args:
         app: the next middleware.
+        routes: the kind of the body of each route.
         limit: maximum bytes of a body with images; others have a smaller limit.
         timeout: seconds that the server waits for a body. Each 64 KiB received extend the remaining time by a second,
             up to ``timeout``.
         admission: where the bytes are reserved.
     """
 
-    def __init__(self, app: ASGIApp, limit: int, timeout: float, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, routes: DeclaredRoutes, limit: int, timeout: float, admission: Admission) -> None:
         self.app = app
+        self.routes = routes
         self.limit = limit
         self.timeout = timeout
         self.admission = admission
@@ -54,7 +55,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limit = self.limit if scope["path"].endswith(_WITH_IMAGES) else min(self.limit, MAX_OTHER_BYTES)
+        images = self.routes.find(scope).body == "images"
+        limit = self.limit if images else min(self.limit, MAX_OTHER_BYTES)
         declared = header(scope, b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limit:
             await _refuse(_too_large(limit), scope, receive, send)

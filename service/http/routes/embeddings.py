@@ -24,10 +24,10 @@ from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
+from service.http.routing.declared import declares
 from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
-from service.schemas.embeddings import PATH, SHAPE, EmbeddingsDocument
-from service.schemas.problems import documented
+from service.schemas.embeddings import PATH, EmbeddingsDocument
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 
@@ -60,12 +60,12 @@ _DOCUMENTATION: dict[str, Any] = {
     },
     "responses": {
         200: {"model": EmbeddingsDocument, "description": "One vector per image."},
-        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, shape=SHAPE),
     },
 }
 
 
 @router.post(PATH, **_DOCUMENTATION)
+@declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, body="images")
 async def embed(request: Request, timeout: Timeout = None) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Query, Response
 
 from fxcore.exports import FORMATS, CannotExport, export
 from fxcore.extractor import Extractor
@@ -14,12 +14,11 @@ from service import problems
 from service.engine import ExtractorRecord
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
-from service.http.access.scopes import require_admin
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
+from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
-from service.schemas.problems import documented
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
@@ -29,7 +28,6 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 @router.get(
     "/{extractor}/export",
-    dependencies=[Depends(require_admin)],  # it discloses the weights, and takes long
     response_class=Response,
     responses={
         200: {
@@ -43,15 +41,16 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
             },
             "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
         },
-        **documented(
-            problems.UnknownExtractor,
-            problems.CannotExport,
-            problems.ExportUnavailable,
-            problems.InvalidRequest,
-            *LOOKUP_PROBLEMS,
-            *BUILD_PROBLEMS,
-        ),
     },
+)
+@declares(  # it discloses the weights, and takes long
+    "admin",
+    problems.UnknownExtractor,
+    problems.CannotExport,
+    problems.ExportUnavailable,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+    *BUILD_PROBLEMS,
 )
 async def download(
     state: Shared,

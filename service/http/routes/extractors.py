@@ -18,10 +18,11 @@ from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
+from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.graphs import GraphFormat
-from service.schemas.problems import documented, problem
+from service.schemas.problems import problem
 from service.schemas.v1 import ExtractorDetail, ExtractorList, ExtractorSpec
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
@@ -168,9 +169,9 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
             "headers": {"Location": {"description": "URL of the extractor.", "schema": {"type": "string"}}},
         },
         202: {"model": ExtractorDetail, "description": "Still being built after `wait` seconds."},
-        **documented(problems.BodyTooLarge, problems.UnsupportedMediaType, *MAKING_PROBLEMS),
     },
 )
+@declares("admin", problems.BodyTooLarge, problems.UnsupportedMediaType, *MAKING_PROBLEMS)
 async def create_extractor(
     state: Shared,
     spec: ExtractorSpec,
@@ -197,7 +198,8 @@ async def create_extractor(
     )
 
 
-@router.get("", response_model=ExtractorList, responses=documented(problems.InvalidRequest, *LOOKUP_PROBLEMS))
+@router.get("", response_model=ExtractorList)
+@declares("read", problems.InvalidRequest, *LOOKUP_PROBLEMS)
 async def list_extractors(state: Shared) -> Response:
     """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
     async with state.listings.place() as place:
@@ -214,8 +216,8 @@ async def list_extractors(state: Shared) -> Response:
 @router.get(
     "/{extractor}",
     response_model=ExtractorDetail,
-    responses=documented(problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest),
 )
+@declares("read", problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest)
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
     record = await state.engine.extractors.look_up(extractor)
@@ -228,9 +230,9 @@ async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     response_class=Response,
     responses={
         204: {"description": "Deleted."},
-        **documented(problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest),
     },
 )
+@declares("admin", problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest)
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Delete an extractor; requests in flight are still answered."""
     await state.engine.extractors.delete(extractor)
@@ -241,14 +243,15 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     "/{extractor}/graph",
     responses={
         200: graph_formats.RESPONSE,
-        **documented(
-            problems.UnknownExtractor,
-            problems.NotAcceptable,
-            problems.InvalidRequest,
-            *LOOKUP_PROBLEMS,
-            *BUILD_PROBLEMS,
-        ),
     },
+)
+@declares(
+    "read",
+    problems.UnknownExtractor,
+    problems.NotAcceptable,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+    *BUILD_PROBLEMS,
 )
 async def show_graph(
     request: Request,
@@ -285,9 +288,9 @@ async def show_graph(
             "description": "Python.",
             "content": {"text/plain": {"schema": {"type": "string"}, "example": "def forward(self, x):\n    …"}},
         },
-        **documented(problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS),
     },
 )
+@declares("read", problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS)
 async def show_code(state: Shared, extractor: IdOrName) -> Response:
     """Show the Python code that torch.fx generated for an extractor's forward."""
     record = await state.engine.extractors.look_up(extractor)

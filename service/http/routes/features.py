@@ -22,11 +22,11 @@ from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
+from service.http.routing.declared import declares
 from service.http.routing.route_cache import StrictCachedRoute
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
-from service.schemas.problems import documented
 from service.schemas.v1 import ExtractorSpec
 
 router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
@@ -48,57 +48,55 @@ _PROBLEMS = (
 )
 
 
-def _documentation(*kinds: type[problems.Problem]) -> dict[str, Any]:
-    return {
-        "response_model": None,
-        "openapi_extra": {
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "image/*": _BINARY,
-                    "multipart/form-data": {
-                        "schema": {
-                            "type": "object",
-                            "additionalProperties": {"type": "string", "format": "binary"},
-                            "minProperties": 1,
-                        }
-                    },
-                    "application/json": {
-                        "schema": {"$ref": "#/components/schemas/ImagesBody"},
-                        "examples": {
-                            "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
-                            "regions": {
-                                "summary": "With pool=roi",
-                                "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
-                            },
+_DOCUMENTATION: dict[str, Any] = {
+    "response_model": None,
+    "openapi_extra": {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "image/*": _BINARY,
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "additionalProperties": {"type": "string", "format": "binary"},
+                        "minProperties": 1,
+                    }
+                },
+                "application/json": {
+                    "schema": {"$ref": "#/components/schemas/ImagesBody"},
+                    "examples": {
+                        "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
+                        "regions": {
+                            "summary": "With pool=roi",
+                            "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
                         },
                     },
-                    npy.MEDIA_TYPE: _BINARY,
-                    safetensors.MEDIA_TYPE: _BINARY,
                 },
-            }
-        },
-        "responses": {
-            200: {
-                "model": FeatureDocument,
-                "description": "The features, in the media type that Accept prefers.",
-                "content": {kind: _BINARY for kind in responses.OFFERED[1:]},
-                "headers": {
-                    "Server-Timing": {
-                        "description": "Milliseconds of each stage.",
-                        "schema": {"type": "string"},
-                        "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
-                    },
-                    "X-Fxserve-Weights": {
-                        "description": "Name of the weights, percent-encoded.",
-                        "schema": {"type": "string"},
-                        "example": "IMAGENET1K_V2",
-                    },
+                npy.MEDIA_TYPE: _BINARY,
+                safetensors.MEDIA_TYPE: _BINARY,
+            },
+        }
+    },
+    "responses": {
+        200: {
+            "model": FeatureDocument,
+            "description": "The features, in the media type that Accept prefers.",
+            "content": {kind: _BINARY for kind in responses.OFFERED[1:]},
+            "headers": {
+                "Server-Timing": {
+                    "description": "Milliseconds of each stage.",
+                    "schema": {"type": "string"},
+                    "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
+                },
+                "X-Fxserve-Weights": {
+                    "description": "Name of the weights, percent-encoded.",
+                    "schema": {"type": "string"},
+                    "example": "IMAGENET1K_V2",
                 },
             },
-            **documented(*kinds),
         },
-    }
+    },
+}
 
 
 Timeout = Annotated[
@@ -113,10 +111,8 @@ Timeout = Annotated[
 ]
 
 
-@router.post(
-    "/extractors/{extractor}/features",
-    **_documentation(*_PROBLEMS, *BUILD_PROBLEMS, problems.InvalidRequest, problems.BadTensor),
-)
+@router.post("/extractors/{extractor}/features", **_DOCUMENTATION)
+@declares("read", *_PROBLEMS, *BUILD_PROBLEMS, problems.InvalidRequest, problems.BadTensor, body="images")
 async def extract(
     request: Request, extractor: IdOrName, query: Annotated[FeatureQuery, Query()], timeout: Timeout = None
 ) -> Response:
@@ -129,7 +125,8 @@ async def extract(
     return await _respond(request, state, find, query, timeout)
 
 
-@router.post("/models/{model}/features", **_documentation(*_PROBLEMS, *MAKING_PROBLEMS))
+@router.post("/models/{model}/features", **_DOCUMENTATION)
+@declares("read", *_PROBLEMS, *MAKING_PROBLEMS, body="images")
 async def extract_in_one_step(
     request: Request, model: Model, query: Annotated[OneStepQuery, Query()], timeout: Timeout = None
 ) -> Response:

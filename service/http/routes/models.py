@@ -18,10 +18,10 @@ from fxcore.models.timm_models import installed
 from service import problems
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared
 from service.schemas.graphs import GraphFormat
-from service.schemas.problems import documented
 from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList, WeightsName
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
@@ -46,9 +46,8 @@ Weights = Annotated[
 ]
 
 
-@router.get(
-    "", response_model=ModelList, responses=documented(problems.InvalidRequest, problems.Unsupported, *LOOKUP_PROBLEMS)
-)
+@router.get("", response_model=ModelList)
+@declares("read", problems.InvalidRequest, problems.Unsupported, *LOOKUP_PROBLEMS)
 async def list_models(
     state: Shared,
     task: Annotated[
@@ -99,8 +98,8 @@ async def list_models(
 @router.get(
     "/{model}",
     response_model=ModelDetail,
-    responses=documented(problems.UnknownModel, problems.Unsupported, problems.InvalidRequest, *LOOKUP_PROBLEMS),
 )
+@declares("read", problems.UnknownModel, problems.Unsupported, problems.InvalidRequest, *LOOKUP_PROBLEMS)
 async def show_model(
     state: Shared,
     model: Model,
@@ -116,14 +115,15 @@ async def show_model(
 @router.get(
     "/{model}/nodes",
     response_model=NodeList,
-    responses=documented(
-        problems.UnknownModel,
-        problems.Unsupported,
-        problems.UnknownWeights,
-        problems.NotTraceable,
-        problems.InvalidRequest,
-        *LOOKUP_PROBLEMS,
-    ),
+)
+@declares(
+    "read",
+    problems.UnknownModel,
+    problems.Unsupported,
+    problems.UnknownWeights,
+    problems.NotTraceable,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
 )
 async def list_nodes(
     state: Shared,
@@ -149,17 +149,18 @@ async def list_nodes(
     "/{model}/graph",
     responses={
         200: graph_formats.RESPONSE,
-        **documented(
-            problems.UnknownModel,
-            problems.Unsupported,
-            problems.UnknownWeights,
-            problems.NotAcceptable,
-            problems.BadTensor,
-            problems.NotTraceable,
-            problems.InvalidRequest,
-            *LOOKUP_PROBLEMS,
-        ),
     },
+)
+@declares(
+    "read",
+    problems.UnknownModel,
+    problems.Unsupported,
+    problems.UnknownWeights,
+    problems.NotAcceptable,
+    problems.BadTensor,
+    problems.NotTraceable,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
 )
 async def show_graph(
     request: Request,

@@ -7,15 +7,16 @@ import asyncio
 from fastapi import APIRouter, Response
 
 from service import problems
+from service.http.routing.declared import declares
 from service.http.state import Shared
 from service.observability import metrics
-from service.schemas.problems import documented
 from service.schemas.v1 import Health, Readiness
 
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/healthz", responses=documented(problems.NotReady))
+@router.get("/healthz")
+@declares("open", problems.NotReady)
 async def healthz(state: Shared) -> Health:
     """The process is up, and can use its device."""
     lost = state.engine.device_lost()
@@ -24,7 +25,8 @@ async def healthz(state: Shared) -> Health:
     return Health()
 
 
-@router.get("/readyz", responses=documented(problems.NotReady, problems.Draining))
+@router.get("/readyz")
+@declares("open", problems.NotReady, problems.Draining)
 async def readyz(state: Shared) -> Readiness:
     """Preloads are done and the device worker answers."""
     ready, reason = state.engine.readiness()
@@ -43,6 +45,7 @@ async def readyz(state: Shared) -> Readiness:
         }
     },
 )
+@declares("read")
 async def show_metrics(state: Shared) -> Response:
     """Counters, gauges and histograms for Prometheus."""
     state.engine.sample()

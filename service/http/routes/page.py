@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import re
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
+from starlette.convertors import StringConvertor, register_url_convertor
 
 from service import page
+from service.http.routing.declared import declares
+
+
+class _PageFile(StringConvertor):
+    """The name of a file of the page, so that no other is a route, which everyone could ask for."""
+
+    regex = "|".join(re.escape(path.removeprefix("/page/")) for path in page.PATHS if path.startswith("/page/"))
+
+
+register_url_convertor("page_file", _PageFile())
 
 router = APIRouter(tags=["operations"])
 
@@ -21,25 +32,26 @@ router = APIRouter(tags=["operations"])
         }
     },
 )
+@declares("open")
 async def front_page(request: Request) -> Response:
     """A page for people: models, their graphs, and the output of each node for a photo."""
     return _file(request, "/")
 
 
 @router.get("/docs", include_in_schema=False)
+@declares("open")
 @router.get("/redoc", include_in_schema=False)
+@declares("open")
 async def reference(request: Request) -> Response:
     """This API, to read and to try; at both addresses where FastAPI has one."""
     return _file(request, "/docs")
 
 
-@router.get("/page/{file}", include_in_schema=False)
+@router.get("/page/{file:page_file}", include_in_schema=False)
+@declares("open")
 async def page_file(request: Request, file: str) -> Response:
     """A script, a style or a photograph of the two pages."""
-    path = f"/page/{file}"
-    if path not in page.PATHS:
-        raise HTTPException(404)
-    return _file(request, path)
+    return _file(request, f"/page/{file}")
 
 
 def _file(request: Request, path: str) -> Response:

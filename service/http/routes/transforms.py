@@ -8,14 +8,15 @@ from fastapi import APIRouter, Response
 from fxcore.transforms import described, list_transforms
 from service import problems
 from service.engine.registry.transforms import parameters
+from service.http.routing.declared import declares
 from service.http.routing.queries import Route
-from service.schemas.problems import documented
 from service.schemas.v1 import TransformList
 
 router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
 
 
-@router.get("", response_model=TransformList, responses=documented(problems.InvalidRequest))
+@router.get("", response_model=TransformList)
+@declares("read", problems.InvalidRequest)
 async def show_transforms() -> Response:
     """List the graph transforms, with the JSON Schema of their parameters."""
     found = [{**described(transform), "parameters": parameters(transform)} for transform in list_transforms()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Response
 
@@ -13,9 +13,9 @@ from service.engine import ExtractorRecord
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version
+from service.http.routing.declared import declares
 from service.http.state import Shared, State
-from service.schemas.problems import documented
-from service.schemas.v2 import SHAPE, Live, ModelMetadata, ModelReady, Ready, ServerMetadata
+from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
 
 router = APIRouter(prefix="/v2", tags=[TAG])
 
@@ -34,23 +34,19 @@ async def _find_version(state: Shared, name: Name, version: Version) -> _Target:
 
 Found = Annotated[_Target, Depends(_find)]
 FoundVersion = Annotated[_Target, Depends(_find_version)]
-_METADATA: dict[str, Any] = {
-    "response_model": ModelMetadata,
-    "responses": documented(problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS, shape=SHAPE),
-}
-_READY: dict[str, Any] = {
-    "response_model": ModelReady,
-    "responses": documented(problems.UnknownModel, problems.NotReady, problems.Draining, shape=SHAPE),
-}
+_metadata = declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
+_readiness = declares("read", problems.UnknownModel, problems.NotReady, problems.Draining)
 
 
 @router.get("", response_model=ServerMetadata)
+@declares("read")
 async def server_metadata() -> ServerMetadata:
     """Name, version and protocol extensions of this server."""
     return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
 
 
-@router.get("/health/live", response_model=Live, responses=documented(problems.NotReady, shape=SHAPE))
+@router.get("/health/live", response_model=Live)
+@declares("open", problems.NotReady)
 async def live(state: Shared) -> Live:
     """The process is up, and can use its device."""
     lost = state.engine.device_lost()
@@ -59,9 +55,8 @@ async def live(state: Shared) -> Live:
     return Live(live=True)
 
 
-@router.get(
-    "/health/ready", response_model=Ready, responses=documented(problems.NotReady, problems.Draining, shape=SHAPE)
-)
+@router.get("/health/ready", response_model=Ready)
+@declares("open", problems.NotReady, problems.Draining)
 async def server_ready(state: Shared) -> Ready:
     """Preloads are done and the device worker answers."""
     ready, reason = state.engine.readiness()
@@ -70,25 +65,29 @@ async def server_ready(state: Shared) -> Ready:
     return Ready(ready=True)
 
 
-@router.get("/models/{name}", **_METADATA)
+@router.get("/models/{name}", response_model=ModelMetadata)
+@_metadata
 async def model_metadata(state: Shared, name: Name, target: Found) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
     return await _describe(state, name, target)
 
 
-@router.get("/models/{name}/versions/{version}", **_METADATA)
+@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
+@_metadata
 async def version_metadata(state: Shared, name: Name, target: FoundVersion) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
     return await _describe(state, name, target)
 
 
-@router.get("/models/{name}/ready", **_READY)
+@router.get("/models/{name}/ready", response_model=ModelReady)
+@_readiness
 async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
     """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
     return _ready(state, name, target)
 
 
-@router.get("/models/{name}/versions/{version}/ready", **_READY)
+@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady)
+@_readiness
 async def version_ready(state: Shared, name: Name, target: FoundVersion) -> ModelReady:
     """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
     return _ready(state, name, target)

@@ -23,11 +23,11 @@ from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.features import Timeout
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
+from service.http.routing.declared import declares
 from service.http.routing.route_cache import CachedRoute
 from service.http.state import State, state_of
-from service.schemas.problems import documented
 from service.schemas.v1 import MAX_NAME_LENGTH
-from service.schemas.v2 import SHAPE, InferRequest, InferResponse
+from service.schemas.v2 import InferRequest, InferResponse
 
 router = APIRouter(prefix="/v2", tags=[TAG], route_class=CachedRoute)
 
@@ -54,18 +54,22 @@ _INFER: dict[str, Any] = {
                 }
             },
         },
-        **documented(*MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, shape=SHAPE),
     },
 }
 
 
+_declares = declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, body="images")
+
+
 @router.post("/models/{name}/infer", **_INFER)
+@_declares
 async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
     return await _respond(request, name, metadata.VERSION, timeout)
 
 
 @router.post("/models/{name}/versions/{version}/infer", **_INFER)
+@_declares
 async def infer_version(request: Request, name: Name, version: Version, timeout: Timeout = None) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
     return await _respond(request, name, version, timeout)

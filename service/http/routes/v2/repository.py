@@ -18,10 +18,11 @@ from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, body, small_json
+from service.http.routing.declared import declares
 from service.http.state import Shared, State
-from service.schemas.problems import documented, invalid_body
+from service.schemas.problems import invalid_body
 from service.schemas.v1 import ExtractorSpec
-from service.schemas.v2 import SHAPE, IndexRequest, LoadRequest, ModelReady, RepositoryEntry
+from service.schemas.v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
 
 router = APIRouter(prefix="/v2/repository", tags=[TAG])
 
@@ -30,8 +31,8 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     "/index",
     response_model=list[RepositoryEntry],
     openapi_extra=body(IndexRequest, {"ready": True}, required=False),
-    responses=documented(problems.InvalidRequest, problems.BodyTooLarge, *LOOKUP_PROBLEMS, shape=SHAPE),
 )
+@declares("read", problems.InvalidRequest, problems.BodyTooLarge, *LOOKUP_PROBLEMS)
 async def repository_index(request: Request, state: Shared) -> Response:
     """List every extractor and model. A model is ready if its default weights are loaded.
 
@@ -54,8 +55,8 @@ async def repository_index(request: Request, state: Shared) -> Response:
     "/models/{name}/load",
     response_model=ModelReady,
     openapi_extra=body(LoadRequest, {"parameters": {"config": '{"weights": "random"}'}}, required=False),
-    responses=documented(*MAKING_PROBLEMS, problems.BodyTooLarge, problems.DeadlineExceeded, shape=SHAPE),
 )
+@declares("admin", *MAKING_PROBLEMS, problems.BodyTooLarge, problems.DeadlineExceeded)
 async def load(
     request: Request,
     state: Shared,
@@ -86,8 +87,8 @@ async def load(
 @router.post(
     "/models/{name}/unload",
     response_model=ModelReady,
-    responses=documented(problems.UnknownModel, problems.NotReady, shape=SHAPE),
 )
+@declares("admin", problems.UnknownModel, problems.NotReady)
 async def unload(state: Shared, name: Name) -> ModelReady:
     """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
 

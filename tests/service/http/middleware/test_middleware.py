@@ -3,10 +3,12 @@ import asyncio
 import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from service.engine.requests.admission import Admission
 from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit
 from service.http.middleware.request_context import RequestContext, request_id
+from service.http.routing.declared import DeclaredRoutes, declares
 from service.observability.metrics import Metrics
 
 
@@ -39,8 +41,16 @@ async def echo(scope, receive, send):
     await PlainTextResponse(f"{len(body)}")(scope, receive, send)
 
 
+ROUTES = DeclaredRoutes(
+    [
+        Route("/v1/models/{model}/features", declares("read", body="images")(echo), methods=["POST"]),
+        Route("/v1/extractors", declares("admin")(lambda request: None), methods=["POST"]),
+    ]
+)
+
+
 def limited(app, timeout=60.0, admission=None):
-    return BodyLimit(app, 10, timeout, admission or Admission(10, 1000))
+    return BodyLimit(app, ROUTES, 10, timeout, admission or Admission(10, 1000))
 
 
 def headers(sent):
@@ -103,7 +113,7 @@ def test_metrics_count_by_route_template():
     metrics = Metrics()
 
     async def routed(scope, receive, send):
-        scope["route"] = type("Route", (), {"path": "/v1/models/{model}"})()
+        scope["route"] = Route("/v1/models/{model}", echo)
         await echo(scope, receive, send)
 
     call(RequestContext(routed, metrics), scope())
@@ -173,7 +183,7 @@ def test_a_lingering_client_holds_no_reservation():
 @pytest.mark.parametrize("path", ["/v1/extractors", "/v2/repository/models/x/load", "/v1/nothing"])
 def test_only_images_may_be_large(path):
     limit = MAX_OTHER_BYTES + 10
-    app = BodyLimit(echo, limit, 60.0, Admission(10, 100 * limit))
+    app = BodyLimit(echo, ROUTES, limit, 60.0, Admission(10, 100 * limit))
     messages, _ = call(app, scope(content_length=str(limit)) | {"path": path}, [])
     assert messages[0]["status"] == 413
     messages, _ = call(app, scope() | {"path": path}, [bytes(limit - 20), b"x" * 20])

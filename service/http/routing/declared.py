@@ -1,0 +1,92 @@
+"""What each route declares: who may send its requests, the kind of its body, and its errors.
+
+Authorization, body limits and the OpenAPI document read the same declaration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
+
+from service.problems import Problem
+
+Access = Literal["open", "read", "admin"]
+Body = Literal["small", "images"]
+Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
+
+READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+
+_ATTRIBUTE = "__fxserve_declared__"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Declaration of a route.
+
+    Attributes:
+        access: who may send its requests: everyone, keys of any scope, or only those of scope admin.
+        errors: what it may answer, beside the problems of the middleware.
+        body: whether bodies may have images, or are small.
+    """
+
+    access: Access
+    errors: tuple[type[Problem], ...] = ()
+    body: Body = "small"
+
+
+_OPEN, _READ, _WRITE = Declared("open"), Declared("read"), Declared("admin")
+
+
+def declares(access: Access, *errors: type[Problem], body: Body = "small") -> Callable[[Endpoint], Endpoint]:
+    """Declare the route of the endpoint that this decorates; see :class:`Declared`."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        setattr(endpoint, _ATTRIBUTE, Declared(access, errors, body))
+        return endpoint
+
+    return declare
+
+
+class DeclaredRoutes:
+    """Finds the declaration of a request's route before it is routed.
+
+    Args:
+        routes: all routes of the application.
+
+    Raises:
+        TypeError: a route declares nothing.
+    """
+
+    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+        self._routes: list[tuple[re.Pattern[str], frozenset[str], Declared]] = []
+        self._by_operation: dict[tuple[str, str], Declared] = {}
+        for route in routes:
+            assert isinstance(route, Route)
+            declared = getattr(route.endpoint, _ATTRIBUTE, None)
+            if declared is None:
+                raise TypeError(f"the route {route.path} declares nothing")
+            methods = frozenset(route.methods or ())
+            self._routes.append((route.path_regex, methods, declared))
+            self._by_operation |= {(route.path_format, method): declared for method in methods}
+
+    def operation(self, path: str, method: str) -> Declared:
+        """The declaration of an operation of the OpenAPI document."""
+        return self._by_operation[path, method.upper()]
+
+    def find(self, scope: Scope) -> Declared:
+        """The declaration of a request's route. Where there is no route, requests that write need scope admin."""
+        method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
+        wanted = "GET" if method == "HEAD" else method
+        other = _READ if method in READ_METHODS else _WRITE
+        for regex, methods, declared in self._routes:
+            if regex.match(path):
+                if wanted in methods:
+                    return declared
+                if declared.access == "open":  # the method is not allowed, as everyone may know
+                    other = _OPEN
+        return other
