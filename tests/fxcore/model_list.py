@@ -15,8 +15,7 @@ ALL = [entry.name for entry in list_models("torchvision")]
 CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
-# One model of each family, small where there is a choice. The values of these are compared always, of the others
-# only where all are.
+# One model of each family, small where there is a choice. Exhaustive tests run over all of these.
 FAMILIES = frozenset(
     (
         "alexnet",
@@ -59,32 +58,30 @@ FAMILIES = frozenset(
     )
 )
 
-# Those of them whose values are compared always in any case, and which take seconds for each further test.
-SLOW = frozenset(
+# Of these, one of each kind of architecture that the tests tell apart, every test runs always.
+KINDS = frozenset(
     (
-        "fcn_resnet50",
-        "maxvit_t",
-        "mc3_18",
-        "mvit_v2_s",
-        "s3d",
-        "ssd300_vgg16",
-        "swin3d_t",
+        "convnext_tiny",
+        "densenet121",
+        "inception_v3",
+        "lraspp_mobilenet_v3_large",
+        "mobilenet_v3_small",
+        "quantized_mobilenet_v2",
+        "raft_small",
+        "resnet18",
+        "shufflenet_v2_x0_5",
+        "ssdlite320_mobilenet_v3_large",
         "swin_t",
-        "swin_v2_t",
-        "vgg11",
+        "vit_b_32",
     )
 )
 
-# Of these, every test runs always.
-FEW = frozenset(
-    ("inception_v3", "lraspp_mobilenet_v3_large", "raft_small", "resnet18", "ssdlite320_mobilenet_v3_large", "vit_b_32")
-)
 
-
-def each(names: Iterable[str], always: frozenset[str] = FAMILIES, turn: int | None = None) -> list[ParameterSet]:
+def each(names: Iterable[str], always: frozenset[str] = KINDS, turn: int | None = None) -> list[ParameterSet]:
     """A parameter for each of ``names``; those not in ``always`` are marked exhaustive.
 
-    ``turn``: of those, every fourth only, from this one on. Tests with another turn each share the rest of a family.
+    ``turn``: beside :data:`FAMILIES`, of those every fourth only, from this one on. Tests with another turn each share
+    the rest of a family.
     """
     names, kept = list(names), always | FAMILIES
     rest = [name for name in names if name not in kept]

@@ -18,7 +18,7 @@ from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_gra
 from fxcore.memory import give_back
 from fxcore.models.entry import weightless
 from fxcore.tracing.parts import DetectorParts, FlowParts
-from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FEW, FIXED_SIZE, LARGE, SLOW, SMALL, each, filled
+from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FIXED_SIZE, LARGE, SMALL, each, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ def test_there_are_at_least_the_models_of_torchvision_0_26() -> None:
     assert set(ALL) == set(torchvision.models.list_models())
 
 
-def test_one_of_each_family_is_always_tested() -> None:
+def test_one_of_each_family_is_tested() -> None:
     """A module of torchvision's is a family; int8 models are one."""
     modules = {name: torchvision.models.get_model_builder(name).__module__ for name in ALL}
     families = {
@@ -67,7 +67,7 @@ def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        *(pytest.param(*name.values, "random", marks=name.marks) for name in each(ALL, FAMILIES - SLOW)),
+        *(pytest.param(*name.values, "random", marks=name.marks) for name in each(ALL)),
         *(pytest.param(*name.values, "DEFAULT", marks=name.marks) for name in each(ALL, DIFFERENT, turn=0)),
     ],
 )
@@ -141,7 +141,7 @@ def test_raft_opens_both_encoders(name: str) -> None:
     assert {part.path for part in graph.untraceable} >= {"corr_block", "update_block"}
 
 
-@pytest.mark.parametrize("name", each(ALL, FEW, turn=1))
+@pytest.mark.parametrize("name", each(ALL, turn=1))
 def test_totals_agree_with_torch(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)
     model = entry.build_weightless()
@@ -154,7 +154,7 @@ def test_totals_agree_with_torch(name: str) -> None:
     assert graph.totals["flops"] == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", each(ALL, FAMILIES - SLOW, turn=2))
+@pytest.mark.parametrize("name", each(ALL, turn=2))
 def test_every_model_gives_features(name: str) -> None:
     """There are nodes to ask for, and every level is one of them, with its channels and stride."""
     graph = model_graph(name)

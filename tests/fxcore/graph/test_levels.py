@@ -9,7 +9,7 @@ from timm.models.efficientnet import _gen_mnasnet_b1
 from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from tests.fxcore.model_list import FAMILIES, each
+from tests.fxcore.model_list import each
 
 # torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
 # timm's copies of torchvision's; its own have other widths.
@@ -43,7 +43,7 @@ COUNTERPARTS = {
 }
 
 
-@pytest.mark.parametrize("name", each(COUNTERPARTS, FAMILIES - {"maxvit_t"}))
+@pytest.mark.parametrize("name", each(COUNTERPARTS))
 def test_channels_and_reductions_are_timms(name: str) -> None:
     counterpart = COUNTERPARTS[name]
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from fxcore import trace
 from fxcore.analysis.verify import verify
 from fxcore.models.catalog import get_model
 from fxcore.transforms import applied, fold_constants, fold_normalization, fuse_conv_bn, out_of_place
-from tests.fxcore.model_list import FAMILIES, SLOW, TRACEABLE, each, filled, small_input
+from tests.fxcore.model_list import TRACEABLE, each, filled, small_input
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 TOLERANCE = 1e-4
@@ -34,7 +34,7 @@ def tapped(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph).eval()
 
 
-@pytest.mark.parametrize("name", each(TRACEABLE, FAMILIES - SLOW | {"swin_t"}, turn=3))
+@pytest.mark.parametrize("name", each(TRACEABLE, turn=3))
 def test_values_stay(name: str) -> None:
     model = filled(name, shrink=True)
     traced = trace(model)
