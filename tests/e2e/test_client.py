@@ -133,6 +133,7 @@ def test_images_of_different_sizes(client, three):
     assert segmenter(three, pool="avg")["map"].shape == (3, 40)
 
 
+@pytest.mark.exhaustive
 def test_many_images_are_many_requests_at_a_time(server, extractor, three, expected):
     before = served(server)
     images = [three[n % 3] for n in range(40)]

@@ -113,6 +113,7 @@ def test_an_extractor_by_its_name(server, client, photos, expected):
     close(vectors(client.embeddings.create(model="last", input=data_url(photos["chelsea"]))), expected[:1])
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_the_class_token(client, photos, reference):
     response = client.embeddings.create(model="vit_b_32@random:encoder.ln", input=data_url(photos["chelsea"]))
     close(vectors(response), reference("vit_b_32", "encoder.ln", [photos["chelsea"]])[:, 0])

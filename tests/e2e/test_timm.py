@@ -64,6 +64,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del sys.modules["registered_for_tests"]
 
 
+@pytest.mark.exhaustive
 def test_every_crop_mode_is_timms_to_the_bit(
     registered: Path, start: Callable[..., Server], photos: dict[str, bytes]
 ) -> None:

@@ -61,7 +61,7 @@ def captioner() -> Captioner:
 IDS, IMAGE = torch.arange(10).view(2, 5), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v3_small, swin_v2_t])
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v3_small, pytest.param(swin_v2_t, marks=pytest.mark.exhaustive)])
 def test_the_values_of_torchvisions_extractor(build: Any) -> None:
     model, x = build().eval(), torch.rand(2, 3, 64, 64)
     names = get_graph_node_names(model)[1]
@@ -205,6 +205,7 @@ def test_export_of_several_inputs(captioner: Captioner) -> None:
     assert torch.allclose(program(*other)["out"], expected, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_export_of_what_trace_returns(captioner: Captioner, tmp_path: Path) -> None:
     traced = fxcore.trace(captioner.image)  # it has a single output, not a dict
     export_folder(traced, tmp_path / "alone", example_inputs=IMAGE)

@@ -99,6 +99,7 @@ def test_choose_a_model_open_a_module_and_look(open_server, visit):
     assert tab.complaints == []
 
 
+@pytest.mark.exhaustive
 def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, visit):
     page = visit(open_server.url).go()
     page.wait_for_selector(".results a")
@@ -131,6 +132,7 @@ def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, 
     shown(page, "C4", "mine.jpg")
 
 
+@pytest.mark.exhaustive
 def test_a_channel_that_is_far_down_can_be_chosen(open_server, visit):
     page = visit(open_server.url).go("m=resnet18&n=C3")
     channels = shown_channels(page)
@@ -145,6 +147,7 @@ def test_a_channel_that_is_far_down_can_be_chosen(open_server, visit):
     assert 0 <= stage["y"] < tile["y"] < 800  # what was chosen is seen, and where it was chosen
 
 
+@pytest.mark.exhaustive
 def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.4")
     shown_channels(page)
@@ -175,6 +178,7 @@ def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
     assert len(open_server.http.get("/v1/extractors").json()["extractors"]) >= 1
 
 
+@pytest.mark.exhaustive
 def test_a_link_shows_a_colleague_the_same(open_server, visit):
     fragment = "m=squeezenet1_1&w=random&n=features.6&o=features&v=channels&ch=17&p=coffee&s=number"
     page = visit(open_server.url).go(fragment)
@@ -188,6 +192,7 @@ def test_a_link_shows_a_colleague_the_same(open_server, visit):
     assert page.evaluate("location.hash") == f"#{fragment}"
 
 
+@pytest.mark.exhaustive
 def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
     tab = visit(open_server.url)
     page = tab.go("m=resnet18&n=layer3&v=mean")
@@ -306,6 +311,7 @@ def test_everybody_can_use_it(open_server, visit):
     check()
 
 
+@pytest.mark.exhaustive
 def test_only_what_is_visible_of_a_large_graph_is_drawn(open_server, visit):
     page = visit(open_server.url).go()
     drawn, boxes = page.evaluate(

@@ -151,6 +151,7 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
     until(page, "document.querySelector('.readout')?.textContent.startsWith('2, 5: ')")
 
 
+@pytest.mark.exhaustive
 def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
     node = f"{BLOCK}.attn.attention"
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p2=rocket")
@@ -252,6 +253,7 @@ def test_a_slow_response_is_cancelled_and_requested_again(open_server, visit):
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")[0])
 
 
+@pytest.mark.exhaustive
 def test_a_photo_is_pasted(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
     shown_channels(page)
@@ -302,6 +304,7 @@ def test_fingers_choose_drag_and_pinch(open_server, visit):
     assert "n=layer2" not in page.evaluate("location.hash")
 
 
+@pytest.mark.exhaustive
 def test_a_transformer_without_levels_begins_at_its_last_map(open_server, visit):
     page = visit(open_server.url).go()
     first = page.evaluate(

@@ -152,6 +152,7 @@ def test_the_folder_says_how_to_use_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=600)
 
 
+@pytest.mark.exhaustive
 def test_a_transformed_extractor_keeps_its_transform(tmp_path: Path) -> None:
     extractor = make("resnet18", {"C2": "C2"})
     fused = Extractor(

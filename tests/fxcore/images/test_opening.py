@@ -41,6 +41,7 @@ def encoded(image: PIL.Image.Image, format: str) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_imports_fxcore_keeps_its_limit_and_its_filters() -> None:
     done = subprocess.run([sys.executable, "-c", _HOST], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -99,6 +99,7 @@ def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> N
         quantize(extractor.module, rows, keep=["layer9"])
 
 
+@pytest.mark.exhaustive
 def test_the_original_and_other_threads_notice_nothing(small: tuple[Extractor, list[Inputs]]) -> None:
     """Nothing is traced again, which would patch nn.Module for every thread."""
     extractor, rows = small

@@ -21,6 +21,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import WeightsUnavailable
 from tests.fxcore.conftest import OwnEntry, Put
+from tests.fxcore.model_list import each
 
 SMALL = "shufflenet_v2_x0_5"
 
@@ -77,7 +78,7 @@ CACHED = {
 }
 
 
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", each(CACHED, frozenset(("resnet18", "mnasnet0_5"))))
 def test_cached_weights_give_torchvisions_features(name: str, put: Put) -> None:
     entry = get_model(name)
     assert entry.default_weights is not None
@@ -136,6 +137,7 @@ def test_auxiliary_heads_and_transform_input(name: str, node: str, size: int, pu
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_backbones_with_frozen_batch_norms(name: str, weights: str, arguments: dict[str, Any], put: Put) -> None:
     """torchvision builds these detectors with frozen batch norms; ours are ordinary ones in eval mode."""
     state = drawn(torchvision.models.get_model_builder(name), weights_backbone=None, **arguments)
@@ -354,7 +356,8 @@ def in_wrappers(model: nn.Module) -> dict[str, Mapping[str, Any]]:
 @pytest.mark.parametrize(
     "wrapper", ["DataParallel", "torch.compile", "both", "AveragedModel", "Lightning", "Lightning and torch.compile"]
 )
-@pytest.mark.parametrize("name", ["squeezenet1_1", "mnasnet0_5"])  # mnasnet converts old keys by their versions
+# mnasnet converts old keys by their versions.
+@pytest.mark.parametrize("name", each(["squeezenet1_1", "mnasnet0_5"], frozenset(["squeezenet1_1"])))
 def test_checkpoints_of_wrapped_models(name: str, wrapper: str, tmp_path: Path) -> None:
     torch.manual_seed(2)
     trained = torchvision.models.get_model(name)

@@ -174,6 +174,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_tracing_beside_inference() -> None:
     """HAZARDS 6: while 20 models are traced, another thread infers. Its answers stay the same, bit for bit, and the
     traces record nothing of it."""

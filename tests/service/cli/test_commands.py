@@ -306,6 +306,7 @@ def test_serve_reports_a_port_in_use() -> None:
     assert "address already in use" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_server_processes_say_that_they_live_before_they_import_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

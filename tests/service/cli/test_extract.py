@@ -98,6 +98,7 @@ def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path:
         assert file.get_tensor("C5").shape == (1, 512, 3, 3)
 
 
+@pytest.mark.exhaustive
 def test_models_of_ones_own(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/models.toml").write_text(
@@ -126,6 +127,7 @@ def test_models_of_ones_own(files: list[Path], tmp_path: Path, monkeypatch: pyte
         register({})
 
 
+@pytest.mark.exhaustive
 def test_a_detectors_values_do_not_depend_on_the_other_images(files: list[Path], tmp_path: Path) -> None:
     # Alone the second photo is padded to 480 pixels, in a batch with the first to 512.
     common = ["--model", "fasterrcnn_mobilenet_v3_large_320_fpn", "--weights", "random", "--nodes", "C4"]

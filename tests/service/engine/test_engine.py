@@ -285,6 +285,7 @@ async def test_bad_tensors_are_refused(engine: MakeEngine) -> None:
                 await running.features(record, tensors)
 
 
+@pytest.mark.exhaustive
 async def test_a_size_the_model_does_not_take(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "vit_b_16", ["encoder"])
@@ -298,6 +299,7 @@ async def test_a_size_the_model_does_not_take(engine: MakeEngine) -> None:
             await running.features(await built(running), {"x": torch.zeros(1, 3, 64, 64)}, FeatureOptions(pool="cls"))
 
 
+@pytest.mark.exhaustive
 async def test_video_models_take_clips(engine: MakeEngine) -> None:
     clips = torch.randint(0, 256, (2, 4, 120, 160, 3), dtype=torch.uint8)
     async with engine() as running:

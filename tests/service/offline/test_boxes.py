@@ -90,6 +90,7 @@ def test_rows_are_the_regions_of_the_whole_maps(
     }
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_and_other_boxes_are_refused(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

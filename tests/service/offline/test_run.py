@@ -47,6 +47,7 @@ def begin(root: Path, out: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_limits_and_stores_of_a_server_are_not_those_of_a_run(folder: Callable[..., Path], tmp_path: Path) -> None:
     """Each of three images is computed by itself after the batch fails, over what a server of two would take."""
     root, out, store = folder(3), tmp_path / "out", tmp_path / "store"

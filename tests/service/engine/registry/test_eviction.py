@@ -106,6 +106,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
             assert record.outputs
 
 
+@pytest.mark.exhaustive
 async def test_graphs_are_kept_under_the_budget(
     engine: MakeEngine, no_graphs: None, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def test_maps_are_the_weights_that_the_model_uses(
         ("swin_t", "features.1.1.attn.attention"),
     ],
 )
+@pytest.mark.exhaustive
 def test_the_transform_brings_the_nodes_and_changes_no_other(client: Any, model: str, node: str) -> None:
     ordinary = node.replace(".self_attention.attention", ".ln").replace(".attn.attention", ".norm1")
     spec = {"model": model, "weights": "random", "backend": "eager"}

@@ -171,6 +171,7 @@ def test_an_embedding_is_the_class_token(client):
 
 
 @pytest.mark.parametrize("model", ["timm.vit_wee_patch16_reg1_gap_256", "timm.naflexvit_base_patch16_gap"])
+@pytest.mark.exhaustive
 def test_registers_are_neither_a_class_token_nor_averaged(client, model):
     path = f"/v1/models/{model}/features?nodes=norm&weights=random"
     headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}

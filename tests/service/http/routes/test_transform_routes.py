@@ -63,6 +63,7 @@ def test_a_transformed_extractor_says_how_far_it_is_and_gives_the_same_values(cl
     assert 'getattr(self.layer1, "0").bn1(' in code
 
 
+@pytest.mark.exhaustive
 def test_int8_on_eager_says_what_each_layer_costs_and_keeps_the_named_ones_in_float(client):
     int8 = {"precision": "int8", "return_nodes": ["C2"]}
     float32 = client.post("/v1/extractors", json=spec(return_nodes=["C2"])).json()

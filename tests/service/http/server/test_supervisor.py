@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import until
 
@@ -74,6 +75,7 @@ class Processes:
         return found
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) -> None:
     server = Processes(tmp_path)
     try:
