@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
-from fxcore.int8.report import LayerError, Simulation
+from fxcore.int8.report import LayerError, layer_errors
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.transforms.base import fork, require_eval
 from fxcore.transforms.keep_float import KEPT
@@ -93,7 +93,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
         with explain_mismatch(module, tuple(batches[0])):
             made, roundings = converted(module, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"
-        layers = Simulation(module, few, roundings, per_channel).layers()
+        layers = layer_errors(module, few, roundings, per_channel)
     except FxError:
         raise
     except Exception as error:  # graph mode raises all kinds

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.verify import flat, verify
+from fxcore.analysis.verify import verify
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.tracing.interpreter import Interpreter
@@ -81,58 +81,40 @@ class Rounding:
         return (integers - self.zero_point) * self.scale
 
 
-class Simulation:
-    """A simulated int8 model. It shares the weights of the module, which does not change.
+def layer_errors(
+    module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
+) -> list[LayerError]:
+    """The error of each layer that is rounded, the largest first.
 
     Args:
-        module: in eval mode, float32.
+        module: in eval mode, float32. It does not change.
         rows: inputs to measure errors on, a few rows.
         roundings: of inputs and of the value of each int8 layer, by public name.
         per_channel: whether weights have a scale per output channel, or one per tensor.
     """
-
-    def __init__(
-        self, module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
-    ) -> None:
-        self._graph = inline_leaves(fork(module))
-        self._rows = rows
-        self._roundings = roundings
-        self._per_channel = per_channel
-        floats = _Values(self._graph)
-        with torch.no_grad():
-            self._expected = flat(floats.run(*rows))
-        self._floats = floats.values
-
-    def layers(self) -> list[LayerError]:
-        """The error of each layer that is rounded, the largest first."""
-        alone = _Rounded(self._graph, self._roundings, self._per_channel, self._floats, alone=True)
-        together = _Rounded(self._graph, self._roundings, self._per_channel, self._floats, alone=False)
-        with torch.no_grad():
-            alone.run(*self._rows)
-            together.run(*self._rows)
-        layers = [
-            LayerError(
-                name=name,
-                sqnr=-20 * math.log10(errors.relative) if errors.relative else math.inf,
-                relative=errors.relative,
-                cosine=errors.cosine,
-                accumulated=together.errors[name].relative,
-            )
-            for name, errors in alone.errors.items()
-        ]
-        return sorted(layers, key=lambda layer: layer.sqnr)
-
-    def cosine(self, kept: Collection[str]) -> float:
-        """The smallest cosine similarity of an output to its float value, with the layers ``kept`` in float."""
-        roundings = {name: rounding for name, rounding in self._roundings.items() if name not in kept}
-        rounded = _Rounded(self._graph, roundings, self._per_channel, self._floats, alone=False)
-        with torch.no_grad():
-            values = flat(rounded.run(*self._rows))
-        return verify(lambda: self._expected, lambda: values, ()).cosine
+    graph = inline_leaves(fork(module))
+    floats = _Values(graph)
+    with torch.no_grad():
+        floats.run(*rows)
+        alone = _Rounded(graph, roundings, per_channel, floats.values, alone=True)
+        alone.run(*rows)
+        together = _Rounded(graph, roundings, per_channel, floats.values, alone=False)
+        together.run(*rows)
+    layers = [
+        LayerError(
+            name=name,
+            sqnr=-20 * math.log10(errors.relative) if errors.relative else math.inf,
+            relative=errors.relative,
+            cosine=errors.cosine,
+            accumulated=together.errors[name].relative,
+        )
+        for name, errors in alone.errors.items()
+    ]
+    return sorted(layers, key=lambda layer: layer.sqnr)
 
 
-def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> Simulation:
-    """Simulate ``module`` in int8, with ranges from the minima and maxima over ``calibration``.
+def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> list[LayerError]:
+    """The error of each layer of ``module`` in int8, the largest first; ranges are those of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
     :func:`~fxcore.transforms.keep_float.keep_float`.
@@ -146,9 +128,8 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
     <...>
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
-    >>> found = simulated(trace(model), [(torch.rand(1, 3, 8, 8),) for _ in range(4)])
-    >>> sorted(layer.name for layer in found.layers()), found.cosine(kept=["0", "2"]) > found.cosine(kept=[])
-    (['0', '2'], True)
+    >>> sorted(layer.name for layer in simulated(trace(model), [(torch.rand(1, 3, 8, 8),) for _ in range(4)]))
+    ['0', '2']
     """
     private = inline_leaves(fork(module))
     graph: fx.Graph = private.graph
@@ -171,7 +152,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
                     before = ranges.get(name, (least, most))
                     ranges[name] = min(least, before[0]), max(most, before[1])
     few = tuple(torch.cat(parts) for parts in zip(*calibration[:rows], strict=True))
-    return Simulation(module, few, {name: Rounding.between(*ends) for name, ends in ranges.items()})
+    return layer_errors(module, few, {name: Rounding.between(*ends) for name, ends in ranges.items()})
 
 
 def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:

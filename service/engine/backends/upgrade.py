@@ -17,20 +17,17 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from fxcore.backends import BACKENDS, Backend, Lowered, LoweringFailed, faster_than_eager
+from fxcore.backends import Backend, Lowered, LoweringFailed, faster_than_eager
 from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
 from service.engine.backends.choice import chosen_backend, has_copy, has_place
 from service.engine.backends.fallback import OneSize
-from service.engine.backends.int8_advice import KeepFloatSearch, shown, simulation
+from service.engine.backends.int8_advice import int8_refusal, shown, simulation
 from service.engine.backends.lowering import Lowering
 from service.engine.backends.search import Search
 from service.engine.backends.trials import Trials
@@ -153,7 +150,7 @@ class Upgrades:
             raise BackendRefused(detail, backend.name, instead) from error
         if not candidate.agrees:
             if spec.precision == "int8":
-                raise await self._too_far(record, extractor, candidate, reference, lowered)
+                raise await self._too_far(record, extractor, candidate, lowered)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
         candidate.state = CandidateState.SERVING
@@ -196,8 +193,7 @@ class Upgrades:
     async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
         """Measure what each layer loses in int8, unless the backend reports it itself."""
         try:
-            made = await in_pool(self._background, simulation, record, extractor, self._settings.calibration_dir)
-            layers = await in_pool(self._background, made.layers)
+            layers = await in_pool(self._background, simulation, record, extractor, self._settings.calibration_dir)
             if record.checks is not None:
                 record.checks = record.checks | shown(layers)
         except Exception:
@@ -205,27 +201,13 @@ class Upgrades:
         return candidate
 
     async def _too_far(
-        self, record: ExtractorRecord, extractor: Extractor, far: Candidate, reference: Reference, lowered: Lowered
+        self, record: ExtractorRecord, extractor: Extractor, far: Candidate, lowered: Lowered
     ) -> BackendRefused:
-        """The error for a spec whose int8 is too far from float32.
-
-        It names nodes to keep in float, if there are some; searching for them may take as long as lowering.
-        """
-
-        async def attempt(module: fx.GraphModule) -> Candidate:
-            changed = replace(extractor, module=module)
-            kept, _ = await self._lowering.lower(record, changed, BACKENDS["eager"], self._foreground)
-            found = Candidate("eager")
-            await self._trials.compare(found, reference, kept)
-            return found
-
-        made = await in_pool(self._foreground, simulation, record, extractor, self._settings.calibration_dir)
-        layers = lowered.layers if isinstance(lowered, EagerInt8) else await in_pool(self._foreground, made.layers)
-        search = KeepFloatSearch(extractor.module, made, layers)
-        if BACKENDS["eager"].unavailable(self._device, "int8") is None:
-            with suppress(PassFailed, LoweringFailed):
-                await search.run(attempt)
-        return search.refusal(record.spec, far)
+        """The error for a spec whose int8 is too far from float32."""
+        if isinstance(lowered, EagerInt8):
+            return int8_refusal(far, lowered.layers)
+        folder = self._settings.calibration_dir
+        return int8_refusal(far, await in_pool(self._foreground, simulation, record, extractor, folder))
 
     def used(self, record: ExtractorRecord, images: int) -> None:
         """Count a request that ``record`` answered, and search for a faster backend if it has answered enough and there
