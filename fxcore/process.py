@@ -1,6 +1,6 @@
 """Work on a module in a child process.
 
-torch.export and torch.jit.trace patch ``nn.Module`` and torch's dispatcher for the whole process while they trace, so
+torch.export patches ``nn.Module`` and torch's dispatcher for the whole process while it traces, so
 that modules in other threads fail; and they hold the GIL for seconds.
 """
 
@@ -32,7 +32,6 @@ _CHILD_THREADS = 16
 """Threads that must be available to start a child: OpenVINO spins forever if it cannot start its threads."""
 
 _FILE = "module.pt"
-_INT8 = "int8"
 """Name of an empty file that marks a module with torch's int8 layers."""
 
 
@@ -45,8 +44,6 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     # Tensors and code, from which the other process makes an ordinary module without tracing.
     _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
-    if holds_int8(module):
-        (folder / _INT8).touch()
 
 
 def holds_int8(module: nn.Module) -> bool:
@@ -58,10 +55,6 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Load and delete the files of :func:`save_module`: returns the module, in eval mode on the CPU, and the tensors
     beside it."""
     file = folder / _FILE
-    if (folder / _INT8).exists():
-        from fxcore.int8.graph_mode import let_int8_convolutions_load  # imports torch.ao
-
-        let_int8_convolutions_load()
     # Safe to unpickle: the parent process wrote it to a private folder.
     saved = torch.load(file, weights_only=False, map_location="cpu")
     file.unlink()

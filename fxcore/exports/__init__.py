@@ -1,4 +1,4 @@
-"""Export extractors to files that run without this package: Python, torch.export, ONNX, OpenVINO, TorchScript.
+"""Export extractors to files that run without this package: Python, torch.export, ONNX, OpenVINO.
 
 Exports take any number of rows; their outputs have the extractor's keys, in its order.
 """
@@ -41,10 +41,9 @@ class ExportFormat:
         media_type: of the file.
         packages: distributions that are needed to write it, beside torch.
         named_outputs: whether the format names outputs, each of which must be a distinct tensor.
-        int8: whether it can contain torch's int8 layers.
 
     >>> [name for name, format in FORMATS.items() if not format.packages]
-    ['fx', 'torch_export', 'torchscript']
+    ['fx', 'torch_export']
     """
 
     name: str
@@ -52,7 +51,6 @@ class ExportFormat:
     media_type: str
     packages: tuple[str, ...] = ()
     named_outputs: bool = False
-    int8: bool = False
 
 
 FORMATS = {
@@ -62,7 +60,6 @@ FORMATS = {
         ExportFormat("torch_export", ".pt2", "application/octet-stream"),
         ExportFormat("onnx", ".onnx", "application/octet-stream", ("onnx", "onnxscript"), named_outputs=True),
         ExportFormat("openvino", ".zip", "application/zip", ("openvino",), named_outputs=True),
-        ExportFormat("torchscript", ".pt", "application/octet-stream", int8=True),
     )
 }
 """By name. ``fx`` and ``openvino`` are zips of several files."""
@@ -127,8 +124,7 @@ def export(
         subject = subject_of(extractor, example_inputs)
     except CannotExport as error:
         raise CannotExport(error.detail, format=format) from None
-    if not found.int8:
-        require_float(subject, format)
+    require_float(subject, format)
     try:
         if format == "fx":
             return folder_zip(subject)

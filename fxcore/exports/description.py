@@ -21,7 +21,7 @@ class ExportUnavailable(FxError):
 
 
 def require_float(subject: Subject, format: str) -> None:
-    """Check that ``subject`` has no torch int8 layers, which only TorchScript can contain.
+    """Check that ``subject`` has no torch int8 layers, which no format can contain.
 
     Raises:
         CannotExport: it has.
@@ -29,7 +29,7 @@ def require_float(subject: Subject, format: str) -> None:
     if holds_int8(subject.module):
         raise CannotExport(
             f"this extractor of {subject.name} computes in torch's own int8, which {format} cannot "
-            "express; export it as torchscript, or export an extractor in float32",
+            "express; export an extractor in float32",
             format=format,
         )
 

@@ -13,13 +13,11 @@ from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino
 from fxcore.exports.program import export_program
 from fxcore.exports.subject import CannotExport
-from fxcore.exports.torchscript import export_torchscript
 
 WRITERS = {
     "torch_export": export_program,
     "onnx": export_onnx,
     "openvino": export_openvino,
-    "torchscript": export_torchscript,
 }
 
 

@@ -1,8 +1,8 @@
 """Quantization by torch.ao's FX graph mode. No other module imports torch.ao.
 
-Only :mod:`fxcore.int8.quantize` imports it, and processes that load quantized modules, where :mod:`fxcore.torch_ao`
-says that torch.ao is available. Graph mode works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on
-ResNets ("Input partition has more than one output node"), and without a compiler is slower than float32.
+Only :mod:`fxcore.int8.quantize` imports it, where :mod:`fxcore.torch_ao` says that torch.ao is available. Graph mode
+works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on ResNets ("Input partition has more than one
+output node"), and without a compiler is slower than float32.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.ao.nn.quantized.modules.conv import _ConvNd
+from torch import Tensor, fx
 from torch.ao.quantization import FixedQParamsObserver, ObserverBase, QConfigMapping, get_default_qconfig_mapping
 from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
@@ -73,17 +72,6 @@ def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
     scale, zero_point = observer.calculate_qparams()  # type: ignore[no-untyped-call]
     found: Any = observer
     return Rounding(float(scale), int(zero_point), found.quant_min, found.quant_max)
-
-
-def let_int8_convolutions_load() -> None:
-    """Patch torch's int8 convolutions, which set attributes when unpickled without ``nn.Module.__init__``: call it."""
-    fill = _ConvNd.__setstate__
-
-    def module_first(self: Any, state: Any) -> None:
-        nn.Module.__init__(self)
-        fill(self, state)
-
-    _ConvNd.__setstate__ = module_first  # type: ignore[method-assign]
 
 
 def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tuple[fx.GraphModule, set[str]]:

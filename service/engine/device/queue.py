@@ -5,7 +5,7 @@ have one shape. :class:`Queue` has a queue for each (extractor, shape, dtype) an
 free, the largest batch of the one whose first item has waited longest.
 
 Each extractor has batches of its own, even where several share a model: a batch each is faster than one batch over the
-union of their nodes (``benchmarks/union.py``). The union computes every node for every row, and it would have to be
+union of their nodes (``benchmarks/results``). The union computes every node for every row, and it would have to be
 lowered and checked for each combination of extractors. Extractors over one model share its weights.
 """
 

@@ -22,7 +22,7 @@ from service.http.state import Shared, State
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
-Format = Literal["fx", "torch_export", "onnx", "openvino", "torchscript"]
+Format = Literal["fx", "torch_export", "onnx", "openvino"]
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -59,9 +59,8 @@ async def download(
         Format,
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
-            "`openvino`: a zip with the IR; `torchscript`, which torch has deprecated. All run without this service "
-            "and take any number of images. An int8 extractor can be exported only in the format of its backend: "
-            "`openvino`, or `torchscript` for eager.",
+            "`openvino`: a zip with the IR. All run without this service and take any number of images. An int8 "
+            "extractor can be exported only as `openvino`, where that is its backend.",
             examples=["onnx"],
         ),
     ] = "fx",
@@ -84,7 +83,7 @@ async def download(
 def _export(
     state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
 ) -> bytes:
-    """Export the int8 graph if eager serves one, else the extractor itself.
+    """Export the extractor; torch's int8 graph, if eager serves one, is refused.
 
     Raises:
         CannotExport: ``format`` cannot hold the int8 model in use.
