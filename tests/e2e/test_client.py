@@ -121,6 +121,7 @@ def test_options(extractor, three, expected):
     assert (torch.from_numpy(pooled) - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_images_of_different_sizes(client, three):
     segmenter = client.extractor("lraspp_mobilenet_v3_large", {"backbone.4": "map"}, weights="random")
     three = [three[0], PIL.Image.open(io.BytesIO(three[0])).rotate(90, expand=True), three[2]]
@@ -174,6 +175,7 @@ def test_it_waits_for_a_busy_server(start, three):
             hasty(three * 4)
 
 
+@pytest.mark.exhaustive
 def test_the_timeout_reaches_the_server(server, client, three):
     extractor = client.extractor("wide_resnet50_2", ["C5"], weights="random")
     with Client(server.url, timeout=0.2) as hasty, pytest.raises(exceptions.DeadlineExceeded) as caught:
@@ -242,6 +244,7 @@ def test_connection_refused():
         client.models()
 
 
+@pytest.mark.exhaustive
 def test_threads_share_a_client(extractor, three, expected):
     results = []
     threads = [threading.Thread(target=lambda: results.append(extractor(three))) for _ in range(4)]
@@ -287,6 +290,7 @@ def test_a_cancelled_call_ends_at_once(server, three):
     asyncio.run(main())
 
 
+@pytest.mark.exhaustive
 def test_regions(client, three):
     """Over several requests, some of which have no box; as each image alone."""
     extractor = client.extractor("resnet18", {"layer3": "C4"}, weights="random")

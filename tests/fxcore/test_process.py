@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,7 @@ def running(process: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     making = tmp_path / "making"

@@ -18,6 +18,7 @@ def run(code: str, **variables: str) -> str:
     ).stdout
 
 
+@pytest.mark.exhaustive
 def test_the_environment_of_programs_that_use_ours_stays() -> None:
     code = "import os; before = dict(os.environ); import fxcore, service.client; print(dict(os.environ) == before)"
     assert run(code) == "True\n"

@@ -15,6 +15,8 @@ from fxcore.errors import UnknownNode
 from fxcore.models.user_models import UserEntry, read_models
 from fxcore.photos import photos
 
+pytestmark = pytest.mark.exhaustive
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hugging_face"
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 

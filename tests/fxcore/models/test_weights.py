@@ -172,6 +172,7 @@ def test_a_vit_is_built_for_the_size_of_its_weights(put: Put) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_int8_weights(put: Put) -> None:
     """Every node of the int8 model, as the numbers that its integers stand for.
 

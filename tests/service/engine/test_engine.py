@@ -191,6 +191,7 @@ async def test_images_of_different_sizes(engine: MakeEngine, arrays: dict[str, n
         assert_close(row, alone.outputs[key][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 async def test_a_detector_pads_to_the_largest(
     engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]
 ) -> None:

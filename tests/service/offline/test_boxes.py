@@ -70,6 +70,7 @@ def assert_right(found: Found, wanted: dict[str, Any], reference: Callable[..., 
             np.testing.assert_allclose(actual, right, rtol=1e-3, atol=1e-4 * np.abs(right).max(), err_msg=path)
 
 
+@pytest.mark.exhaustive
 def test_rows_are_the_regions_of_the_whole_maps(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

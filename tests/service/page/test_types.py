@@ -9,6 +9,7 @@ import pytest
 TYPESCRIPT = "typescript@5.9"
 
 
+@pytest.mark.exhaustive
 def test_the_scripts_are_typed():
     npx = shutil.which("npx")
     if npx is None:

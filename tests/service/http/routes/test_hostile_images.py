@@ -28,7 +28,7 @@ def usual(small):
     return response.json()["outputs"]
 
 
-@pytest.mark.parametrize("preprocess", ["default", "fast"])
+@pytest.mark.parametrize("preprocess", ["default", pytest.param("fast", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_right_features_or_clear_error(small, usual, name, preprocess):
     make, expected = HOSTILE[name]

@@ -192,6 +192,7 @@ def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client
         assert np.array_equal(found, wanted.ravel())
 
 
+@pytest.mark.exhaustive
 def test_the_list_of_models_that_are_served_holds_for_ones_own(
     folder: Path, make_client: Callable[..., Client]
 ) -> None:

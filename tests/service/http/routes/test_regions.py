@@ -86,6 +86,7 @@ def test_tokens_on_their_grid(client, photos, reference):
     close(response["encoder.ln"], roi_align(maps, rois, 7, spatial_scale=1 / 32, aligned=True))
 
 
+@pytest.mark.exhaustive
 def test_letterboxed_images_of_a_detector(client, photos):
     """Of different sizes, padded to one."""
     response = tensors(ask(client, "fasterrcnn_mobilenet_v3_large_320_fpn", "C4", body(photos)))
@@ -259,6 +260,7 @@ def test_boxes_that_would_hold_up_the_device(client, photos):
     assert "coarser level" in response.json()["detail"]
 
 
+@pytest.mark.exhaustive
 def test_patches_of_14_pixels(tmp_path, make_client, photos):
     """Registers and a class token before the grid, and a stride that is no power of two."""
     (tmp_path / "models.toml").write_text(
