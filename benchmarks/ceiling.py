@@ -21,16 +21,16 @@ import photos
 import torch
 
 from fxcore.pooling import pool
-from service.engine import Engine, ExtractorRecord
+from service.engine import Engine
 from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_with, run_at_low_priority
-from service.engine.requests.jpeg_groups import FEWEST, MOST
+from service.engine.runtime import Runtime
 from service.garbage import release
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
 
-async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
+async def runtime_of(spec: ExtractorSpec, settle: float) -> Runtime:
     """Build an extractor and wait up to ``settle`` seconds for its lowering."""
     engine = Engine(Settings())
     await engine.start()
@@ -39,24 +39,18 @@ async def record_of(spec: ExtractorSpec, settle: float) -> ExtractorRecord:
         raise SystemExit(f"the extractor cannot be built: {record.problem}")
     with suppress(TimeoutError):
         async with asyncio.timeout(settle):
-            await engine.settle(record)
-    return record
+            await engine.settle(record.runtime)
+    return record.runtime
 
 
 class Ceiling:
-    """One extractor, with ``decoders`` decoding threads and ``threads`` compute threads.
+    """One extractor, with ``decoders`` decoding threads and ``threads`` compute threads."""
 
-    ``together`` decodes several JPEG files in one call, on CUDA.
-    """
-
-    def __init__(
-        self, record: ExtractorRecord, files: list[bytes], pooled: bool, decoders: int, threads: int, together: bool
-    ) -> None:
-        self.record = record
-        self.together = record.jpeg_batches if together else None
+    def __init__(self, runtime: Runtime, files: list[bytes], pooled: bool, decoders: int, threads: int) -> None:
+        self.runtime = runtime
         self.files = cycle(files)
         self.pooled = pooled
-        self.staging = Staging(torch.device(record.device))
+        self.staging = Staging(torch.device(runtime.description.device))
         self.pool = ThreadPoolExecutor(decoders, initializer=run_at_low_priority)
         compute_with(threads)
 
@@ -87,20 +81,15 @@ class Ceiling:
 
     def _decode(self, size: int) -> Callable[[], list[torch.Tensor]]:
         files = list(islice(self.files, size))
-        if self.together is not None:
-            groups = [files[start : start + MOST] for start in range(0, size, MOST)]
-            work = [self.pool.submit(self.together.rows, group) for group in groups]
-            return lambda: [part.result() for part in work]
-        alone = [self.pool.submit(self.record.decoder.image, data) for data in files]
-        return lambda: [row.result()[None] for row in alone]
+        rows = [self.pool.submit(self.runtime.description.decoder.image, data) for data in files]
+        return lambda: [row.result()[None] for row in rows]
 
     def _compute(self, parts: list[torch.Tensor]) -> None:
-        run = self.record.run
-        assert run is not None
+        description = self.runtime.description
         with torch.inference_mode():
-            inputs = self.staging.inputs([(part,) for part in parts], self.record.decoder, self.record.dtype)
-            outputs = run(*inputs)
-            for info in self.record.outputs:
+            inputs = self.staging.inputs([(part,) for part in parts], description.decoder, description.dtype)
+            outputs = self.runtime.run(*inputs)
+            for info in self.runtime.outputs:
                 value = outputs[info.key]
                 (pool(value, info.layout, "avg", info.prefix) if self.pooled else value).cpu()
 
@@ -113,24 +102,23 @@ def main() -> None:
     parser.add_argument("--pooled", action="store_true", help="pool the outputs")
     parser.add_argument("--latency", action="store_true", help="measure latency of single images instead of throughput")
     options = parser.parse_args()
-    record = asyncio.run(record_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
+    runtime = asyncio.run(runtime_of(ExtractorSpec.model_validate_json(options.spec), options.settle))
     settings = Settings()
     every = settings.compute_threads
-    on_cuda = record.jpeg_batches is not None
+    on_cuda = runtime.description.device != "cpu"
     sizes = (1,) if options.latency else (1, 4, 8, 16, 32, *((128,) if on_cuda else ()))
 
-    def measure(setup: tuple[int, int, int, bool]) -> float:
+    def measure(setup: tuple[int, int, int]) -> float:
         """Measure images/s."""
-        size, decoders, threads, together = setup
-        ceiling = Ceiling(record, photos.jpegs(), options.pooled, decoders, threads, together)
+        size, decoders, threads = setup
+        ceiling = Ceiling(runtime, photos.jpegs(), options.pooled, decoders, threads)
         return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
     splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
-    setups = [(size, *split, False) for split in splits for size in sizes]
-    setups += [(size, *split, True) for split in splits for size in sizes if on_cuda and size >= FEWEST]
+    setups = [(size, *split) for split in splits for size in sizes]
     best = max(setups, key=measure)
-    how = "batch {}, {} decoding, {} computing".format(*best) + (", decoded together" if best[3] else "")
-    print(json.dumps({"backend": record.backend, "how": how}), flush=True)
+    how = "batch {}, {} decoding, {} computing".format(*best)
+    print(json.dumps({"backend": runtime.backend, "how": how}), flush=True)
     # Measured again: the best of many measurements is biased upwards.
     for _ in sys.stdin:
         print(json.dumps(measure(best)), flush=True)

@@ -157,7 +157,7 @@ class Settings(BaseSettings):
         default="default",
         description="What `preprocess=default` means: `default`, the weights' own transform of the tensor that "
         "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, but large JPEG files are decoded "
-        "at half or quarter size, and on CUDA runs of JPEG files by nvJPEG, with less exact colours.",
+        "at half or quarter size, with less exact colours.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Maximum pixels of an image.")
     max_response_bytes: int = Field(

@@ -65,7 +65,12 @@ class Lowered(Protocol):
 
     def storages(self) -> dict[int, int]:
         """Bytes of the storages that it holds beside those of the original module, by address: storages that two
-        lowered modules share have one address."""
+        lowered modules share have one address. They stay the same as long as it is used."""
+        ...
+
+    @property
+    def grown(self) -> int:
+        """Bytes that it has come to hold since it was lowered, beside :meth:`storages`."""
         ...
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.backend import Inputs, Options, lowering, storages_of
+from fxcore.backends.backend import Inputs, Options, lowering
 from fxcore.backends.eager import EagerModule
 
 LARGEST = 64
@@ -61,9 +61,13 @@ class GraphedModule:
         return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
+        return self._eager.storages()
+
+    @property
+    def grown(self) -> int:
         # A list: another thread may capture meanwhile.
-        inputs = [place for _, static, _ in list(self._graphs.values()) for place in static]
-        return self._eager.storages() | storages_of(inputs) | {id(self): self._pool_bytes}
+        inputs = sum(place.nbytes for _, static, _ in list(self._graphs.values()) for place in static)
+        return inputs + self._pool_bytes
 
     def _capture(self, size: int, device: torch.device) -> Captured:
         static = [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self._row]

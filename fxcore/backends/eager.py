@@ -48,6 +48,8 @@ class Eager:
 class EagerModule:
     """A :class:`~fxcore.backends.backend.Lowered` that runs torch."""
 
+    grown = 0
+
     def __init__(self, module: fx.GraphModule) -> None:
         own = set(storages_of(tensors_of(module)))
         folded = with_shared_folds(module)
@@ -62,19 +64,18 @@ class EagerModule:
         fuse_post_ops(self.module)
         sums_in_place(self.module)
         activations_in_place(self.module)
-        self._own = own
         self._channels_last = has_2d_convolutions(self.module)
-        self._held = storages_of(tensors_of(self.module))
-        self._packed = [called for called in self.module.modules() if isinstance(called, PackedConv2d)]
+        held = storages_of(tensors_of(self.module))
+        for called in self.module.modules():
+            if isinstance(called, PackedConv2d):
+                held |= called.storages()
+        self._held = {at: size for at, size in held.items() if at not in own}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         return _run(self.module, inputs, self._channels_last)
 
     def storages(self) -> dict[int, int]:
-        held = self._held.copy()
-        for packed in self._packed:
-            held |= packed.storages()
-        return {at: size for at, size in held.items() if at not in self._own}
+        return self._held.copy()
 
 
 class EagerInt8:
@@ -84,6 +85,8 @@ class EagerInt8:
         module: the int8 graph.
         layers: the error of each layer, the largest first.
     """
+
+    grown = 0
 
     def __init__(self, module: fx.GraphModule, options: Options) -> None:
         found = quantize(module, options.calibration)

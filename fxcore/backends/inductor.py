@@ -53,6 +53,8 @@ class InductorModule:
 
     recalled = False
 
+    grown = 0
+
     def __init__(self, path: str, places: dict[str, int], device: torch.device) -> None:
         self._run = aoti.load_package(path, device)
         self._places = places

@@ -160,11 +160,14 @@ class OpenVINOModule:
         return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
 
     def storages(self) -> dict[int, int]:
+        return {id(self): self._bytes + int(self._bytes * _PACKED) + _OBJECTS}
+
+    @property
+    def grown(self) -> int:
         fixed = self._fixed.compiled()
         # Fixed models share the stored weights, and have their own packed ones.
-        packed = int(self._bytes * _PACKED * (1 + len(fixed)))
         scratch = self._any_size.scratch + sum(one.resident.scratch for one in fixed)
-        return {id(self): self._bytes + packed + scratch + _OBJECTS * (1 + len(fixed))}
+        return scratch + len(fixed) * (int(self._bytes * _PACKED) + _OBJECTS)
 
     def _parts(self, shapes: Shapes) -> list[tuple[range, _Compiled]]:
         """The batch in one or several parts: their rows, and the fixed model of each; empty if one has none."""

@@ -87,7 +87,7 @@ class PackedConv2d(nn.Module):
         self._size = conv.weight.shape
         self._geometry = (conv.padding, conv.stride, conv.dilation, conv.groups)
         self._plain: Tensor | None = conv.weight.detach()
-        self._bytes = {self._plain.untyped_storage().data_ptr(): self._plain.untyped_storage().nbytes()}
+        self._bytes = self._plain.untyped_storage().nbytes()
         self._formats: dict[bytes, Tensor] = {}
         self._seen: dict[tuple[torch.Size, int], _Prepared] = {}
         self._guard = threading.Lock()
@@ -119,8 +119,9 @@ class PackedConv2d(nn.Module):
         return made
 
     def storages(self) -> dict[int, int]:
-        """Bytes of the weight in memory, by address."""
-        return self._bytes
+        """Bytes of the weight by address. Packed, it takes as many but for padding, and a few weights take a second
+        format."""
+        return {id(self): self._bytes}
 
     def _unfused(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
         """The same by torch's public operations, for inputs that oneDNN's do not take, and for their error messages."""
@@ -157,7 +158,6 @@ class PackedConv2d(nn.Module):
         described = bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(made).tolist())
         made = self._formats.setdefault(described, made)
         self._plain = None
-        self._bytes = {id(packed): torch.ops.mkldnn._nbytes(packed) for packed in self._formats.values()}
         return made
 
     def _dense(self) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 
 from fxcore.backends import BACKENDS, faster_than_eager
 from fxcore.images.files import FORMATS
+from service.engine.description import PRECISIONS
 from service.engine.placement import pick_device
-from service.engine.record import PRECISIONS
 from service.machine import available_cores, available_memory
 from service.settings import GiB, Settings
 

@@ -19,7 +19,6 @@ import PIL.Image
 import torch
 
 from fxcore.errors import FxError, summarize
-from fxcore.extractor import Extractor
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrade import Upgrades
@@ -40,6 +39,7 @@ from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
 from service.engine.requests.plan import Inputs
+from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
@@ -96,8 +96,8 @@ class Engine:
         self._downloads = Pool(DOWNLOADS, "fxserve-download")
         self.models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
         limits = compiled_limits(settings.compute_threads)
-        self._upgrades = Upgrades(self.device, self._queue, settings, limits.usual)
         self.records = Records(metrics.evictions)
+        self._upgrades = Upgrades(self.device, self._queue, settings, limits.usual, self.records.values())
         self.extractors = Extractors(
             self.records,
             self.models,
@@ -213,7 +213,9 @@ class Engine:
         metrics.models_loaded.set(len(self.models.loaded()))
         metrics.memory_bytes.set(self.extractors.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
-        states = Counter("evicted" if r.state == "ready" and r.run is None else r.state for r in self.records.list())
+        states = Counter(
+            "evicted" if r.state == "ready" and r.runtime is None else r.state for r in self.records.list()
+        )
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":
@@ -260,19 +262,19 @@ class Engine:
             await asyncio.wait({record.build}, timeout=wait)
         return record, created
 
-    async def profile(self, record: ExtractorRecord, extractor: Extractor) -> Measured:
-        """Time and memory of each node of ``extractor``, which ``record`` runs, measured between requests."""
-        return await profiled(record, extractor, self._queue)
+    async def profile(self, runtime: Runtime) -> Measured:
+        """Time and memory of each node of an extractor, measured between requests."""
+        return await profiled(runtime, self._queue)
 
-    async def settle(self, record: ExtractorRecord, images: int | None = None) -> None:
-        """Wait until ``record``, which is built, runs on the fastest backend found for it.
+    async def settle(self, runtime: Runtime, images: int | None = None) -> None:
+        """Wait until ``runtime`` runs on the fastest backend found for it.
 
         Args:
             images: how many there are to compute; a search that takes longer than it would save is not made.
         """
-        if images is not None and not await self._upgrades.pays(record, images):
+        if images is not None and not await self._upgrades.pays(runtime, images):
             return
-        search = self._upgrades.improve(record)
+        search = self._upgrades.improve(runtime)
         if search is not None:
             await asyncio.wait({search})
 
@@ -315,9 +317,9 @@ class Engine:
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
         client = SERVICE if reservation is None else reservation.client
-        with self.admission.enter(client, reservation) as ticket, record.in_use(), self._in_flight:
-            await self.extractors.load(record)
-            return await self._pipeline.compute(record, images, boxes, options, deadline, ticket)
+        with self.admission.enter(client, reservation) as ticket, self._in_flight:
+            async with self.extractors.use(record) as runtime:
+                return await self._pipeline.compute(runtime, images, boxes, options, deadline, ticket)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""
@@ -361,8 +363,8 @@ class Engine:
             log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
             return
         record.pinned = True
-        await self.extractors.load(record)
+        runtime = await self.extractors.load(record)
         if self.settings.lowering:
-            await self.settle(record)  # ready means at full speed
-        shapes = zip(record.inputs, record.usual_shapes(), strict=True)
+            await self.settle(runtime)  # ready means at full speed
+        shapes = zip(record.description.inputs, record.description.usual_shapes(), strict=True)
         await self.features(record, {spec.name: torch.zeros(1, *shape) for spec, shape in shapes})

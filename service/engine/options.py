@@ -43,10 +43,9 @@ class FeatureOptions:
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
         normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
-        preprocess: ``default``, ``pil`` or ``fast``, as :mod:`fxcore.images.decoding` has them, ``fast`` on CUDA as
-            :mod:`fxcore.images.nvjpeg` says where several JPEG files follow one another; ``none`` only scales uint8
-            pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case. What
-            ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
+        preprocess: ``default``, ``pil`` or ``fast``, as :mod:`fxcore.images.decoding` has them; ``none`` only
+            scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
+            What ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
         keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
             They are computed all the same: a batch is shared by requests for different outputs, and a graph for each
             subset would have to be compiled and would split batches. An extractor of fewer nodes, which shares its

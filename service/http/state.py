@@ -117,7 +117,7 @@ class State:
             self.traces.stages(milliseconds)
         return {
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
-            "X-Fxserve-Weights": _percent_encoded(record.weights),
+            "X-Fxserve-Weights": _percent_encoded(record.description.weights),
         }
 
     def trace_in(self, build: bool) -> RunInThread:

@@ -147,16 +147,16 @@ class LocalRunner:
         if requested == "auto" and served_by is not None:
             spec = spec.model_copy(update={"backend": served_by})
         record, _ = await self._engine.extractor(spec)
-        await self._engine.extractors.load(record)
+        runtime = await self._engine.extractors.load(record)
         if self._lowering:  # now: a switch of backends in mid-run would round later rows differently
-            await self._engine.settle(record, self._images)
-        self._record = record
+            await self._engine.settle(runtime, self._images)
+        self._record, description = record, record.description
         self.info = ExtractorInfo(
-            spec=_spec(spec, requested, record.weights, record.return_nodes),
-            outputs=[_output(vars(info)) for info in record.outputs],
-            fingerprint=record.fingerprint,
-            backend=record.backend,
-            one_size=record.preprocessing.fixed_size and self._options.preprocess != "none",
+            spec=_spec(spec, requested, description.weights, description.return_nodes),
+            outputs=[_output(vars(info)) for info in runtime.outputs],
+            fingerprint=description.fingerprint,
+            backend=runtime.backend,
+            one_size=description.preprocessing.fixed_size and self._options.preprocess != "none",
             images=_images(self._options, self._engine.settings.preprocess),
         )
 

@@ -15,7 +15,7 @@ from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
 from service.engine.candidate import MIN_COSINE, TOLERANCE, Candidate
-from service.engine.record import ExtractorRecord
+from service.engine.description import Description
 from service.problems import ExtractorFailed
 
 Inputs = tuple[Tensor, ...]
@@ -26,11 +26,11 @@ class PassFailed(Exception):
     """A forward pass for a comparison or a trial raised."""
 
 
-def report(record: ExtractorRecord, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+def report(precision: str, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
     """``checks`` of an extractor that ``serving`` runs."""
-    same = record.spec.precision in ("float32", "int8")
+    same = precision in ("float32", "int8")
     return {
-        "reference": "eager float32" if same else f"eager {record.spec.precision}",
+        "reference": "eager float32" if same else f"eager {precision}",
         "max_abs_error": serving.max_abs_error,
         "max_rel_error": serving.max_rel_error,
         "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
@@ -104,34 +104,34 @@ def timed(run: Lowered, inputs: Inputs) -> float:
 
 
 def example_rows(
-    record: ExtractorRecord, device: torch.device, folder: Path | None
+    description: Description, device: torch.device, folder: Path | None
 ) -> tuple[list[Inputs], list[Inputs]]:
     """Photographs as the extractor's inputs: those to compare on, and those that int8 is calibrated on.
 
     Args:
         folder: of photographs to calibrate on instead of those that are shipped.
     """
-    calibration = calibration_of(record, folder) if record.spec.precision == "int8" else []
-    return check_photographs(record, device), calibration
+    calibration = calibration_of(description, folder) if description.spec.precision == "int8" else []
+    return check_photographs(description, device), calibration
 
 
-def check_photographs(record: ExtractorRecord, device: torch.device, count: int | None = None) -> list[Inputs]:
+def check_photographs(description: Description, device: torch.device, count: int | None = None) -> list[Inputs]:
     """The shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
-    size = record.preprocessing.nominal_size()
-    rows = check_rows(record.preprocessing, record.inputs, photos()[:count], size)
-    return [tuple(x.to(device, record.dtype) for x in row) for row in rows]
+    size = description.preprocessing.nominal_size()
+    rows = check_rows(description.preprocessing, description.inputs, photos()[:count], size)
+    return [tuple(x.to(device, description.dtype) for x in row) for row in rows]
 
 
-def calibration_of(record: ExtractorRecord, folder: Path | None) -> list[Inputs]:
-    """Inputs to calibrate int8 of ``record`` on, one row each: photographs in ``folder``, or the shipped ones.
+def calibration_of(description: Description, folder: Path | None) -> list[Inputs]:
+    """Inputs to calibrate int8 of an extractor on, one row each: photographs in ``folder``, or the shipped ones.
 
     Raises:
         ExtractorFailed: there are none in ``folder``.
     """
     count = CALIBRATION_IMAGES if folder is None else 256
-    size = record.preprocessing.nominal_size()
+    size = description.preprocessing.nominal_size()
     try:
-        return calibration_rows(record.preprocessing, record.inputs, size, folder, count)
+        return calibration_rows(description.preprocessing, description.inputs, size, folder, count)
     except NoPhotographs as error:
         said = f"int8 cannot be calibrated: {error.detail}"
         raise ExtractorFailed(said, problem={"error": error.detail}) from error

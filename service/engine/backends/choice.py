@@ -9,8 +9,10 @@ import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
 from fxcore.models.entry import ModelEntry
+from service.engine.description import PRECISIONS, ModelKey
 from service.engine.placement import BUSY_SECONDS
-from service.engine.record import PRECISIONS, ExtractorRecord, ModelKey
+from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 from service.problems import Unsupported
 from service.schemas.v1 import ExtractorSpec
 
@@ -56,7 +58,7 @@ def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, 
 
 def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
     """Whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
-    over = (record for record in known if record.model_key == key and not record.gone and record.run is not None)
+    over = (record.runtime for record in known if record.runtime is not None and record.description.model_key == key)
     return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
 
 
@@ -64,9 +66,12 @@ def has_place(known: Iterable[ExtractorRecord], usual: int) -> bool:
     """Whether one more extractor may be compiled beside those in ``known``: there are fewer than ``usual``, or one that
     was not used for long can be evicted for it."""
     unused = time.monotonic() - BUSY_SECONDS
-    loaded = [record for record in known if record.run is not None]
-    compiled = [r for r in loaded if r.backend == "openvino" or (r.upgrade is not None and not r.upgrade.done())]
+    compiled = [r for r in known if r.runtime is not None and (r.backend == "openvino" or _searched(r.runtime))]
     return len(compiled) < usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
+
+
+def _searched(runtime: Runtime) -> bool:
+    return runtime.upgrade is not None and not runtime.upgrade.done()
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

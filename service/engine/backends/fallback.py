@@ -15,6 +15,8 @@ from service.engine.errors import is_out_of_memory
 class Plain:
     """An extractor's own module, as it is."""
 
+    grown = 0
+
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
 
@@ -51,6 +53,10 @@ class OneSize:
 
     def storages(self) -> dict[int, int]:
         return self.lowered.storages()
+
+    @property
+    def grown(self) -> int:
+        return self.lowered.grown
 
 
 class Swapped:
@@ -91,6 +97,11 @@ class Swapped:
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})
+
+    @property
+    def grown(self) -> int:
+        lowered = self._lowered
+        return self._eager.grown + (lowered.grown if lowered is not None else 0)
 
 
 def _shown(row: tuple[tuple[int, ...], ...]) -> str:

@@ -15,7 +15,8 @@ from fxcore.int8.report import LayerError, simulated
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.fallback import OneSize
 from service.engine.candidate import Candidate
-from service.engine.record import ExtractorRecord
+from service.engine.description import Description
+from service.engine.runtime import Runtime
 from service.problems import BackendRefused
 
 _SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of those that lose most, in a list and in a sentence
@@ -46,16 +47,16 @@ def shown(layers: Sequence[LayerError]) -> dict[str, Any]:
     return {"layers": [asdict(layer) for layer in layers[:_SHOWN_LAYERS]]}
 
 
-def simulation(record: ExtractorRecord, extractor: Extractor, folder: Path | None) -> list[LayerError]:
+def simulation(description: Description, extractor: Extractor, folder: Path | None) -> list[LayerError]:
     """What each layer of ``extractor`` loses in int8, by float operations between roundings; takes seconds.
 
     Args:
         folder: of photographs to take the ranges from instead of those that are shipped.
     """
-    return simulated(extractor.module, calibration_of(record, folder)[:_SIMULATED_IMAGES])
+    return simulated(extractor.module, calibration_of(description, folder)[:_SIMULATED_IMAGES])
 
 
-def int8_graph(record: ExtractorRecord) -> fx.GraphModule | None:
-    """The graph of torch's int8 kernels that serves ``record``, where eager does so in int8."""
-    run = record.run.lowered if isinstance(record.run, OneSize) else record.run
+def int8_graph(runtime: Runtime) -> fx.GraphModule | None:
+    """The graph of torch's int8 kernels that serves ``runtime``, where eager does so in int8."""
+    run = runtime.run.lowered if isinstance(runtime.run, OneSize) else runtime.run
     return run.module if isinstance(run, EagerInt8) else None

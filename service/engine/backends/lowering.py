@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from fxcore.backends import Backend, Lowered, LoweringFailed, Options
-from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, example_rows
 from service.engine.backends.trials import Trials
 from service.engine.candidate import Candidate
+from service.engine.description import Description
 from service.engine.device.threads import in_pool
-from service.engine.record import ExtractorRecord
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
@@ -35,19 +35,20 @@ class Lowering:
         self._device = device
         self._trials = trials
         self._settings = settings
-        # Of the lowerings in progress: one extractor may have several, where it was evicted and built again.
-        self._cancelled: list[tuple[ExtractorRecord, threading.Event]] = []
+        self._in_progress: set[threading.Event] = set()
         # (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
         self._remade: set[tuple[str, str]] = set()
 
-    def options(self, record: ExtractorRecord) -> Options:
-        """How to lower ``record``, for a backend."""
-        return Options(self._device, record.spec.precision, self._settings.compute_threads, self._settings.cache_dir)
+    def options(self, description: Description) -> Options:
+        """How to lower an extractor, for a backend."""
+        return Options(
+            self._device, description.spec.precision, self._settings.compute_threads, self._settings.cache_dir
+        )
 
     async def lower(
-        self, record: ExtractorRecord, extractor: Extractor, backend: Backend, pool: Executor
+        self, description: Description, module: fx.GraphModule, backend: Backend, pool: Executor
     ) -> tuple[Lowered, Reference]:
-        """Lower ``record`` in ``pool``; also gives the reference to compare with.
+        """Lower ``module`` of an extractor in ``pool``; also gives the reference to compare with.
 
         A cached artifact is tried on one photograph: a damaged one may load and compute something else. Cancelling the
         call cancels the lowering.
@@ -56,42 +57,33 @@ class Lowering:
             LoweringFailed: the backend does not take the model, or the lowering was cancelled.
         """
         cancelled = threading.Event()
-        in_progress = record, cancelled
-        self._cancelled.append(in_progress)
-        if record.gone and not record.users:
-            cancelled.set()
+        self._in_progress.add(cancelled)
 
         def work(reuse: bool) -> tuple[Lowered, Reference]:
             if cancelled.is_set():
                 raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
-            options = replace(self.options(record), cancelled=cancelled, reuse=reuse)
-            rows, calibration = example_rows(record, self._device, self._settings.calibration_dir)
+            options = replace(self.options(description), cancelled=cancelled, reuse=reuse)
+            rows, calibration = example_rows(description, self._device, self._settings.calibration_dir)
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
-            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
-            return lowered, Reference(extractor.module, rows, record.spec.precision)
+            lowered = backend.lower(module, two, replace(options, calibration=calibration))
+            return lowered, Reference(module, rows, description.spec.precision)
 
         try:
             lowered, reference = await in_pool(pool, work, True)
-            artifact = record.id, backend.name
+            artifact = description.id, backend.name
             recalled = getattr(lowered, "recalled", False) and artifact not in self._remade
             if recalled and not await self._confirmed(backend, reference, lowered):
-                log.warning("the cached compiled model of extractor %s is wrong and is compiled again", record.id)
+                log.warning("the cached compiled model of extractor %s is wrong and is compiled again", description.id)
                 self._remade.add(artifact)
                 lowered, reference = await in_pool(pool, work, False)
             return lowered, reference
         finally:
             cancelled.set()
-            self._cancelled.remove(in_progress)
-
-    def cancel(self, record: ExtractorRecord) -> None:
-        """Cancel the lowerings of ``record``."""
-        for lowered, cancelled in self._cancelled:
-            if lowered is record:
-                cancelled.set()
+            self._in_progress.discard(cancelled)
 
     def cancel_all(self) -> None:
         """Cancel all lowerings."""
-        for _, cancelled in self._cancelled:
+        for cancelled in self._in_progress:
             cancelled.set()
 
     async def _confirmed(self, backend: Backend, reference: Reference, lowered: Lowered) -> bool:

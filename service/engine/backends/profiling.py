@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from fxcore.analysis.profile import Profile, Profiler
-from fxcore.extractor import Extractor
-from fxcore.photos import check_rows, photos
 from fxcore.tensors import dtype_name
-from service.engine.backends.checks import Inputs, timed
+from service.engine.backends.checks import Inputs, check_photographs, timed
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.device.queue import Queue
-from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 
 PROFILE_RUNS = 5
 """Runs that the medians are taken over."""
@@ -39,8 +37,8 @@ class Measured:
     milliseconds: float
 
 
-async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) -> Measured:
-    """Profile ``record`` on a photograph: its own int8 graph where eager serves one, else the extractor in eager.
+async def profiled(runtime: Runtime, queue: Queue) -> Measured:
+    """Profile ``runtime`` on a photograph: its own int8 graph where eager serves one, else the extractor in eager.
 
     Runs on the device worker, so that nothing else computes at the same time: one run when no request waits, or after a
     second between two batches, so that requests wait for one run at most.
@@ -49,12 +47,11 @@ async def profiled(record: ExtractorRecord, extractor: Extractor, queue: Queue) 
         queue: the device worker's.
     """
 
-    serving, backend, int8 = record.run, record.backend, int8_graph(record)
-    assert serving is not None
+    serving, backend, int8 = runtime.run, runtime.backend, int8_graph(runtime)
+    description, extractor = runtime.description, runtime.extractor
 
     def prepare() -> tuple[Profiler, Inputs]:
-        rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
-        inputs = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
+        [inputs] = check_photographs(description, torch.device(description.device), 1)
         return Profiler(int8 or extractor.module, inputs), inputs
 
     profiler, inputs = await asyncio.to_thread(prepare)

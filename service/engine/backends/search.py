@@ -9,14 +9,13 @@ from concurrent.futures import Executor
 
 from fxcore.backends import Backend, Lowered, LoweringFailed
 from fxcore.errors import summarize
-from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, report
 from service.engine.backends.fallback import Plain, Swapped
 from service.engine.backends.lowering import Lowering
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
-from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 from service.problems import Problem
 
 log = logging.getLogger("fxserve.upgrades")
@@ -29,8 +28,7 @@ class Search:
     module that was replaced, which may hold weights of its own.
 
     Args:
-        record: the extractor.
-        extractor: its built module.
+        runtime: the extractor.
         own: the candidate of eager.
         backends: to try, in this order.
         lowering: lowers to them.
@@ -41,8 +39,7 @@ class Search:
 
     def __init__(
         self,
-        record: ExtractorRecord,
-        extractor: Extractor,
+        runtime: Runtime,
         own: Candidate,
         backends: Sequence[Backend],
         lowering: Lowering,
@@ -50,8 +47,7 @@ class Search:
         verdicts: Verdicts,
         pool: Executor,
     ) -> None:
-        self._record = record
-        self._extractor = extractor
+        self._runtime = runtime
         self._own = own
         self._others = [(Candidate(backend.name), backend) for backend in backends]
         self._lowering = lowering
@@ -72,28 +68,30 @@ class Search:
 
     async def _try(self, candidate: Candidate, backend: Backend, eager: Lowered) -> None:
         """Lower to ``backend``, and replace ``eager`` if the result agrees with it and is faster."""
-        record = self._record
+        runtime = self._runtime
         try:
-            with record.in_use():
-                lowered, reference = await self._lowering.lower(record, self._extractor, backend, self._pool)
+            with runtime.in_use():
+                lowered, reference = await self._lowering.lower(
+                    runtime.description, runtime.extractor.module, backend, self._pool
+                )
                 faster = await self._is_faster(candidate, reference, eager, lowered)
                 if faster:
                     await self._trials.warm(reference, lowered)
-            if faster and record.run is eager:  # else it was evicted meanwhile
+            if faster and not runtime.retired:
                 self._replace(eager, candidate, reference, lowered)
         except (LoweringFailed, Problem, PassFailed) as error:
             candidate.fail(getattr(error, "detail", str(error)))
-            log.warning("extractor %s stays on eager: %s", record.id, candidate.reason)
+            log.warning("extractor %s stays on eager: %s", runtime.description.id, candidate.reason)
         except Exception as error:
             candidate.fail(summarize(error))
-            log.exception("looking for a faster backend for extractor %s failed", record.id)
+            log.exception("looking for a faster backend for extractor %s failed", runtime.description.id)
 
     async def _is_faster(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> bool:
         """Whether ``lowered`` agrees and is faster: by a cached verdict that one photograph confirms, else measured
         now."""
-        record, own = self._record, self._own
+        description, own = self._runtime.description, self._own
         # Not in the pool that lowers, where it would wait for the lowerings of others.
-        known = await asyncio.to_thread(self._verdicts.read, record, candidate.backend)
+        known = await asyncio.to_thread(self._verdicts.read, description, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
             await self._trials.compare_one(now, reference, lowered)
@@ -104,14 +102,14 @@ class Search:
         await self._trials.compare(candidate, reference, lowered)
         faster = candidate.agrees and await self._trials.race(reference, own, eager, candidate, lowered)
         if faster:
-            await asyncio.to_thread(self._verdicts.write, record, own, candidate)
+            await asyncio.to_thread(self._verdicts.write, description, own, candidate)
         return faster
 
     def _replace(self, eager: Lowered, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
         """Let ``lowered`` serve. Eager still runs the sizes that it does not take, and all if it fails."""
-        record = self._record
+        runtime = self._runtime
         # Where eager runs other sizes it stays as fast; as a mere fallback it need not hold folded weights.
-        behind = Plain(self._extractor.module) if candidate.any_size else eager
+        behind = Plain(runtime.extractor.module) if candidate.any_size else eager
         shapes = None if candidate.any_size else reference.row_shapes
         loop = asyncio.get_running_loop()
 
@@ -119,22 +117,26 @@ class Search:
             loop.call_soon_threadsafe(self._fall_back, candidate, error)
 
         self._own.state, candidate.state = CandidateState.REPLACED, CandidateState.SERVING
-        record.run = Swapped(lowered, behind, shapes, failed)
-        record.backend = candidate.backend
-        log.info("extractor %s runs on %s now: %s", record.id, candidate.backend, candidate.ms)
+        runtime.serve(Swapped(lowered, behind, shapes, failed), candidate.backend)
+        log.info("extractor %s runs on %s now: %s", runtime.description.id, candidate.backend, candidate.ms)
 
     def _fall_back(self, candidate: Candidate, error: BaseException) -> None:
         """Record that ``candidate`` failed a batch after it took over, and that eager serves again."""
-        record = self._record
-        if record.extractor is not self._extractor:  # evicted meanwhile: the record is of another build
-            return
+        runtime = self._runtime
         candidate.fail(summarize(error))
         log.error(
-            "%s failed for extractor %s; eager serves it again: %s", candidate.backend, record.id, summarize(error)
+            "%s failed for extractor %s; eager serves it again: %s",
+            candidate.backend,
+            runtime.description.id,
+            summarize(error),
         )
         self._own.state = CandidateState.SERVING
-        record.backend = "eager"
+        runtime.serve(runtime.run, "eager")
         self._report(self._own)
 
     def _report(self, serving: Candidate) -> None:
-        self._record.checks = report(self._record, serving, [self._own, *(candidate for candidate, _ in self._others)])
+        self._runtime.measured = report(
+            self._runtime.description.spec.precision,
+            serving,
+            [self._own, *(candidate for candidate, _ in self._others)],
+        )

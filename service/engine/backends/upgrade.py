@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 
 from fxcore.backends import Backend, Lowered, LoweringFailed, faster_than_eager
 from fxcore.backends.eager import EagerInt8
-from fxcore.extractor import Extractor
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
 from service.engine.backends.choice import chosen_backend, has_copy, has_place
 from service.engine.backends.fallback import OneSize
@@ -37,6 +35,7 @@ from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import is_shortage, shortage
 from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy
 from service.problems import BackendRefused, NotReady, Problem
@@ -64,9 +63,12 @@ class Upgrades:
         queue: the device worker's.
         settings: threads, cache, and whether ``auto`` looks for something faster.
         usual: compiled extractors beside which none is added while all are in use.
+        records: a view of all extractors.
     """
 
-    def __init__(self, device: torch.device, queue: Queue, settings: Settings, usual: int) -> None:
+    def __init__(
+        self, device: torch.device, queue: Queue, settings: Settings, usual: int, records: Collection[ExtractorRecord]
+    ) -> None:
         self._device = device
         self._settings = settings
         self._verdicts = Verdicts(settings)
@@ -77,10 +79,9 @@ class Upgrades:
         self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
         # Called when another backend may have taken over, which takes memory.
         self.on_upgrade: Callable[[], object] = lambda: None
-        self._lowered: weakref.WeakSet[ExtractorRecord] = weakref.WeakSet()  # and those that are being lowered
         self._usual = usual
+        self._records = records
         self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
-        self._checks: set[asyncio.Task[Candidate]] = set()
 
     def start(self) -> None:
         """Start the threads."""
@@ -88,58 +89,42 @@ class Upgrades:
         self._background.start()
 
     def close(self) -> None:
-        """Cancel all lowerings and searches."""
+        """Cancel all lowerings."""
         self._lowering.cancel_all()
-        for record in self._lowered:
-            if record.upgrade is not None:
-                record.upgrade.cancel()
-        for check in self._checks:
-            check.cancel()
         for pool in (self._foreground, self._background):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def forget(self, record: ExtractorRecord) -> None:
-        """Cancel the lowering of ``record``, which is deleted or unloaded, unless requests wait for it.
-
-        An unused lowering would keep others waiting and memory in use.
-        """
-        record.gone = True
-        if record.check is not None:
-            record.check.cancel()
-        searching = record.upgrade is not None and not record.upgrade.done()
-        if searching or not record.users:
-            self._cancel(record)
-        if searching:
-            self._background.submit(tidy)  # runs once the lowering in that pool has released it
-
-    async def first(
-        self, record: ExtractorRecord, extractor: Extractor, original: Callable[..., Any], pool: Executor
-    ) -> None:
-        """Set what runs the first request of ``record``.
+    async def first(self, runtime: Runtime, original: Callable[..., Any], pool: Executor) -> None:
+        """Set what runs the first request of ``runtime``.
 
         Args:
-            original: computes what the model itself does, as ``extractor.module`` did before any transform.
+            original: computes what the model itself does, as ``runtime.extractor.module`` did before any transform.
             pool: the threads that prepare eager, which is as quick as building an extractor.
 
         Raises:
             BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
         """
-        backend = chosen_backend(record.spec, self._device)
-        if backend.name == "eager" and record.spec.precision != "int8":
+        description = runtime.description
+        spec = description.spec
+        backend = chosen_backend(spec, self._device)
+        if backend.name == "eager" and spec.precision != "int8":
             own = Candidate("eager", CandidateState.SERVING)
-            record.backend, record.checks = "eager", report(record, own, [own])
-            record.run = run = await in_pool(pool, backend.lower, extractor.module, (), self._lowering.options(record))
-            self._begin(record, self._measured(record, original, run, own))
+            runtime.measured = report(spec.precision, own, [own])
+            options = self._lowering.options(description)
+            run = await in_pool(pool, backend.lower, runtime.extractor.module, (), options)
+            runtime.serve(run, "eager")
+            runtime.check = background(self._measured(runtime, original, run, own))
         else:
-            await self._lowered_first(record, extractor, backend)
+            await self._lowered_first(runtime, backend)
 
-    async def _lowered_first(self, record: ExtractorRecord, extractor: Extractor, backend: Backend) -> None:
+    async def _lowered_first(self, runtime: Runtime, backend: Backend) -> None:
         """Lower before the first request, and compare: the backend serves, or the spec is refused."""
-        spec = record.spec
+        description, module = runtime.description, runtime.extractor.module
+        spec = description.spec
         candidate = Candidate(backend.name)
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
-            lowered, reference = await self._lowering.lower(record, extractor, backend, self._foreground)
+            lowered, reference = await self._lowering.lower(description, module, backend, self._foreground)
             await self._trials.compare(candidate, reference, lowered)
             await self._trials.warm(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
@@ -150,131 +135,112 @@ class Upgrades:
             raise BackendRefused(detail, backend.name, instead) from error
         if not candidate.agrees:
             if spec.precision == "int8":
-                raise await self._too_far(record, extractor, candidate, lowered)
+                raise await self._too_far(runtime, candidate, lowered)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
         candidate.state = CandidateState.SERVING
-        record.backend = backend.name
-        self._lowered.add(record)
-        record.checks = report(record, candidate, [candidate])
-        record.run = lowered if candidate.any_size else OneSize(lowered, reference.row_shapes)
+        runtime.measured = report(spec.precision, candidate, [candidate])
+        runtime.serve(lowered if candidate.any_size else OneSize(lowered, reference.row_shapes), backend.name)
         if isinstance(lowered, EagerInt8):
-            record.checks |= shown(lowered.layers)
+            runtime.measured |= shown(lowered.layers)
         elif spec.precision == "int8":
-            self._begin(record, self._simulated(record, extractor, candidate))
+            runtime.check = background(self._simulated(runtime, candidate))
 
     async def _measured(
-        self, record: ExtractorRecord, original: Callable[..., Any], eager: Lowered, own: Candidate
+        self, runtime: Runtime, original: Callable[..., Any], eager: Lowered, own: Candidate
     ) -> Candidate:
         """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
 
         Requests do not wait for it. Until it is done, or if it fails, the errors are None.
         """
+        description = runtime.description
         try:
             # Not in a pool, whose work takes longer than this does.
-            rows = await asyncio.to_thread(check_photographs, record, self._device, 1)
-            reference = Reference(original, rows, record.spec.precision)
+            rows = await asyncio.to_thread(check_photographs, description, self._device, 1)
+            reference = Reference(original, rows, description.spec.precision)
             await self._trials.compare_one(own, reference, eager)
             own.state, own.reason = CandidateState.SERVING, None
-            if record.run is eager:
-                record.checks = report(record, own, [own])
+            if runtime.run is eager:
+                runtime.measured = report(description.spec.precision, own, [own])
         except (Problem, PassFailed) as error:
-            log.warning("how far eager is from extractor %s was not measured: %s", record.id, error)
+            log.warning("how far eager is from extractor %s was not measured: %s", description.id, error)
         except Exception:
-            log.exception("how far eager is from extractor %s was not measured", record.id)
+            log.exception("how far eager is from extractor %s was not measured", description.id)
         return own
 
-    def _begin(self, record: ExtractorRecord, check: Coroutine[Any, Any, Candidate]) -> None:
-        """Start a measurement of ``record`` in the background."""
-        record.check = background(check)
-        self._checks.add(record.check)
-        record.check.add_done_callback(self._checks.discard)
-
-    async def _simulated(self, record: ExtractorRecord, extractor: Extractor, candidate: Candidate) -> Candidate:
+    async def _simulated(self, runtime: Runtime, candidate: Candidate) -> Candidate:
         """Measure what each layer loses in int8, unless the backend reports it itself."""
         try:
-            layers = await in_pool(self._background, simulation, record, extractor, self._settings.calibration_dir)
-            if record.checks is not None:
-                record.checks = record.checks | shown(layers)
+            layers = await in_pool(
+                self._background, simulation, runtime.description, runtime.extractor, self._settings.calibration_dir
+            )
+            runtime.measured = runtime.measured | shown(layers)
         except Exception:
-            log.exception("what the layers of extractor %s lose in int8 was not found", record.id)
+            log.exception("what the layers of extractor %s lose in int8 was not found", runtime.description.id)
         return candidate
 
-    async def _too_far(
-        self, record: ExtractorRecord, extractor: Extractor, far: Candidate, lowered: Lowered
-    ) -> BackendRefused:
+    async def _too_far(self, runtime: Runtime, far: Candidate, lowered: Lowered) -> BackendRefused:
         """The error for a spec whose int8 is too far from float32."""
         if isinstance(lowered, EagerInt8):
             return int8_refusal(far, lowered.layers)
-        folder = self._settings.calibration_dir
-        return int8_refusal(far, await in_pool(self._foreground, simulation, record, extractor, folder))
+        made, folder = (runtime.description, runtime.extractor), self._settings.calibration_dir
+        return int8_refusal(far, await in_pool(self._foreground, simulation, *made, folder))
 
-    def used(self, record: ExtractorRecord, images: int) -> None:
-        """Count a request that ``record`` answered, and search for a faster backend if it has answered enough and there
-        is place for one more that is compiled."""
-        record.images += images
-        if not self._settings.lowering or record.upgrade is not None:
+    def used(self, runtime: Runtime, images: int) -> None:
+        """Count a request that ``runtime`` answered, and search for a faster backend if it has answered enough and
+        there is place for one more that is compiled."""
+        runtime.images += images
+        if not self._settings.lowering or runtime.upgrade is not None:
             return
-        if record.images < WORTH_A_COPY and has_copy(self._lowered, record.model_key):
+        if runtime.images < WORTH_A_COPY and has_copy(self._records, runtime.description.model_key):
             return
         now = time.monotonic()
         if now < self._full_until:
             return
-        if has_place(self._lowered, self._usual):
-            self.improve(record)
+        if has_place(self._records, self._usual):
+            self.improve(runtime)
         else:
             self._full_until = now + _FULL_SECONDS
 
-    async def pays(self, record: ExtractorRecord, images: int) -> bool:
+    async def pays(self, runtime: Runtime, images: int) -> bool:
         """Whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or eager
         takes over :data:`WORTH_SECONDS` for them."""
-        eager, faster = record.run, self._faster(record)
-        if eager is None or not faster:
+        description, eager, faster = runtime.description, runtime.run, self._faster(runtime)
+        if not faster:
             return False
         for backend in faster:
-            if await asyncio.to_thread(self._verdicts.read, record, backend.name) is not None:
+            if await asyncio.to_thread(self._verdicts.read, description, backend.name) is not None:
                 return True
-        rows = await asyncio.to_thread(check_photographs, record, self._device)
-        reference = Reference(eager, rows, record.spec.precision)
+        rows = await asyncio.to_thread(check_photographs, description, self._device)
+        reference = Reference(eager, rows, description.spec.precision)
         try:
             return images * await self._trials.seconds_per_row(reference, eager) > WORTH_SECONDS
         except (PassFailed, NotReady):  # the latter for too little memory
             return False
 
-    def improve(self, record: ExtractorRecord) -> asyncio.Task[None] | None:
-        """Start the search for a faster backend, unless it was started before, there is no such backend, or ``record``
-        is deleted or unloaded."""
-        if record.upgrade is None and record.extractor is not None and (faster := self._faster(record)):
-            self._lowered.add(record)
-            record.upgrade = background(self._improve(record, record.extractor, faster))
-        return record.upgrade
+    def improve(self, runtime: Runtime) -> asyncio.Task[None] | None:
+        """Start the search for a faster backend, unless it was started before, there is no such backend, or ``runtime``
+        is retired."""
+        if runtime.upgrade is None and (faster := self._faster(runtime)):
+            runtime.upgrade = background(self._improve(runtime, faster))
+        return runtime.upgrade
 
-    def _faster(self, record: ExtractorRecord) -> Sequence[Backend]:
-        """The backends that may run ``record`` faster than eager."""
-        spec = record.spec
+    def _faster(self, runtime: Runtime) -> Sequence[Backend]:
+        """The backends that may run ``runtime`` faster than eager."""
+        description = runtime.description
+        spec, entry = description.spec, description.entry
         # int8's backend was chosen at the start, by the nodes to keep in float.
-        if record.gone or spec.backend != "auto" or spec.precision == "int8":
+        if runtime.retired or spec.backend != "auto" or spec.precision == "int8":
             return []
-        if record.entry.is_quantized(record.weights) or record.entry.dtype != torch.float32:
+        if entry.is_quantized(description.weights) or entry.dtype != torch.float32:
             return []
         return faster_than_eager(self._device, spec.precision)
 
-    async def _improve(self, record: ExtractorRecord, extractor: Extractor, backends: Sequence[Backend]) -> None:
+    async def _improve(self, runtime: Runtime, backends: Sequence[Backend]) -> None:
         """Search for a backend among ``backends`` that is faster than eager, and free what is not used any more."""
-        eager = record.run
-        if eager is None:
-            return
-        own = await record.check if record.check is not None else Candidate("eager", CandidateState.SERVING)
-        search = Search(
-            record, extractor, own, backends, self._lowering, self._trials, self._verdicts, self._background
-        )
-        await search.run(eager)
-        del search, eager
+        own = await runtime.check if runtime.check is not None else Candidate("eager", CandidateState.SERVING)
+        search = Search(runtime, own, backends, self._lowering, self._trials, self._verdicts, self._background)
+        await search.run(runtime.run)
+        del search
         self.on_upgrade()
         await in_pool(self._background, tidy)
-
-    def _cancel(self, record: ExtractorRecord) -> None:
-        """Cancel the lowering of ``record``, and the search that it is part of."""
-        self._lowering.cancel(record)
-        if record.upgrade is not None:
-            record.upgrade.cancel()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from service.engine.candidate import Candidate, CandidateState
-from service.engine.record import ExtractorRecord
+from service.engine.description import Description
 from service.machine import processor
 from service.settings import Settings
 
@@ -37,17 +37,17 @@ class Verdicts:
         self._folder = None if settings.cache_dir is None else settings.cache_dir / ".verdicts"
         self._settings = settings
 
-    def read(self, record: ExtractorRecord, backend: str) -> list[Candidate] | None:
-        """The replaced candidate and that of ``backend``, as measured for ``record``; None if there is no verdict."""
+    def read(self, description: Description, backend: str) -> list[Candidate] | None:
+        """The replaced candidate and that of ``backend``, as measured for an extractor; None if there is no verdict."""
         if self._folder is None:
             return None
         try:
-            own, other = json.loads((self._folder / self._name(record, backend)).read_text())
+            own, other = json.loads((self._folder / self._name(description, backend)).read_text())
             return [_candidate(own), _candidate(other)]
         except (OSError, ValueError, TypeError, KeyError):  # it does not exist, is damaged, or of another version
             return None
 
-    def write(self, record: ExtractorRecord, own: Candidate, candidate: Candidate) -> None:
+    def write(self, description: Description, own: Candidate, candidate: Candidate) -> None:
         """Save that ``candidate`` agrees and is faster than ``own``, if the cache can be written."""
         if self._folder is None:
             return
@@ -55,20 +55,20 @@ class Verdicts:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, prefix=".", delete=False) as file:
                 json.dump([asdict(own), asdict(candidate)], file)
-            Path(file.name).rename(self._folder / self._name(record, candidate.backend))
+            Path(file.name).rename(self._folder / self._name(description, candidate.backend))
             written = sorted(self._folder.iterdir(), key=lambda kept: kept.stat().st_mtime)
             for old in written[:-KEPT]:
                 old.unlink(missing_ok=True)
 
-    def _name(self, record: ExtractorRecord, backend: str) -> str:
+    def _name(self, description: Description, backend: str) -> str:
         """A hash of what a verdict depends on. Of the weights it has only the name, which is why a photograph confirms
         it."""
         packages = ("fxserve", "torch", "torchvision", backend)
         decisive = {
-            "extractor": record.id,
-            "fingerprint": record.fingerprint,
+            "extractor": description.id,
+            "fingerprint": description.fingerprint,
             "versions": {name: _version(name) for name in packages},
-            "machine": [platform.machine(), processor(), record.device],
+            "machine": [platform.machine(), processor(), description.device],
             "threads": self._settings.compute_threads,
             "rows": self._settings.max_batch,
         }

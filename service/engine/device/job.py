@@ -16,8 +16,8 @@ from fxcore.errors import BadTensor
 from service.engine.device.staging import copied, copy_rows
 from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
-from service.engine.record import ExtractorRecord
 from service.engine.regions import Regions
+from service.engine.runtime import Runtime
 from service.problems import DeadlineExceeded, OutOfMemory
 
 
@@ -42,7 +42,7 @@ class Job:
     the caller is gone or the deadline has passed.
 
     Args:
-        record: the extractor.
+        runtime: the extractor.
         options: what to do with its outputs.
         rows: how many rows the response has.
         deadline: of the request, on the clock of ``time.monotonic()``.
@@ -55,13 +55,13 @@ class Job:
 
     def __init__(
         self,
-        record: ExtractorRecord,
+        runtime: Runtime,
         options: FeatureOptions,
         rows: int,
         deadline: float,
         regions: Regions | None = None,
     ) -> None:
-        self.record = record
+        self.runtime = runtime
         self.options = options
         self.rows = rows
         self.deadline = deadline
@@ -191,7 +191,7 @@ class Item:
     @property
     def key(self) -> Hashable:
         """Items with equal keys can share a batch."""
-        return self.job.record, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
+        return self.job.runtime, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
 
     def split(self, rows: int) -> tuple[Item, Item]:
         """Split into the first ``rows`` rows and the rest."""

@@ -153,7 +153,7 @@ class Queue:
             if not item.job.wanted():
                 queue.popleft()
                 continue
-            most = self.max_rows if item.job.record.entry.batch else 1
+            most = self.max_rows if item.job.runtime.description.entry.batch else 1
             room = min(most, max(1, self.max_bytes // item.row_bytes)) - rows
             if room <= 0:
                 break

@@ -24,8 +24,8 @@ from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_on
 from service.engine.errors import is_out_of_memory, is_shortage, shortage
 from service.engine.options import FeatureOptions
-from service.engine.record import ExtractorRecord
 from service.engine.rows import by_image, row_layout
+from service.engine.runtime import Runtime
 from service.observability.metrics import Metrics
 from service.problems import ComputeFailed, NotReady, OutOfMemory
 
@@ -215,12 +215,12 @@ class DeviceWorker:
     def _compute(self, items: Sequence[Item]) -> list[Finished]:
         """Run a batch through its extractor; the outputs of its items in groups of equal options."""
         started = time.monotonic()
-        record = items[0].job.record
-        run = record.run  # read once: a backend is swapped in between batches
+        runtime = items[0].job.runtime
+        run = runtime.run  # read once: a backend is swapped in between batches
         if run is None:  # evicted meanwhile: no request waits for these items
             return []
         with torch.inference_mode():
-            values = self._forward(record, run, items)
+            values = self._forward(runtime, run, items)
             finished = [self._finished(values, *group) for group in by_options(items)]
             del values
         spent = time.monotonic() - started
@@ -234,14 +234,16 @@ class DeviceWorker:
         outputs = finish(values, options, items, rows)
         return Finished(items, outputs, frozenset(key for key, one in outputs.items() if self._staging.owns(one)))
 
-    def _forward(self, record: ExtractorRecord, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
+    def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
         """The outputs of ``run`` for a batch."""
-        inputs = self._staging.inputs([item.inputs for item in items], record.decoder, record.dtype)
+        inputs = self._staging.inputs(
+            [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
+        )
         outputs = run(*inputs)
         rows = _rows(items)
         return [
             OutputRows(info.key, row_layout(info), info.prefix, by_image(info, outputs[info.key], rows))
-            for info in record.outputs
+            for info in runtime.outputs
         ]
 
 

@@ -3,89 +3,92 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
 from service.engine.backends.upgrade import Upgrades
+from service.engine.description import Description
 from service.engine.device.threads import in_pool
+from service.engine.ledger import Ledger
 from service.engine.record import ExtractorRecord
-from service.engine.registry.graphs import graph_of
+from service.engine.registry.graphs import graph_for
 from service.engine.registry.transforms import steps, transformed
 from service.engine.registry.weights import ModelStore
+from service.engine.runtime import Runtime
 from service.garbage import exempt
 from service.problems import ExtractorFailed, Problem
 
 log = logging.getLogger("fxserve.extractors")
 
 
-async def build(
-    record: ExtractorRecord,
-    models: ModelStore,
-    upgrades: Upgrades,
-    pool: Executor,
-    make_room: Callable[[int], None],
-) -> None:
-    """Load the weights and build the extractor; afterwards the record is ready or failed.
+@dataclass(frozen=True)
+class Builder:
+    """Builds what extractors run on. For one event loop.
 
     Args:
-        record: what to build.
         models: the loaded weights.
-        upgrades: chooses its first backend.
-        pool: the threads that build.
+        upgrades: chooses the first backend.
+        pool: the threads that trace and build.
+        ledger: counts what is built.
         make_room: evicts until a number of bytes fits into memory.
     """
-    try:
-        if record.model_key not in models.loaded():
+
+    models: ModelStore
+    upgrades: Upgrades
+    pool: Executor
+    ledger: Ledger
+    make_room: Callable[[int], None]
+
+    async def build(self, record: ExtractorRecord) -> Runtime:
+        """Load the weights and build the extractor. Its outputs are noted as soon as they are known. Cancelling the
+        call ends the lowering.
+
+        Raises:
+            FxError: why it cannot be built.
+        """
+        description = record.description
+        try:
+            runtime, original = await self._pruned(description)
+            record.outputs = runtime.outputs
+            await self._lowered(runtime, original)
+        except (FxError, Problem):
+            raise
+        except Exception as error:
+            log.exception("building extractor %s over %s failed", description.id, description.spec.model)
+            raise ExtractorFailed(
+                f"extractor {description.id} over {description.spec.model} could not be built: {summarize(error)}",
+                problem={"error": summarize(error)},
+            ) from None
+        self.pool.submit(exempt)
+        return runtime
+
+    async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
+        """The extractor before its first backend is chosen, and what computes what the model itself does."""
+        spec, entry = description.spec, description.entry
+        graph = await in_pool(self.pool, graph_for, spec, entry, description.weights)
+        if description.model_key not in self.models.loaded():
             # An estimate, so that others are evicted before the weights are loaded.
-            root = record.held.traced_modules[""] if record.held is not None else None
-            params = sum(parameter.numel() for parameter in root.parameters()) if root is not None else 0
-            make_room(params * record.dtype.itemsize)
-        model = await models.get(record.entry, record.model_key)
-        record.held = graph = await in_pool(pool, graph_of, record)
+            params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
+            self.make_room(params * description.dtype.itemsize)
+        model = await self.models.get(entry, description.model_key)
         extractor = await in_pool(
-            pool,
-            build_extractor,
-            graph,
-            model.module,
-            record.return_nodes,
-            record.dtype,
+            self.pool, build_extractor, graph, model.module, description.return_nodes, description.dtype
         )
         original: Callable[..., Any] = extractor.module
-        if record.spec.transforms:
-            extractor, record.transformed, original = await in_pool(
-                pool, transformed, record, graph, extractor, steps(record.spec)
+        done = None
+        if spec.transforms:
+            extractor, done, original = await in_pool(
+                self.pool, transformed, description, graph, extractor, steps(spec)
             )
-        record.outputs = extractor.outputs
-        record.extractor = extractor
-        await upgrades.first(record, extractor, original, pool)
-        record.state, record.failures = "ready", 0
-    except (FxError, Problem) as problem:
-        record.fail(_kept(problem))
-    except Exception as error:
-        log.exception("building extractor %s over %s failed", record.id, record.spec.model)
-        record.fail(
-            ExtractorFailed(
-                f"extractor {record.id} over {record.spec.model} could not be built: {summarize(error)}",
-                problem={"error": summarize(error)},
-            )
-        )
-    finally:
-        if record.state == "failed":
-            record.held = record.extractor = None
-        record.build = None
-        record.last_used = time.monotonic()
-    if record.state == "ready":
-        with suppress(RuntimeError):  # the engine was closed meanwhile
-            pool.submit(exempt)
-    make_room(0)
+        return Runtime(description, graph, extractor, done, self.ledger), original
 
-
-def _kept(problem: FxError | Problem) -> FxError | Problem:
-    """``problem`` without its traceback and cause, whose frames keep a model and its extractor in memory."""
-    problem.__cause__ = problem.__context__ = None
-    return problem.with_traceback(None)
+    async def _lowered(self, runtime: Runtime, original: Callable[..., Any]) -> None:
+        try:
+            await self.upgrades.first(runtime, original, self.pool)
+        except BaseException:
+            runtime.retire()
+            raise

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from concurrent.futures import Executor
 
-from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 from service.garbage import tidy
 
 TIDY_SECONDS = 10.0
@@ -25,12 +25,12 @@ class Deleted:
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
         # Each with whether it was idle at the last look.
-        self._left: list[tuple[weakref.ref[ExtractorRecord], bool]] = []
+        self._left: list[tuple[weakref.ref[Runtime], bool]] = []
         self._later: asyncio.TimerHandle | None = None
 
-    def add(self, record: ExtractorRecord) -> None:
-        """Collect ``record`` within :data:`TIDY_SECONDS` of the end of its last request."""
-        self._left.append((weakref.ref(record), False))
+    def add(self, runtime: Runtime) -> None:
+        """Collect ``runtime`` within :data:`TIDY_SECONDS` of the end of its last request."""
+        self._left.append((weakref.ref(runtime), False))
         if self._later is None:
             self._wait()
 
@@ -43,14 +43,14 @@ class Deleted:
         self._later = asyncio.get_running_loop().call_later(TIDY_SECONDS, self._tidy)
 
     def _tidy(self) -> None:
-        records = [(left, left(), idle) for left, idle in self._left]
-        if not all(record is not None and record.active for _, record, _ in records):
+        runtimes = [(left, left(), idle) for left, idle in self._left]
+        if not all(runtime is not None and runtime.busy for _, runtime, _ in runtimes):
             self._pool.submit(tidy)
         # The last request may still refer to an idle one for a moment: it is looked at twice.
         self._left = [
-            (left, not record.active)
-            for left, record, idle in records
-            if record is not None and (record.active or not idle)
+            (left, not runtime.busy)
+            for left, runtime, idle in runtimes
+            if runtime is not None and (runtime.busy or not idle)
         ]
         self._later = None
         if self._left:

@@ -18,16 +18,15 @@ from typing import Literal
 from prometheus_client import Counter
 
 from fxcore.graph.model_graph import ModelGraph, forget_graph
+from service.engine.description import ModelKey
+from service.engine.ledger import Ledger
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
-from service.engine.record import ExtractorRecord, ModelKey
+from service.engine.record import ExtractorRecord
 from service.engine.registry.graphs import graph_bytes, idle_graphs
 from service.engine.registry.weights import ModelStore
 from service.garbage import tidy
 
 log = logging.getLogger("fxserve.eviction")
-
-NODE_BYTES = 3 * 1024
-"""Bytes of the Python objects of a node of an extractor's graph."""
 
 GRAPH_SHARE = 1 / 4
 """Share of the memory budget that graphs of models not in memory may take."""
@@ -42,6 +41,7 @@ class Eviction:
         models: the loaded weights.
         records: a view of all extractors.
         pool: the threads that collect evicted objects.
+        ledger: counts the storages of what is in memory.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         evictions: counts what was evicted, by kind and reason.
         compiled: how many extractors OpenVINO may run at a time.
@@ -52,6 +52,7 @@ class Eviction:
         models: ModelStore,
         records: Collection[ExtractorRecord],
         pool: Executor,
+        ledger: Ledger,
         memory_budget: int,
         evictions: Counter,
         compiled: CompiledLimits,
@@ -59,6 +60,7 @@ class Eviction:
         self._models = models
         self._records = records
         self._pool = pool
+        self._ledger = ledger
         self._memory_budget = memory_budget
         self._evictions = evictions
         self._compiled = compiled
@@ -67,11 +69,8 @@ class Eviction:
     def bytes(self) -> int:
         """Bytes of the loaded models, the built extractors and the traced graphs."""
         models = sum(model.bytes for model in self._models.loaded().values())
-        running = [record for record in self._records if record.run is not None]
-        storages: dict[int, int] = {}
-        for record in running:
-            storages |= record.storages()
-        return models + sum(storages.values()) + sum(map(_overhead, running)) + graph_bytes(self._graphs())
+        own = sum(record.runtime.own_bytes for record in self._records if record.runtime is not None)
+        return models + self._ledger.bytes + own + graph_bytes(self._graphs())
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict the least recently used until ``wanted`` more bytes fit into the budget.
@@ -94,15 +93,8 @@ class Eviction:
 
     def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
         """Evict ``record``; the next request for it builds it again."""
-        if record.run is not None:
+        if record.unload() is not None:
             self._evictions.labels("extractor", reason).inc()
-        for background in (record.upgrade, record.check):  # they are about what is freed here
-            if background is not None:
-                background.cancel()
-        record.extractor = record.held = None
-        record.run = record.upgrade = record.check = None
-        record.images = 0
-        record.forget_sizes()
 
     def drop(self, key: ModelKey, reason: str) -> None:
         """Drop weights that no extractor in memory uses."""
@@ -115,11 +107,11 @@ class Eviction:
             self._later.cancel()
 
     def _graphs(self) -> Sequence[ModelGraph]:
-        return [record.held for record in self._records if record.held is not None]
+        return [record.runtime.graph for record in self._records if record.runtime is not None]
 
     def _evict_compiled(self) -> bool:
         """Evict extractors that OpenVINO runs, down to the limits; whether one was evicted."""
-        built = (record for record in self._records if record.run is not None)
+        built = (record for record in self._records if record.runtime is not None)
         compiled = [record for record in built if record.backend == "openvino"]
         idle = sorted(
             (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
@@ -143,8 +135,8 @@ class Eviction:
             return "graph"
         over: dict[ModelKey, list[ExtractorRecord]] = {}
         for record in self._records:
-            if record.run is not None or record.build is not None:
-                over.setdefault(record.model_key, []).append(record)
+            if record.runtime is not None or record.build is not None:
+                over.setdefault(record.description.model_key, []).append(record)
         idle = [
             key for key in self._models.loaded() if not any(record.pinned_or_active for record in over.get(key, ()))
         ]
@@ -171,8 +163,3 @@ class Eviction:
     def _forget_graph(self, graph: ModelGraph) -> None:
         forget_graph(graph)
         self._evictions.labels("graph", "memory_budget").inc()
-
-
-def _overhead(record: ExtractorRecord) -> int:
-    nodes = len(record.extractor.module.graph.nodes) if record.extractor is not None else 0
-    return nodes * NODE_BYTES + record.row_sizes.bytes + record.response_sizes.bytes

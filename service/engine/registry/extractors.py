@@ -11,10 +11,9 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,10 +21,11 @@ import torch
 from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import RunInThread, in_pool
+from service.engine.ledger import Ledger
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.registry.adoption import Adoption
-from service.engine.registry.building import build as build_record
+from service.engine.registry.building import Builder
 from service.engine.registry.deleted import Deleted
 from service.engine.registry.eviction import Eviction
 from service.engine.registry.records import Records
@@ -35,10 +35,11 @@ from service.engine.registry.store import Store, Stored, is_id
 from service.engine.registry.store_health import StoreHealth
 from service.engine.registry.watching import Known, Watcher
 from service.engine.registry.weights import ModelStore
+from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy
 from service.observability.metrics import Metrics
-from service.problems import Forbidden, NameTaken, NotReady, Problem, StoreFull
+from service.problems import ExtractorFailed, Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.v1 import ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
@@ -83,15 +84,17 @@ class Extractors:
         store: Store | None = None,
         most_stored: int = 1,
     ) -> None:
-        self._upgrades = upgrades
         self._deleted = Deleted(pool)
-        self._models = models
         self._device = device
         self._pool = pool
         self._allowed = None if allowed is None else frozenset(allowed)
         self._records = records
-        self.eviction = Eviction(models, self._records.values(), pool, memory_budget, metrics.evictions, compiled)
+        ledger = Ledger()
+        self.eviction = Eviction(
+            models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled
+        )
         upgrades.on_upgrade = self.eviction.make_room
+        self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)
         self.sharing: Sharing | None = None
         self.store_health: StoreHealth | None = None
         self._watcher: Watcher | None = None
@@ -156,10 +159,12 @@ class Extractors:
 
     async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
         if trace_in is None:
-            return await in_pool(self._pool, resolve, spec, self._device, self._allowed)
+            described = await in_pool(self._pool, resolve, spec, self._device, self._allowed)
+            return ExtractorRecord(described, spec.name)
         # One at a time: all but the first find the graph traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            return await trace_in(lambda: resolve(spec, self._device, self._allowed))
+            described = await trace_in(lambda: resolve(spec, self._device, self._allowed))
+        return ExtractorRecord(described, spec.name)
 
     async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:
         """Register ``fresh``, unless it is known by now. Returns the known record, and whether it is new to all
@@ -176,8 +181,8 @@ class Extractors:
             fresh.token = stored.token
         elif not build:
             raise Forbidden(
-                f"there is no extractor of these nodes of {fresh.spec.model} with these weights yet, and making one "
-                "needs a key of scope admin; with one, POST /v1/extractors makes it"
+                f"there is no extractor of these nodes of {fresh.description.spec.model} with these weights yet, "
+                "and making one needs a key of scope admin; with one, POST /v1/extractors makes it"
             )
         known = self._records.get(fresh.id)  # another request may have been faster
         if known is not None:
@@ -259,25 +264,61 @@ class Extractors:
     def ensure(self, record: ExtractorRecord) -> None:
         """Start building ``record`` unless it is built, being built, or failed just now: a failed build is tried again
         once its back-off is over."""
-        if record.run is None and record.build is None and record.retry_at <= time.monotonic():
-            record.state = "building"
-            record.problem = None
-            record.build = background(
-                build_record(record, self._models, self._upgrades, self._pool, self.eviction.make_room)
-            )
+        if record.runtime is None and record.build is None and record.retry_at <= time.monotonic():
+            record.state, record.problem = "building", None
+            record.build = background(self._build(record))
 
-    async def load(self, record: ExtractorRecord) -> ExtractorRecord:
+    async def _build(self, record: ExtractorRecord) -> Runtime | None:
+        """Build ``record``; afterwards it is ready or failed. Returns what the build gave to those who wait for it."""
+        runtime = None
+        try:
+            runtime = await self._builder.build(record)
+        except (FxError, Problem) as problem:
+            record.fail(problem)
+        finally:
+            kept = record.build is asyncio.current_task()
+            if kept:
+                record.build = None
+        if runtime is not None:
+            record.state, record.failures = "ready", 0
+            if kept and not record.deleted:
+                record.runtime = runtime
+            else:
+                runtime.retire()
+                self._deleted.add(runtime)
+        self.eviction.make_room(0)
+        return runtime
+
+    async def load(self, record: ExtractorRecord) -> Runtime:
         """Wait until ``record`` is built and in memory, building it again if it was evicted or failed.
 
         Raises:
             FxError: the error of its build.
         """
         self.ensure(record)
-        if record.build is not None:
-            await asyncio.wait({record.build})
-        if (failure := record.failure) is not None:
-            raise failure
-        return record
+        runtime = record.runtime
+        if runtime is None and record.build is not None:
+            build = record.build
+            record.waiting += 1
+            try:
+                await asyncio.wait({build})
+            finally:
+                record.waiting -= 1
+            runtime = None if build.cancelled() else build.result()
+        if runtime is None:
+            raise record.failure or NotReady(f"extractor {record.id} is not built")
+        return runtime
+
+    @asynccontextmanager
+    async def use(self, record: ExtractorRecord) -> AsyncIterator[Runtime]:
+        """Load ``record`` and keep it in memory inside an ``async with`` block.
+
+        Raises:
+            FxError: the error of its build.
+        """
+        runtime = await self.load(record)
+        with runtime.in_use():
+            yield runtime
 
     async def delete(self, id_or_name: str) -> None:
         """Delete an extractor in all processes. Its requests in flight finish normally.
@@ -298,8 +339,10 @@ class Extractors:
 
     def _forget(self, record: ExtractorRecord) -> None:
         self._records.remove(record)
-        self._upgrades.forget(record)
-        shared = any(other.model_key == record.model_key for other in self._records.values())
+        record.deleted = True
+        if record.build is not None and not record.waiting:
+            _give_up(record, record.build)
+        shared = any(other.description.model_key == record.description.model_key for other in self._records.values())
         self._release(record, None if shared else "deleted")
 
     def _forget_deleted(self, tokens: Mapping[str, str | None]) -> None:
@@ -326,18 +369,22 @@ class Extractors:
         if record.build is not None and not record.outputs:
             record.build.add_done_callback(lambda _: self._unload_built(record))
             return
-        empty: dict[str, Any] = dict.fromkeys(("extractor", "run", "upgrade", "check", "build", "held"))
+        if record.build is not None:
+            build, record.build = record.build, None
+            if not record.waiting:
+                build.cancel()
         if record.state == "building":
-            empty["state"] = "ready"  # the state of an evicted one
-        self._records.replace(replace(record, **empty, images=0, users=0, pinned=False))
-        record.forget_sizes()
-        self._upgrades.forget(record)
-        others = (other for other in self._records.values() if other.model_key == record.model_key)
-        loaded = any(other.run is not None or other.build is not None for other in others)
+            record.state = "ready"  # the state of an evicted one
+        record.pinned = False
+        key = record.description.model_key
+        others = (
+            other for other in self._records.values() if other is not record and other.description.model_key == key
+        )
+        loaded = any(other.runtime is not None or other.build is not None for other in others)
         self._release(record, None if loaded else "unloaded")
 
     def _unload_built(self, record: ExtractorRecord) -> None:
-        if record.run is not None and self._records.get(record.id) is record:
+        if record.runtime is not None and self._records.get(record.id) is record:
             self.unload(record.id)
 
     async def start(self) -> None:
@@ -351,17 +398,28 @@ class Extractors:
         if self.sharing is not None and self._watcher is not None:
             self._watcher.close()
             self.sharing.close()
+        for record in self._records.values():
+            if record.build is not None:
+                _give_up(record, record.build)
+            if record.runtime is not None:
+                record.runtime.stop()
         self._deleted.close()
         self.eviction.close()
 
     def _release(self, record: ExtractorRecord, reason: str | None) -> None:
-        """Free the memory of ``record``, which is no longer known; with a ``reason``, that of its weights as well."""
-        if reason is not None:
-            self.eviction.drop(record.model_key, reason)
-        if reason is not None and not record.active:
-            self._pool.submit(tidy)
+        """Free the memory of ``record``, which was deleted or unloaded; with a ``reason``, that of its weights as
+        well."""
+        runtime = record.runtime
+        if record.deleted and runtime is not None:
+            runtime.retire()  # for requests that have the record already, it goes on
         else:
-            self._deleted.add(record)
+            record.unload()
+        if reason is not None:
+            self.eviction.drop(record.description.model_key, reason)
+        if runtime is not None and (reason is None or runtime.busy):
+            self._deleted.add(runtime)
+        else:
+            self._pool.submit(tidy)
 
     async def _check_name(self, name: str, record: ExtractorRecord) -> None:
         """Claim ``name`` for ``record``; extractors whose build failed give up their names.
@@ -373,7 +431,8 @@ class Extractors:
             owner = self._records.known(name)
             self._refuse_name(name, record.id, owner)
             return
-        stored = Stored(record.id, record.token, record.spec, record.return_nodes, record.fingerprint)
+        made = record.description
+        stored = Stored(made.id, record.token, made.spec, made.return_nodes, made.fingerprint)
         self._refuse_name(name, record.id, await self.sharing.get(name) if is_id(name) else None)
         id = await self.sharing.claim(name, stored, self._gives_up_names)
         if id != record.id:
@@ -391,6 +450,13 @@ class Extractors:
         """
         if owner is not None and owner.id != id and (owner.id == name or not self._gives_up_names(owner.id)):
             raise _taken(name, owner.id)
+
+
+def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:
+    build.cancel()
+    record.build = None
+    said = f"extractor {record.id} was deleted, or the service closed, before it was built"
+    record.fail(ExtractorFailed(said, problem={"error": said}))
 
 
 def _taken(name: str, id: str) -> NameTaken:

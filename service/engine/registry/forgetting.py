@@ -22,9 +22,9 @@ def forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str],
         records: all records.
         names_bytes: the bytes that the names of an id take.
     """
-    empty = [record for record in records if record.run is None and not record.pinned_or_active]
+    empty = [record for record in records if record.runtime is None and not record.pinned_or_active]
     empty.sort(key=lambda record: (_has_name(record), record.last_used))
-    sizes = [record.description_bytes + names_bytes(record.id) for record in empty]
+    sizes = [record.bytes + names_bytes(record.id) for record in empty]
     over = max(0, sum(not _has_name(record) for record in empty) - REMEMBERED_RECORDS + 1)
     held = sum(sizes)
     for place, size in enumerate(sizes):

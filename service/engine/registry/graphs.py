@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from fxcore.errors import BadTensor
 from fxcore.graph.model_graph import ModelGraph, kept_graphs, model_graph
 from fxcore.models.entry import ModelEntry
-from service.engine.record import ExtractorRecord
 from service.engine.registry.transforms import steps, with_their_nodes
 from service.schemas.v1 import ExtractorSpec
 
@@ -36,12 +35,6 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
         return graph.at(spec.image_size, spec.image_size)
     except BadTensor as error:
         raise BadTensor(f"image_size: {error.detail}", **error.extra) from error
-
-
-def graph_of(record: ExtractorRecord) -> ModelGraph:
-    """The graph that ``record`` was pruned from. Not for the event loop: if the extractor is not in memory, the model
-    may have to be traced."""
-    return record.held or graph_for(record.spec, record.entry, record.weights)
 
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:

@@ -8,18 +8,18 @@ from collections.abc import Collection
 
 import torch
 
+from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
 from service.engine.backends.choice import check_backend
-from service.engine.record import ExtractorRecord
+from service.engine.description import Description
 from service.engine.registry.graphs import graph_for, named_graph
 from service.engine.registry.served import require_served
 from service.engine.registry.transforms import prepared, steps
 from service.schemas.v1 import ExtractorSpec
 
 
-def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None) -> ExtractorRecord:
-    """The record of the extractor that ``spec`` describes, without its weights. Not for the event loop: it may trace
-    the model.
+def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None) -> Description:
+    """Describe the extractor that ``spec`` asks for. Not for the event loop: it may trace the model.
 
     Raises:
         FxError: the spec names something that does not exist, or is not served.
@@ -31,18 +31,17 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
     graph = graph_for(spec, entry, weights)
     preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
-    return ExtractorRecord(
+    return Description(
         id=extractor_id(spec, weights, return_nodes),
         spec=spec,
-        name=spec.name,
         entry=entry,
         weights=weights,
         device=str(device),
         inputs=graph.inputs,
         fingerprint=graph.fingerprint,
-        held=graph,
         return_nodes=return_nodes,
         preprocessing=preprocessing,
+        decoder=Decoder(preprocessing),
     )
 
 

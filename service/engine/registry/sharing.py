@@ -231,7 +231,8 @@ class Sharing:
 
         A thread cannot be cancelled: after a timeout it goes on, and :meth:`delete` waits for it.
         """
-        fields = record.id, record.spec, record.weights, record.return_nodes, record.fingerprint
+        made = record.description
+        fields = made.id, made.spec, made.weights, made.return_nodes, made.fingerprint
         save = background(in_pool(self._pool, self._store.put, *fields))
         saves = self._saves.setdefault(record.id, set())
         saves.add(save)

@@ -16,7 +16,6 @@ from fxcore.errors import BadTensor, UnknownNode, finite, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.preprocessing import Preprocessing
-from fxcore.photos import check_rows, photos
 from fxcore.tensors import dtype_name
 from fxcore.transforms import (
     BadParameter,
@@ -30,9 +29,10 @@ from fxcore.transforms import (
 )
 from fxcore.transforms.fold_normalization import normalized
 from fxcore.transforms.registry import parse
+from service.engine.backends.checks import check_photographs
 from service.engine.candidate import TOLERANCE
+from service.engine.description import Description
 from service.engine.errors import is_shortage
-from service.engine.record import ExtractorRecord
 from service.engine.transformation import Transformed
 from service.schemas.v1 import ExtractorSpec
 
@@ -106,7 +106,7 @@ def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocess
 
 
 def transformed(
-    record: ExtractorRecord, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
+    description: Description, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
 ) -> tuple[Extractor, Transformed, Callable[..., Any]]:
     """Apply ``wanted`` in order, and compare with ``extractor``, which stays as it is. Not for the event loop.
 
@@ -120,7 +120,10 @@ def transformed(
         CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
             node that is asked for.
     """
-    mean, std = record.entry.preprocessing(record.weights, record.spec.image_size).normalization() or ([], [])
+    mean, std = description.entry.preprocessing(description.weights, description.spec.image_size).normalization() or (
+        [],
+        [],
+    )
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
     given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(graph, step) for step in after]
     module = apply_transforms(
@@ -137,17 +140,21 @@ def transformed(
             )
     original: Callable[..., Any] = extractor.module
     if any(step["name"] == FOLD for step in after):
-        shift, scale = (torch.tensor(v, dtype=record.dtype, device=record.device) for v in (mean, std))
+        shift, scale = (torch.tensor(v, dtype=description.dtype, device=description.device) for v in (mean, std))
 
         def original(*images: Tensor) -> Any:
             return extractor.module(*(normalized(x, shift, scale) for x in images))
 
-    found = _verified(record, extractor, original, module, wanted)
-    return replace(extractor, module=module), Transformed(applied(module), found, dtype_name(record.dtype)), original
+    found = _verified(description, extractor, original, module, wanted)
+    return (
+        replace(extractor, module=module),
+        Transformed(applied(module), found, dtype_name(description.dtype)),
+        original,
+    )
 
 
 def _verified(
-    record: ExtractorRecord,
+    description: Description,
     extractor: Extractor,
     original: Callable[..., Any],
     module: fx.GraphModule,
@@ -158,8 +165,7 @@ def _verified(
     Raises:
         CannotTransform: ``module`` cannot run, or an output changed though every transform is exact.
     """
-    rows = check_rows(record.preprocessing, record.inputs, photos()[:1], record.preprocessing.nominal_size())
-    inputs: tuple[Tensor, ...] = tuple(x.to(torch.device(record.device), record.dtype) for x in rows[0])
+    [inputs] = check_photographs(description, torch.device(description.device), 1)
     names = ", ".join(step["name"] for step in wanted)
     try:
         started = time.monotonic()
@@ -177,7 +183,7 @@ def _verified(
         raise CannotTransform(
             f"{names} leaves a model that cannot run: {summarize(failure)}", transform=names
         ) from failure
-    limit = 10 * TOLERANCE.get(record.spec.precision, TOLERANCE["float32"])
+    limit = 10 * TOLERANCE.get(description.spec.precision, TOLERANCE["float32"])
     exact = all(get_transform(step["name"]).exact for step in wanted)
     for output in extractor.outputs:
         error = found.outputs[output.key].relative

@@ -208,7 +208,7 @@ class Watcher:
     async def _save_unsaved(self) -> None:
         """Save what was made while the store could not be written, except what is deleted by then."""
         for record in self._known().unsaved:
-            if record.gone or self._sharing.is_deleting(record.id):
+            if record.deleted or self._sharing.is_deleting(record.id):
                 continue
             try:
                 stored, _ = await self._sharing.put(record)

@@ -5,23 +5,18 @@ Everything here may run in any thread.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.images.decoding import decode
 from fxcore.images.deep_png import is_deep
 from fxcore.images.files import Header, has_plain_header, image_header
-from fxcore.images.nvjpeg import JpegBatches
 from fxcore.images.placement import Placement
-from service.engine.record import ExtractorRecord
-from service.engine.requests.jpeg_groups import decoding_bytes, groups
+from service.engine.description import Description
 from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
@@ -31,8 +26,6 @@ _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
 _HEADERS_AT_ONCE = 8
 _SMALL_BYTES = 256 * 1024
 
-log = logging.getLogger("fxserve.inputs")
-
 
 def is_quick(images: Sequence[bytes]) -> bool:
     """Whether the headers can be read on the event loop: they are few and plain. PIL reads others, and walks through
@@ -41,7 +34,7 @@ def is_quick(images: Sequence[bytes]) -> bool:
     return few and all(map(has_plain_header, images))
 
 
-def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None:
+def check_takes_images(description: Description, images: Sequence[bytes]) -> None:
     """Check that there are images and that the model takes images.
 
     Raises:
@@ -49,9 +42,9 @@ def check_takes_images(record: ExtractorRecord, images: Sequence[bytes]) -> None
     """
     if not images:
         raise BadTensor("the request holds no image; send at least one")
-    if not record.preprocessing.takes_images or len(record.inputs) != 1:
-        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in record.inputs)
-        raise BadTensor(f"{record.spec.model} does not take single images; send tensors: {wanted}")
+    if not description.preprocessing.takes_images or len(description.inputs) != 1:
+        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in description.inputs)
+        raise BadTensor(f"{description.spec.model} does not take single images; send tensors: {wanted}")
 
 
 def header_steps(count: int) -> list[range]:
@@ -73,18 +66,17 @@ def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> li
 
 
 def plan_images(
-    record: ExtractorRecord, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
+    description: Description, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
 ) -> Plan:
     """The plan of encoded images; see :func:`service.engine.requests.planning.plan`."""
     preparation: _Preparation = (
-        _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(record, preprocess, max_pixels)
+        _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(description, preprocess, max_pixels)
     )
-    sizes, costs, pixels = [], [], []
+    sizes, costs = [], []
     for index, (data, header) in enumerate(zip(images, headers, strict=True)):
         height, width, _ = header
         with indexed(index):
-            largest = preparation.largest_size(height, width)
-        pixels.append(max(height * width, math.prod(largest)))
+            preparation.check_size(height, width)
         deep = _DEEP_BYTES * height * width if is_deep(data) else 0
         costs.append(len(data) + deep + preparation.decoding_bytes(header))
         sizes.append(preparation.row_size(height, width))
@@ -103,17 +95,8 @@ def plan_images(
         with indexed(index):
             return (preparation.row(images[index])[None],)
 
-    parts: list[tuple[range, Callable[[], tuple[Tensor]]]] = []
-    costs_of_parts: list[int] = []
-    batches = record.jpeg_batches if preprocess == "fast" else None
-    for group in _groups(batches, images, sizes, pixels):
-        if batches is None or len(group) == 1:
-            parts.append((group, partial(row, group.start)))
-            costs_of_parts.append(costs[group.start])
-        else:
-            parts.append((group, partial(_rows_together, batches, images, group, row)))
-            costs_of_parts.append(decoding_bytes([pixels[index] for index in group]))
-    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs_of_parts, parts, pad, placements)
+    parts = [(range(index, index + 1), partial(row, index)) for index in range(len(images))]
+    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements)
 
 
 class _Preparation(Protocol):
@@ -134,8 +117,8 @@ class _Preparation(Protocol):
     @property
     def pad(self) -> Callable[[Sequence[Tensor]], Tensor] | None: ...
 
-    def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        """The largest size that the image has until it is a row.
+    def check_size(self, height: int, width: int) -> None:
+        """Check the largest size that the image has until it is a row.
 
         Raises:
             ImageTooLarge: that has more pixels than are allowed.
@@ -164,8 +147,8 @@ class _AsSent:
     def __init__(self, max_pixels: int) -> None:
         self._max_pixels = max_pixels
 
-    def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        return height, width
+    def check_size(self, height: int, width: int) -> None:
+        pass  # the header's size was checked
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
         return height, width
@@ -183,17 +166,17 @@ class _AsSent:
 class _Preprocessed:
     """An image goes through the model's preprocessing, in the mode ``preprocess``."""
 
-    def __init__(self, record: ExtractorRecord, preprocess: str, max_pixels: int) -> None:
-        self._decoder = record.decoder
-        self._preprocessing = record.preprocessing
+    def __init__(self, description: Description, preprocess: str, max_pixels: int) -> None:
+        self._decoder = description.decoder
+        self._preprocessing = description.preprocessing
         self._preprocess = preprocess
         self._max_pixels = max_pixels
-        self.channels = record.entry.channels
-        self.value_bytes = record.decoder.dtype.itemsize
-        self.pad = record.preprocessing.stack if record.preprocessing.pads else None
+        self.channels = description.entry.channels
+        self.value_bytes = description.decoder.dtype.itemsize
+        self.pad = description.preprocessing.stack if description.preprocessing.pads else None
 
-    def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        return bounded(self._preprocessing, height, width, self._max_pixels)
+    def check_size(self, height: int, width: int) -> None:
+        bounded(self._preprocessing, height, width, self._max_pixels)
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
         return self._preprocessing.output_size(height, width)
@@ -211,22 +194,3 @@ class _Preprocessed:
 def _decoded_bytes(header: Header) -> int:
     """Peak bytes while an image is decoded: PIL's own buffers, and its pixels as PIL has them."""
     return header.held + 4 * header.height * header.width
-
-
-def _rows_together(
-    batches: JpegBatches, images: Sequence[bytes], group: range, row: Callable[[int], tuple[Tensor]]
-) -> tuple[Tensor]:
-    """The rows of JPEG files that are decoded together on the device, or one by one if that fails."""
-    try:
-        return (batches.rows([images[index] for index in group]),)
-    except Exception as error:  # the fault of one file, or of the device: one by one, each file raises its own error
-        log.info("decoding %d JPEG files one by one: %.300r", len(group), error)
-    return (torch.cat([row(index)[0] for index in group]),)
-
-
-def _groups(
-    batches: JpegBatches | None, images: Sequence[bytes], sizes: Sequence[tuple[int, int]], pixels: Sequence[int]
-) -> list[range]:
-    if batches is None:
-        return spread(len(images), 1)
-    return groups([size if batches.takes(data) else None for data, size in zip(images, sizes, strict=True)], pixels)

@@ -13,7 +13,6 @@ from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool
 from service.engine.options import FeatureOptions, FeatureResult
-from service.engine.record import ExtractorRecord
 from service.engine.regions import Boxes, Regions
 from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
@@ -21,6 +20,7 @@ from service.engine.requests.decoding import Decoders, Decoding
 from service.engine.requests.plan import Inputs, Plan
 from service.engine.requests.sizes import response_bytes, row_size
 from service.engine.rows import RowShape
+from service.engine.runtime import Runtime
 from service.settings import Settings
 
 
@@ -68,21 +68,21 @@ class Pipeline:
 
     async def compute(
         self,
-        record: ExtractorRecord,
+        runtime: Runtime,
         images: Inputs,
         boxes: Boxes | None,
         options: FeatureOptions,
         deadline: float,
         ticket: Ticket,
     ) -> FeatureResult:
-        """Features of ``images`` by ``record``, which is built; see :meth:`service.engine.engine.Engine.features`."""
+        """Features of ``images`` by ``runtime``, which is built; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
-        plan = await self._plan(record, images, options)
-        sizes = await self._sizes(record, plan, options, boxes)
+        plan = await self._plan(runtime, images, options)
+        sizes = await self._sizes(runtime, plan, options, boxes)
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
         ticket.claim(plan.held(at_once), sizes.response_bytes)
         waited = await ticket.turn()
-        job = Job(record, options, len(plan.shapes), deadline, sizes.regions)
+        job = Job(runtime, options, len(plan.shapes), deadline, sizes.regions)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         del plan  # now the decoders and the queue own the images
         outputs = await job.result()
@@ -91,39 +91,39 @@ class Pipeline:
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
-        self._upgrades.used(record, job.rows)
+        self._upgrades.used(runtime, job.rows)
         return FeatureResult(
-            {key: outputs[key] for key in record.return_nodes if key in outputs},
+            {key: outputs[key] for key in runtime.description.return_nodes if key in outputs},
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
             None if sizes.regions is None else sizes.regions.box_image,
         )
 
-    async def _plan(self, record: ExtractorRecord, images: Inputs, options: FeatureOptions) -> Plan:
+    async def _plan(self, runtime: Runtime, images: Inputs, options: FeatureOptions) -> Plan:
         preprocess, max_pixels = options.preprocess, self._settings.max_pixels
         if preprocess == "default":
             preprocess = self._settings.preprocess
         if isinstance(images, Mapping) or image_plan.is_quick(images):
-            return planning.plan(record, images, preprocess, max_pixels)
-        image_plan.check_takes_images(record, images)
+            return planning.plan(runtime, images, preprocess, max_pixels)
+        image_plan.check_takes_images(runtime.description, images)
         headers: list[Header] = []
         for indices in image_plan.header_steps(len(images)):  # other requests get their turn in between
             headers += await in_pool(self._intake, image_plan.read_headers, images, indices, max_pixels)
-        return await in_pool(self._intake, planning.plan, record, images, preprocess, max_pixels, headers)
+        return await in_pool(self._intake, planning.plan, runtime, images, preprocess, max_pixels, headers)
 
-    async def _sizes(self, record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:
-        known = all(shape in record.row_sizes for shape in set(plan.shapes))
-        predicted = (record, plan, options, boxes, self._settings.max_response_bytes)
+    async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:
+        known = all(shape in runtime.row_sizes for shape in set(plan.shapes))
+        predicted = (runtime, plan, options, boxes, self._settings.max_response_bytes)
         if known and boxes is None:
             return _predicted(*predicted)
         return await in_pool(self._intake, _predicted, *predicted)
 
 
 def _predicted(
-    record: ExtractorRecord, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_response_bytes: int
+    runtime: Runtime, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_response_bytes: int
 ) -> Sizes:
-    regions = None if boxes is None else planning.regions(record, plan, boxes, options.roi_size)
+    regions = None if boxes is None else planning.regions(runtime, plan, boxes, options.roi_size)
     counts = None if regions is None else [len(one) for one in regions.boxes]
-    response = response_bytes(record, plan.shapes, options, max_response_bytes, counts)
-    row_bytes = {shape: row_size(record, shape).bytes for shape in set(plan.shapes)}
+    response = response_bytes(runtime, plan.shapes, options, max_response_bytes, counts)
+    row_bytes = {shape: row_size(runtime, shape).bytes for shape in set(plan.shapes)}
     return Sizes(row_bytes, response, regions)

@@ -10,24 +10,22 @@ from fxcore.errors import BadBox
 from fxcore.images.files import Header
 from fxcore.pooling import pooled_regions_shape
 from service.engine.backends.fallback import OneSize
-from service.engine.record import ExtractorRecord
 from service.engine.regions import Boxes, Regions
 from service.engine.requests.image_plan import check_takes_images, plan_images, read_headers
 from service.engine.requests.plan import Inputs, Plan, indexed
 from service.engine.requests.sizes import row_size
 from service.engine.requests.tensor_plan import plan_tensors
+from service.engine.runtime import Runtime
 
 _MOST_SAMPLES = 2**31
 """Most values of maps that the boxes of a request may sample: others wait while they are pooled."""
 
 
-def plan(
-    record: ExtractorRecord, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()
-) -> Plan:
+def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()) -> Plan:
     """Plan a request without decoding it, in any thread.
 
     Args:
-        record: the extractor.
+        runtime: the extractor.
         inputs: of the request.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: most pixels of an image.
@@ -39,19 +37,19 @@ def plan(
         BadTensor: a wrong name, shape or dtype, or a size that the extractor's backend does not take.
     """
     if isinstance(inputs, Mapping):
-        made = plan_tensors(record, inputs, preprocess, max_pixels)
+        made = plan_tensors(runtime.description, inputs, preprocess, max_pixels)
     else:
         if not headers:
-            check_takes_images(record, inputs)
+            check_takes_images(runtime.description, inputs)
             headers = read_headers(inputs, range(len(inputs)), max_pixels)
-        made = plan_images(record, inputs, preprocess, max_pixels, headers)
-    if isinstance(record.run, OneSize):
+        made = plan_images(runtime.description, inputs, preprocess, max_pixels, headers)
+    if isinstance(runtime.run, OneSize):
         for shape in dict.fromkeys(made.shapes):
-            record.run.check(shape)
+            runtime.run.check(shape)
     return made
 
 
-def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> Regions:
+def regions(runtime: Runtime, planned: Plan, boxes: Boxes, size: int) -> Regions:
     """Carry ``boxes``, in pixels of the images as sent, over to the model's input and its maps. The sizes of the plan's
     rows must be known.
 
@@ -71,10 +69,10 @@ def regions(record: ExtractorRecord, planned: Plan, boxes: Boxes, size: int) -> 
     for index, (placement, given) in enumerate(zip(placements, boxes, strict=True)):
         with indexed(index):
             carried.append(placement.carry(given))
-    rows = [row_size(record, shape) for shape in planned.shapes]
+    rows = [row_size(runtime, shape) for shape in planned.shapes]
     samples = 0
     for row, of_image in zip(rows, carried, strict=True):
-        for info in record.outputs:
+        for info in runtime.outputs:
             if (grid := row.grids.get(info.key)) is not None:
                 channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
                 samples += channels * grid.samples(of_image, size)

@@ -11,41 +11,42 @@ from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack
 from service.engine.options import FeatureOptions
-from service.engine.record import ExtractorRecord
 from service.engine.regions import grid_of
-from service.engine.registry.graphs import graph_of
 from service.engine.rows import ResponseSize, RowShape, RowSize, row_layout, several_rows
+from service.engine.runtime import Runtime
 from service.problems import ResponseTooLarge
 
 
-def row_size(record: ExtractorRecord, shape: RowShape) -> RowSize:
-    """The size of one row of ``shape`` in ``record``; cached for recent shapes.
+def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
+    """The size of one row of ``shape`` in ``runtime``; cached for recent shapes.
 
     Raises:
         BadTensor: the model does not take that shape.
     """
-    known = record.row_sizes.get(shape)
+    known = runtime.row_sizes.get(shape)
     if known is None:
-        graph = graph_of(record)
-        values = graph.values_at(shape, set(record.return_nodes.values()))
-        per_value = {node: (dims, returned_dtype(dtype, record.dtype)) for node, (dims, dtype) in values.items()}
+        graph = runtime.graph
+        values = graph.values_at(shape, set(runtime.description.return_nodes.values()))
+        per_value = {
+            node: (dims, returned_dtype(dtype, runtime.description.dtype)) for node, (dims, dtype) in values.items()
+        }
         outputs = {}
-        for info in record.outputs:
+        for info in runtime.outputs:
             dims, dtype = per_value[info.node]
             outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
         height, width = shape[0][-2:]
-        grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), graph.input_size) for i in record.outputs}
-        inputs = sum(_bytes([1, *dims], record.dtype) for dims in shape)
+        grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), graph.input_size) for i in runtime.outputs}
+        inputs = sum(_bytes([1, *dims], runtime.description.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
         maps = {key: grid for key, grid in grids.items() if grid is not None}
         known = RowSize(outputs, max(1, whole), maps)  # an image may have no pixels
-        record.row_sizes.put(shape, known)
+        runtime.row_sizes.put(shape, known)
     return known
 
 
 def response_bytes(
-    record: ExtractorRecord,
+    runtime: Runtime,
     shapes: Sequence[RowShape],
     options: FeatureOptions,
     limit: int,
@@ -59,14 +60,14 @@ def response_bytes(
         ResponseTooLarge: more than ``limit``.
     """
     total = 0
-    first = _row_outputs(record, shapes[0], options)
+    first = _row_outputs(runtime, shapes[0], options)
     counts = Counter(shapes)
     if boxes is not None:
         counts = Counter({shape: 0 for shape in shapes})
         for shape, many in zip(shapes, boxes, strict=True):
             counts[shape] += many
     for shape, rows in counts.items():
-        for key, (dims, size) in _row_outputs(record, shape, options).items():
+        for key, (dims, size) in _row_outputs(runtime, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
             total += rows * size
@@ -75,13 +76,13 @@ def response_bytes(
     return total
 
 
-def _row_outputs(record: ExtractorRecord, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
+def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
     """key → shape and bytes of one row of the response; cached for recent shapes and options."""
-    known = record.response_sizes.get((shape, options))
+    known = runtime.response_sizes.get((shape, options))
     if known is None:
-        row = row_size(record, shape)
+        row = row_size(runtime, shape)
         outputs = {}
-        for info in record.outputs:
+        for info in runtime.outputs:
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info)
@@ -89,7 +90,7 @@ def _row_outputs(record: ExtractorRecord, shape: RowShape, options: FeatureOptio
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
         known = ResponseSize(outputs)
-        record.response_sizes.put((shape, options), known)
+        runtime.response_sizes.put((shape, options), known)
     return known.outputs
 
 

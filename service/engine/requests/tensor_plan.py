@@ -11,17 +11,17 @@ from torch import Tensor
 from fxcore.errors import BadTensor, ImageTooLarge
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
-from service.engine.record import ExtractorRecord
+from service.engine.description import Description
 from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, scaled, spread
 from service.engine.rows import RowShape
 
 
-def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
+def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
     """The plan of tensors; see :func:`service.engine.requests.planning.plan`."""
-    specs = record.inputs
+    specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
         raise BadTensor(
-            f"{record.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
+            f"{description.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
             f"{', '.join(sorted(tensors)) or 'none'}"
         )
     counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
@@ -35,21 +35,21 @@ def plan_tensors(record: ExtractorRecord, tensors: Mapping[str, Tensor], preproc
         if tensor.dtype == torch.uint8:
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
-                _check_preprocessed(spec, tensor, record.preprocessing)
-                bounded(record.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
-        shapes.append(_row_shape(record.preprocessing, tensor, preprocess))
+                _check_preprocessed(spec, tensor, description.preprocessing)
+                bounded(description.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+        shapes.append(_row_shape(description.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
     cost = 0  # of one image or frame at a time, and of all frames of a clip together
     for tensor in ordered:
         if tensor.dtype == torch.uint8 and preprocess != "none":
             frames = tensor.shape[1] if tensor.ndim == 5 else 1
-            cost += frames * record.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
+            cost += frames * description.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
         whole = len(indices) == rows  # a view takes longer than the rest for a small tensor
         parts = ordered if whole else [tensor[indices.start : indices.stop] for tensor in ordered]
-        return tuple(_prepared(record, part, preprocess) for part in parts)
+        return tuple(_prepared(description, part, preprocess) for part in parts)
 
     # Images are split among threads; tensors are only converted.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
@@ -101,17 +101,17 @@ def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) ->
     return (channels, *outer, *size)
 
 
-def _prepared(record: ExtractorRecord, tensor: Tensor, preprocess: str) -> Tensor:
+def _prepared(description: Description, tensor: Tensor, preprocess: str) -> Tensor:
     if tensor.dtype == torch.float32:
         return tensor.contiguous()  # without .to(), which releases the GIL even where it changes nothing
     if tensor.dtype != torch.uint8:
         return tensor.to(torch.float32).contiguous()
     if preprocess == "none":
         return scaled(tensor.movedim(-1, 1))
-    if record.preprocessing.layout != "NCHW":
-        return record.preprocessing.tensor(tensor)
+    if description.preprocessing.layout != "NCHW":
+        return description.preprocessing.tensor(tensor)
     rows = tensor.expand(*tensor.shape[:-1], 3) if tensor.shape[-1] == 1 else tensor  # grey
-    return torch.stack([record.decoder.pixels(pixels, preprocess) for pixels in rows])
+    return torch.stack([description.decoder.pixels(pixels, preprocess) for pixels in rows])
 
 
 def _check_pixels(height: int, width: int, max_pixels: int) -> None:

@@ -86,7 +86,7 @@ async def embed(request: Request, timeout: Timeout = None) -> Response:
             body = await state.engine.run_in_encoder(embeddings.read, chunks)
         del chunks
         record = await _extractor(request, state, body.model)
-        if record.run is None:
+        if record.runtime is None:
             await state.engine.extractors.load(record)
         return await _embed(request, state, record, body, deadline.at)
 
@@ -107,11 +107,9 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
                 suggestions=[],
             ) from None
         raise error
-    if len(record.return_nodes) != 1:
-        keys = ", ".join(record.return_nodes)
-        detail = (
-            f"the extractor {model!r} has {len(record.return_nodes)} outputs ({keys}); an embedding needs exactly one"
-        )
+    keys = list(record.description.return_nodes)
+    if len(keys) != 1:
+        detail = f"the extractor {model!r} has {len(keys)} outputs ({', '.join(keys)}); an embedding needs exactly one"
         raise problems.InvalidRequest(detail, field="model")
     return record
 

@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 
 from fxcore.exports import FORMATS, CannotExport, export
-from fxcore.extractor import Extractor
 from service import problems
-from service.engine import ExtractorRecord
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
+from service.engine.runtime import Runtime
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
 from service.http.routing.declared import declares
@@ -68,29 +67,28 @@ async def download(
     """Export an extractor as a file: its graph with transforms and weights, before lowering by a backend."""
     record = await state.engine.extractors.look_up(extractor)
     async with state.exports.place() as place:
-        with record.in_use():
-            built = await load_extractor(state, record, DEFAULT_WAIT)
+        runtime = await load_extractor(state, record, DEFAULT_WAIT)
+        with runtime.in_use():
             cancelled = threading.Event()
             try:
-                data = await place.run(lambda: _export(state, record, built, format, cancelled))
+                data = await place.run(lambda: _export(state, runtime, format, cancelled))
             finally:
                 cancelled.set()  # also when the client has left
     chosen = FORMATS[format]
-    name = f"{record.entry.name}-{record.id}-{format}{chosen.suffix}"
+    name = f"{record.description.entry.name}-{record.id}-{format}{chosen.suffix}"
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
 
 
-def _export(
-    state: State, record: ExtractorRecord, built: Extractor, format: Format, cancelled: threading.Event
-) -> bytes:
+def _export(state: State, runtime: Runtime, format: Format, cancelled: threading.Event) -> bytes:
     """Export the extractor; torch's int8 graph, if eager serves one, is refused.
 
     Raises:
         CannotExport: ``format`` cannot hold the int8 model in use.
     """
-    if record.spec.precision != "int8":
+    description, built = runtime.description, runtime.extractor
+    if description.spec.precision != "int8":
         return export(built, format, cancelled)
-    graph = int8_graph(record)
+    graph = int8_graph(runtime)
     if graph is not None:
         return export(replace(built, module=graph), format, cancelled)
     if format != "openvino":
@@ -99,4 +97,4 @@ def _export(
             "export an extractor in float32",
             format=format,
         )
-    return export(built, format, cancelled, calibration_of(record, state.settings.calibration_dir))
+    return export(built, format, cancelled, calibration_of(description, state.settings.calibration_dir))

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from fxcore.extractor import Extractor
 from service import problems
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
-from service.engine.registry.graphs import graph_of
 from service.engine.registry.store import Stored
+from service.engine.runtime import Runtime
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
@@ -78,22 +77,20 @@ COMPUTE_PROBLEMS = (
 
 def describe(record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
-    checks, failed = record.checks, record.problem
-    if record.transformed is not None and checks is not None and record.state == "ready":
-        checks = record.transformed.checks(checks)
+    description, failed = record.description, record.problem
     return {
         "id": record.id,
         "name": record.name,
         "state": record.state,
-        "model": record.spec.model,
-        "weights": record.weights,
-        "device": record.device,
+        "model": description.spec.model,
+        "weights": description.weights,
+        "device": description.device,
         "backend": record.backend,
-        "precision": record.spec.precision,
+        "precision": description.spec.precision,
         "outputs": [asdict(output) for output in record.outputs],
-        "preprocessing": record.preprocessing.describe(),
-        "fingerprint": record.fingerprint,
-        "checks": checks,
+        "preprocessing": description.preprocessing.describe(),
+        "fingerprint": description.fingerprint,
+        "checks": record.checks,
         "problem": problem(failed) if failed is not None else None,
     }
 
@@ -141,8 +138,8 @@ async def require_json(request: Request) -> None:
         )
 
 
-async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Extractor:
-    """Build or load a record's extractor if needed, and return it.
+async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Runtime:
+    """Build an extractor, or load it again, if needed.
 
     Raises:
         NotReady: it takes longer than ``wait`` seconds.
@@ -150,11 +147,9 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
     """
     try:
         async with asyncio.timeout(wait):
-            await state.engine.extractors.load(record)
+            return await state.engine.extractors.load(record)
     except TimeoutError:
         raise problems.NotReady(f"extractor {record.id} is still being built") from None
-    assert record.extractor is not None
-    return record.extractor
 
 
 @router.post(
@@ -190,8 +185,9 @@ async def create_extractor(
     record, created = await state.engine.extractor(spec, wait, keep=True)
     if (failure := record.failure) is not None:
         raise failure
-    if record.check is not None and wait > 0:
-        await asyncio.wait({record.check}, timeout=min(wait, CHECK_SECONDS))
+    runtime = record.runtime
+    if runtime is not None and runtime.check is not None and wait > 0:
+        await asyncio.wait({runtime.check}, timeout=min(wait, CHECK_SECONDS))
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
         orjson.dumps(describe(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"
@@ -302,13 +298,11 @@ async def _profile(state: State, record: ExtractorRecord) -> bytes:
     async with state.lookups.place() as place, state.profiling:
         content = state.graphs.get(key)
         if content is None:
-            with record.in_use():
-                built = await load_extractor(state, record, DEFAULT_WAIT)
-                found = await state.engine.profile(record, built)
-                graph = built.module.graph
-                content = await place.run(
-                    lambda: graph_formats.write_part(graph_of(record), graph, "json", measured=found)
-                )
+            runtime = await load_extractor(state, record, DEFAULT_WAIT)
+            with runtime.in_use():
+                found = await state.engine.profile(runtime)
+                part = runtime.extractor.module.graph
+                content = await place.run(lambda: graph_formats.write_part(runtime.graph, part, "json", measured=found))
             state.graphs.put(key, content)
     return content
 
@@ -318,8 +312,9 @@ async def _render(state: State, record: ExtractorRecord, format: GraphFormat, de
     content = state.graphs.get(key)
     if content is None:
         async with state.lookups.place() as place:
-            with record.in_use():
-                built = (await load_extractor(state, record, DEFAULT_WAIT)).module.graph
-                content = await place.run(lambda: graph_formats.write_part(graph_of(record), built, format, depth))
+            runtime = await load_extractor(state, record, DEFAULT_WAIT)
+            with runtime.in_use():
+                part = runtime.extractor.module.graph
+                content = await place.run(lambda: graph_formats.write_part(runtime.graph, part, format, depth))
         state.graphs.put(key, content)
     return content

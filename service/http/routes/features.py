@@ -191,19 +191,19 @@ async def _respond(
             sent = await body.parse("", state.engine.run_in_encoder)
         _options_of(query).check_boxes(sent is not None and sent.boxes is not None)
         record = await find()
-        if record.run is None:
+        if record.runtime is None:
             body = body or await received()  # until then, a client that leaves is not noticed
             await state.engine.extractors.load(record)
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         if sent is None:
             body = body or await received()
-            sent = await body.parse(record.inputs[0].name, state.engine.run_in_encoder)
+            sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
         del body  # its text or form is not needed once parsed
         return await _extract(request, state, record, sent, query, accepted, deadline.at)
 
 
 def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
-    if query.pool == "roi" and _BOX_IMAGE in record.return_nodes:
+    if query.pool == "roi" and _BOX_IMAGE in record.description.return_nodes:
         detail = f"pool=roi adds an output {_BOX_IMAGE!r}: give the extractor's output of that name another key"
         raise problems.DuplicateKey(detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
@@ -253,7 +253,7 @@ async def _draw(
 ) -> Parts:
     """Draw the first output over the image, as the model's preprocessing makes it if it was ``preprocessed``."""
     output = record.outputs[0]
-    preprocessing = record.preprocessing if preprocessed else None
+    preprocessing = record.description.preprocessing if preprocessed else None
     header = await state.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
@@ -284,7 +284,8 @@ async def _write(
 def _source(record: ExtractorRecord) -> responses.Source:
     source = _sources.get(record)
     if source is None:
-        source = responses.Source(record.spec.model, record.id, record.weights, record.fingerprint, record.return_nodes)
+        made = record.description
+        source = responses.Source(made.spec.model, made.id, made.weights, made.fingerprint, made.return_nodes)
         _sources[record] = source
     return source
 

@@ -33,6 +33,8 @@ class Broken:
         fault, batches = self.fault, 0
 
         class Run:
+            grown = 0
+
             def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
                 nonlocal batches
                 batches += 1
@@ -79,7 +81,8 @@ class Held(Broken):
 
 async def settled(record: ExtractorRecord) -> dict[str, Any]:
     """The record's checks once the search for a faster backend is over."""
-    assert record.upgrade is not None
-    await asyncio.wait_for(asyncio.shield(record.upgrade), 5 * PATIENCE)
+    assert record.runtime is not None
+    assert record.runtime.upgrade is not None
+    await asyncio.wait_for(asyncio.shield(record.runtime.upgrade), 5 * PATIENCE)
     assert record.checks is not None
     return record.checks

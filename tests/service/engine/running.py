@@ -15,6 +15,7 @@ import PIL.Image
 import torch
 
 from service.engine import Engine, ExtractorRecord
+from service.engine.runtime import Runtime
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -62,14 +63,14 @@ async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     return record
 
 
-def record_alone(*args: Any) -> ExtractorRecord:
-    """A ready extractor whose engine has ended, for what only looks at it."""
+def runtime_alone(*args: Any) -> Runtime:
+    """A built extractor whose engine has ended, for what only looks at it."""
 
-    async def make() -> ExtractorRecord:
+    async def make() -> Runtime:
         engine = Engine(Settings(device="cpu"))
         await engine.start()
         try:
-            return await built(engine, *args)
+            return await engine.extractors.load(await built(engine, *args))
         finally:
             await engine.close()
 
@@ -80,14 +81,16 @@ class Watched:
     """Stands where a backend stands: runs the extractor's own module, and notes, holds up or breaks its batches."""
 
     def __init__(self, record: ExtractorRecord) -> None:
-        assert record.run is not None
-        self._module = record.run
+        assert record.runtime is not None
+        self._module = record.runtime.run
         self.batches: list[torch.Tensor] = []
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
-        record.run = self
+        record.runtime.serve(self, record.runtime.backend)
+
+    grown = 0
 
     def storages(self) -> dict[int, int]:
         return {}

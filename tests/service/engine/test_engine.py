@@ -15,7 +15,6 @@ from fxcore.images.files import open_image
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
-from service.engine.registry.graphs import graph_of
 from service.problems import Draining, ResponseTooLarge
 from tests.decoding import decoded
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
@@ -101,7 +100,7 @@ async def test_uint8_tensors_are_preprocessed_like_lossless_files(
         record = await built(running)
         files = await running.features(record, [encoded(image, "PNG") for image in pixels])
         tensors = await running.features(record, {"x": torch.from_numpy(pixels.copy())})
-        ready = record.preprocessing.tensor(torch.from_numpy(pixels.copy()))
+        ready = record.description.preprocessing.tensor(torch.from_numpy(pixels.copy()))
         floats = await running.features(record, {"x": ready})
         raw = await running.features(record, {"x": torch.from_numpy(pixels.copy())}, FeatureOptions(preprocess="none"))
         scaled = torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2) / 255
@@ -199,10 +198,10 @@ async def test_a_detector_pads_to_the_largest(
     async with engine() as running:
         record = await built(running, "fasterrcnn_mobilenet_v3_large_320_fpn", ["backbone.body.6"])
         response = (await running.features(record, pair)).outputs["backbone.body.6"]
-        images = [record.preprocessing.image(open_image(data)) for data in pair]
-        padded = record.preprocessing.stack(images)
+        images = [record.description.preprocessing.image(open_image(data)) for data in pair]
+        padded = record.description.preprocessing.stack(images)
         expected = hooked(
-            load_model(record.entry, "random").backbone,  # type: ignore[arg-type]
+            load_model(record.description.entry, "random").backbone,  # type: ignore[arg-type]
             "body.6",
             padded,
         )
@@ -308,7 +307,9 @@ async def test_video_models_take_clips(engine: MakeEngine) -> None:
         with pytest.raises(BadTensor, match="does not take single images"):
             await running.features(record, [b""])
         response = await running.features(record, {"x": clips}, FeatureOptions(pool="avg"))
-        floats = await running.features(record, {"x": record.preprocessing.tensor(clips)}, FeatureOptions(pool="avg"))
+        floats = await running.features(
+            record, {"x": record.description.preprocessing.tensor(clips)}, FeatureOptions(pool="avg")
+        )
     assert response.outputs["layer1"].shape == (2, 64)
     assert_close(response.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)
 
@@ -333,7 +334,7 @@ async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, 
         client = asyncio.create_task(hammer(0))
         specs = []
         for model in models:
-            nodes = [n.name for n in graph_of(await built(running, model, ["x"])).nodes if n.extractable]
+            nodes = [n.name for n in (await built(running, model, ["x"])).runtime.graph.nodes if n.extractable]
             specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
         made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20

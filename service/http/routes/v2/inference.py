@@ -115,7 +115,7 @@ async def _infer(
     record = await _extractor(request, state, target, payload)
     await state.engine.extractors.load(record)
     requested = _requested_outputs(record, name, payload, options)
-    if len(requested) < len(record.return_nodes):
+    if len(requested) < len(record.description.return_nodes):
         options = replace(options, keys=frozenset(requested))
     inputs = payload.images if payload.images is not None else payload.tensors
     result = await state.engine.features(record, inputs, options, deadline, reservation=reservation_of(request.scope))
@@ -163,9 +163,9 @@ def _requested_outputs(
     """Map the keys of requested outputs, in order, to whether they are returned as raw bytes."""
     requested: dict[str, bool] = {}
     for output in payload.outputs:
-        for key in record.return_nodes if output.name is None else [output.name]:
-            if key not in record.return_nodes:
-                there = list(record.return_nodes)
+        for key in record.description.return_nodes if output.name is None else [output.name]:
+            if key not in record.description.return_nodes:
+                there = list(record.description.return_nodes)
                 detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
                 raise problems.UnknownNode(detail, name=key, suggestions=there)
             if key in requested:

@@ -20,7 +20,7 @@ from service import problems
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
-from service.engine.registry.graphs import graph_of
+from service.engine.registry.graphs import graph_for
 from service.engine.registry.store import Stored
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
@@ -80,7 +80,7 @@ async def own_spec(
 async def inputs_of(state: State, target: ExtractorRecord | ModelEntry, build: bool) -> list[TensorMetadata]:
     """List the inputs that ``target`` accepts, for a request that may ``build`` extractors or not."""
     if isinstance(target, ExtractorRecord):
-        return inputs(target.inputs, target.preprocessing)
+        return inputs(target.description.inputs, target.description.preprocessing)
     return (await _own(state, target, target.structure(), build)).inputs
 
 
@@ -109,11 +109,13 @@ class Tensors:
 def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
     """Describe the tensors of an extractor, built or not, or of a model. May trace the model: run it in a thread."""
     if isinstance(target, ExtractorRecord):
-        graph, nodes, dtype = graph_of(target), target.return_nodes, target.dtype
-        return Tensors(inputs(graph.inputs, target.preprocessing), _outputs(graph, target.preprocessing, nodes, dtype))
+        own, preprocessing = target.description, target.description.preprocessing
+        graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
+        outputs = _outputs(graph, preprocessing, own.return_nodes, own.dtype)
+        return Tensors(inputs(graph.inputs, preprocessing), outputs)
     graph = model_graph(target, target.structure())
-    own = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)
-    return Tensors(inputs(graph.inputs, graph.preprocessing), own)
+    outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)
+    return Tensors(inputs(graph.inputs, graph.preprocessing), outputs)
 
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
@@ -166,7 +168,9 @@ def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> It
     """The state of each extractor, and of each model's default weights, which any thread may iterate over."""
     loaded = state.engine.models.loaded_weights()
     records = state.engine.records.list()
-    building = {(record.spec.model, record.weights) for record in records if record.build is not None}
+    building = {
+        (record.description.spec.model, record.description.weights) for record in records if record.build is not None
+    }
     return _entries(targets, loaded, building)
 
 
@@ -176,7 +180,7 @@ def _entries(
     for target in targets:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem
-            is_ready, is_building = target.run is not None, target.build is not None
+            is_ready, is_building = target.runtime is not None, target.build is not None
         else:
             name, problem = target.name, None
             weights = (target.name, target.default_weights)
@@ -202,5 +206,7 @@ def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
     return [
         record
         for record in state.engine.records.list()
-        if record.name is None and record.spec.model == entry.name and record.weights == entry.default_weights
+        if record.name is None
+        and record.description.spec.model == entry.name
+        and record.description.weights == entry.default_weights
     ]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from service.problems import BackendRefused
+from service.problems import ExtractorFailed
 from tests.service.engine.fake_backends import Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors
 
@@ -21,6 +21,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
     async with engine(lowering=True, max_batch=2) as running:
         nodes = ("features.3", "features.4", "features.5", "features.6")
         lowering, queued, unused, wanted = [await built(running, nodes=[node]) for node in nodes]
+        runtimes = [record.runtime for record in (lowering, queued)]
         for record in (lowering, queued):
             await running.features(record, tensors(*range(16)))
         await held.began("features.3")
@@ -29,16 +30,14 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
                 await running.extractors.delete(record.id)
             else:
                 running.extractors.unload(record.id)
-        await running.features(unused, tensors(*range(16)))
-        assert unused.upgrade is None
+        if action == "delete":
+            await running.features(unused, tensors(*range(16)))
+            assert unused.runtime.upgrade is None
         await running.features(wanted, tensors(0))
         await held.began("features.3", "features.6")
         held.open.set()
         await settled(wanted)
-        assert [record.upgrade is not None and record.upgrade.cancelled() for record in (lowering, queued)] == [
-            True,
-            True,
-        ]
+        assert [runtime.upgrade is not None and runtime.upgrade.cancelled() for runtime in runtimes] == [True, True]
         assert [record.backend for record in (lowering, queued)] == ["eager", "eager"]
         if action == "unload":
             known = running.records.find(queued.id)
@@ -57,10 +56,11 @@ async def test_a_cancelled_build_lowers_nothing(engine: MakeEngine, held: Held) 
         assert len(builds) == 2
         for record in records[::-1]:  # the second is lowered as soon as the first is not
             await running.extractors.delete(record.id)
-        await asyncio.wait_for(asyncio.gather(*builds), PATIENCE)
-        for record in records:
-            assert isinstance(record.problem, BackendRefused)
-            assert "cancelled" in record.problem.detail
+        await asyncio.wait(builds, timeout=PATIENCE)
+        for record, build in zip(records, builds, strict=True):
+            assert build.cancelled()
+            assert isinstance(record.problem, ExtractorFailed)
+            assert "deleted" in record.problem.detail
         await held.began("features.3")
 
 
@@ -84,7 +84,7 @@ async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held
         await held.began("features.3", "features.4")
         build = named.build
     assert build is not None
-    await asyncio.wait_for(build, PATIENCE)
+    await asyncio.wait({build}, timeout=PATIENCE)
     assert [cancelled.is_set() for cancelled in held.cancelled] == [True, True]
 
 
@@ -105,16 +105,14 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
     async with engine(lowering=True) as running:
         busy, record = await built(running, nodes=["features.2"]), await built(running, nodes=["features.3"])
         watched = Watched(busy)
-        await asyncio.gather(*(one.check for one in (busy, record) if one.check is not None))
+        await asyncio.gather(*(one.runtime.check for one in (busy, record)))
         watched.open.clear()
         first = asyncio.create_task(running.features(busy, tensors(0)))
         await watched.begun()
         running.extractors.eviction.unload(record)  # built again, it is measured, for which the device must be free
-        await running.extractors.load(record)
-        searches = [running._upgrades.improve(record)]
+        searches = [running._upgrades.improve(await running.extractors.load(record))]
         running.extractors.eviction.unload(record)
-        await running.extractors.load(record)
-        searches.append(running._upgrades.improve(record))
+        searches.append(running._upgrades.improve(await running.extractors.load(record)))
         watched.open.set()
         await first
         await held.began("features.3")
@@ -122,6 +120,5 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         await settled(record)
         assert [search is not None and search.cancelled() for search in searches] == [True, False]
         assert held.begun == [["features.3"]]
-        assert record.upgrade is not None
-        assert record.upgrade.exception() is None
+        assert record.runtime.upgrade.exception() is None
         assert (await running.features(record, tensors(0))).images == 1

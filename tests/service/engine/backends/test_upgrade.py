@@ -35,13 +35,13 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     async with engine(lowering=True, cache_dir=cache, max_batch=4) as running:
         record = await built(running, backend="auto")
-        assert (record.backend, record.upgrade) == ("eager", None)
+        assert (record.backend, record.runtime.upgrade) == ("eager", None)
         before = await running.features(record, jpegs)
         await asyncio.sleep(0)
         checks = record.checks
         assert checks is not None
         assert [c["backend"] for c in checks["candidates"]] == ["eager", "openvino"]
-        while not record.upgrade.done():  # type: ignore[union-attr]
+        while not record.runtime.upgrade.done():  # type: ignore[union-attr]
             during = await running.features(record, jpegs)  # answered all the while
             assert far(during.outputs, before.outputs) < 1e-4
             await asyncio.sleep(0.05)  # leave the other process a core
@@ -79,18 +79,18 @@ async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: 
     async with engine(lowering=True, cache_dir=cache) as running:
         record = await built(running, backend="eager")
         await running.features(record, jpegs)
-        assert (record.backend, record.upgrade) == ("eager", None)
+        assert (record.backend, record.runtime.upgrade) == ("eager", None)
 
 
 async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, jpegs: list[bytes]) -> None:
     async with engine(lowering=True) as running:
         first, second = await built(running), await built(running, nodes=["features.3"])
         await running.features(first, jpegs)
-        assert first.upgrade is not None
+        assert first.runtime.upgrade is not None
         await running.features(second, jpegs)
-        assert second.upgrade is None
+        assert second.runtime.upgrade is None
         await running.features(second, jpegs * 5)
-        assert second.upgrade is not None
+        assert second.runtime.upgrade is not None
 
 
 async def test_a_run_searches_only_where_that_saves_time(
@@ -101,10 +101,10 @@ async def test_a_run_searches_only_where_that_saves_time(
     for images, backend in ((100, "eager"), (10**7, "openvino"), (100, "openvino")):  # the last one found before
         async with engine(cache_dir=cache, max_batch=2) as running:
             record = await built(running)
-            await running.settle(record, images)
+            await running.settle(record.runtime, images)
             assert record.backend == backend
             named = await built(running, backend="eager")
-            await running.settle(named, images)
+            await running.settle(named.runtime, images)
             assert named.backend == "eager"
 
 
@@ -124,9 +124,12 @@ async def test_a_run_whose_batches_do_not_fit_in_memory_starts(
 ) -> None:
     async with engine(cache_dir=cache, max_batch=8) as running:
         record = await built(running)
-        assert record.run is not None
-        record.run = Broken("two rows").lower(record.extractor.module, (), running._upgrades._lowering.options(record))
-        await running.settle(record, 10**7)
+        assert record.runtime is not None
+        lowered = Broken("two rows").lower(
+            record.runtime.extractor.module, (), running._upgrades._lowering.options(record.description)
+        )
+        record.runtime.serve(lowered, "eager")
+        await running.settle(record.runtime, 10**7)
         assert record.backend == "eager"
 
 
@@ -160,10 +163,10 @@ async def test_a_search_that_found_nothing_blocks_no_other(
         await settled(records[1])
         assert [record.backend for record in records[:2]] == ["eager", "openvino"]
         await running.features(records[2], jpegs)
-        assert records[2].upgrade is None
+        assert records[2].runtime.upgrade is None
         await running.extractors.delete(records[1].id)
         await running.features(records[3], jpegs)
-        assert records[3].upgrade is not None
+        assert records[3].runtime.upgrade is not None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ async def test_one_that_took_over_and_fails_loses_no_request(
         def lost(*inputs: torch.Tensor) -> dict[str, torch.Tensor]:
             raise RuntimeError("lost its mind")
 
-        monkeypatch.setattr(record.run, "_lowered", lost)
+        monkeypatch.setattr(record.runtime.run, "_lowered", lost)
         after = await running.features(record, jpegs)
         assert far(after.outputs, before.outputs) < 1e-5
         await asyncio.sleep(0)
@@ -281,8 +284,8 @@ async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, c
     async with engine(cache_dir=cache) as running:
         record, _ = await running.extractor(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
         assert (record.state, record.backend) == ("ready", "openvino"), record.problem
-        assert record.check is not None
-        await asyncio.wait_for(asyncio.shield(record.check), 5 * PATIENCE)
+        assert record.runtime.check is not None
+        await asyncio.wait_for(asyncio.shield(record.runtime.check), 5 * PATIENCE)
         assert record.checks is not None
         layers = record.checks["layers"]
         assert {"conv1", "layer1.0.conv2", "layer1.1.add"} <= {layer["name"] for layer in layers}
@@ -298,5 +301,5 @@ async def test_preloaded_ones_are_ready_when_they_are_fast(
     ) as running:
         await until(lambda: running.readiness()[0])
         (record,) = running.records.list()
-        assert record.upgrade is not None
-        assert record.upgrade.done()
+        assert record.runtime.upgrade is not None
+        assert record.runtime.upgrade.done()

@@ -36,6 +36,8 @@ class Twin:
         eager, error = BACKENDS["eager"].lower(module, example, options), self._error
 
         class Lowered:
+            grown = 0
+
             def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
                 return {key: value * (1 + error) for key, value in eager(*inputs).items()}
 
@@ -67,8 +69,8 @@ def start(
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
                 record = await built(running, backend="auto")
                 await running.features(record, jpegs)
-                assert record.upgrade is not None
-                await asyncio.wait_for(asyncio.shield(record.upgrade), PATIENCE)
+                assert record.runtime.upgrade is not None
+                await asyncio.wait_for(asyncio.shield(record.runtime.upgrade), PATIENCE)
                 return record, len(compared)
 
     return run
@@ -122,8 +124,8 @@ async def test_old_verdicts_go(start: Callable[..., Any], tmp_path: Path) -> Non
     for number in range(KEPT):
         (tmp_path / ".verdicts" / f"{number}.json").write_text("[]")
     verdicts = Verdicts(Settings(device="cpu", max_batch=2, cache_dir=tmp_path))
-    known = verdicts.read(record, "openvino")
+    known = verdicts.read(record.description, "openvino")
     assert known is not None
-    verdicts.write(record, *known)
+    verdicts.write(record.description, *known)
     assert len(list((tmp_path / ".verdicts").iterdir())) == KEPT
     assert mine.exists()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 def job(record: ExtractorRecord, rows: int) -> Job:
-    return Job(record, FeatureOptions(), rows, time.monotonic() + PATIENCE)
+    return Job(record.runtime, FeatureOptions(), rows, time.monotonic() + PATIENCE)
 
 
 async def test_a_result_that_cannot_be_assembled_fails_alone(
@@ -52,7 +52,8 @@ async def test_a_result_that_cannot_be_assembled_fails_alone(
 async def test_a_model_that_depends_on_its_batch_computes_one_row_at_a_time(engine: MakeEngine) -> None:
     async with engine(max_batch=4) as running:
         record = await built(running)
-        record.entry = dataclasses.replace(record.entry, batch=False)
+        one = dataclasses.replace(record.description, entry=dataclasses.replace(record.description.entry, batch=False))
+        record.runtime.description = one
         watched = Watched(record)
         assert (await running.features(record, tensors(1, 2, 3))).images == 3
     assert watched.sizes == [1, 1, 1]
@@ -171,7 +172,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
     """They take nothing, and batches are measured out by what a row takes."""
     async with engine() as running:
         record = await built(running, nodes=["x"])
-        taken = row_size(record, ((3, 0, 0),)).bytes
+        taken = row_size(record.runtime, ((3, 0, 0),)).bytes
         assert taken > 0
         both = job(record, 2)
         running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
@@ -218,6 +219,8 @@ async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine
             watched.open.set()
             await held
             responses.append((await both).outputs["x"])
-        rows = torch.stack([record.preprocessing.pixels(decoded(data)) for data in jpegs]).permute(0, 2, 3, 1)
+        rows = torch.stack([record.description.preprocessing.pixels(decoded(data)) for data in jpegs]).permute(
+            0, 2, 3, 1
+        )
     assert torch.equal(responses[0], rows[:2])
     assert torch.equal(responses[1], rows[1:3])

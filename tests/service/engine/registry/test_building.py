@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from service.engine.backends.upgrade import Upgrades
-from tests.service.engine.running import MakeEngine, spec
+from tests.service.engine.running import PATIENCE, MakeEngine, spec
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_build_may_end_after_its_engine(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, begun, closed = Upgrades.first, asyncio.Event(), asyncio.Event()
+async def test_a_build_ends_with_its_engine(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
 
     async def held(*args: Any) -> None:
-        await first(*args)
         begun.set()
-        await closed.wait()
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(Upgrades, "first", held)
     async with engine() as running:
@@ -27,6 +26,6 @@ async def test_a_build_may_end_after_its_engine(engine: MakeEngine, monkeypatch:
         build = record.build
         assert build is not None
         await begun.wait()
-    closed.set()
-    await build
-    assert record.state == "ready"
+    await asyncio.wait({build}, timeout=PATIENCE)
+    assert build.cancelled()
+    assert "closed" in record.failure.detail

@@ -96,7 +96,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
         assert running.models.loaded_weights() == {large, third}
         await running.features(records[small], jpegs)
         assert running.models.loaded_weights() == {small, third}
-        assert records[large].run is None
+        assert records[large].runtime is None
         assert running.records.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
@@ -129,19 +129,20 @@ async def test_graphs_are_kept_under_the_budget(
         running.extractors.eviction._memory_budget = budget
         running.extractors.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
-        assert other.run is not None
+        assert other.runtime is not None
 
         running.extractors.eviction._memory_budget = 1
         running.extractors.eviction.make_room()
         assert kept_graphs() == own[:1]
-        assert (other.run, other.held) == (None, None)
-        assert pinned.run is not None
+        assert other.runtime is None
+        assert pinned.runtime is not None
 
         running.extractors.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert other.held is model_graph("resnet18") is not own[1]
-        assert other.fingerprint == own[1].fingerprint
+        assert other.runtime is not None
+        assert other.runtime.graph is model_graph("resnet18") is not own[1]
+        assert other.description.fingerprint == own[1].fingerprint
         assert running.extractors.eviction.bytes() == taken
 
 
@@ -157,8 +158,8 @@ async def test_what_was_given_back_is_freed(
         if why == "shared":
             await built(running, nodes=["features.1"])
         record = await built(running)
-        assert record.extractor is not None
-        module = weakref.ref(record.extractor.module)
+        assert record.runtime is not None
+        module = weakref.ref(record.runtime.extractor.module)
         watched = Watched(record)
         if why == "in use":
             watched.open.clear()
@@ -204,11 +205,10 @@ async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engin
         running.extractors.unload(record.id)
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
-        await until(lambda: running.records.find(record.id) is not record)
-        unloaded = running.records.find(record.id)
-        assert (unloaded.state, unloaded.run) == ("ready", None)
-        assert [info.key for info in unloaded.outputs] == ["features.8", "features.12"]
-        assert (await running.features(unloaded, tensors(1))).images == 1
+        await until(lambda: record.runtime is None)
+        assert record.state == "ready"
+        assert [info.key for info in record.outputs] == ["features.8", "features.12"]
+        assert (await running.features(record, tensors(1))).images == 1
 
 
 async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(engine: MakeEngine, held: Held) -> None:
@@ -216,19 +216,17 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
         record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")
         running.extractors.unload(record.id)
-        assert running.records.find(record.id).state == "ready"
-        assert record.build is not None
-        await asyncio.wait_for(record.build, PATIENCE)
+        assert (record.state, record.build) == ("ready", None)
+        await until(lambda: held.cancelled[0].is_set())
         held.open.set()
-        assert (await running.features(running.records.find(record.id), tensors(1))).images == 1
+        assert (await running.features(record, tensors(1))).images == 1
 
 
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), PATIENCE)
         assert running.models.loaded_weights() == set()
-        with record.in_use():
-            await running.extractors.load(record)
+        async with running.extractors.use(record):
             watched = Watched(record)
             watched.open.clear()
             task = asyncio.create_task(running.features(record, jpegs))
@@ -246,21 +244,21 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec())
-        with record.in_use():
-            await running.extractors.load(record)
+        async with running.extractors.use(record):
+            pass
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
         await until(lambda: not running.models.loaded_weights())
-        assert record.run is None
+        assert record.runtime is None
 
 
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
         running.extractors.eviction._memory_budget = running.extractors.eviction.bytes()
-        with records[-1].in_use():
+        async with running.extractors.use(records[-1]):
             await built(running, nodes=["features.12"])
-            assert records[0].run is None
-            assert all(record.run is not None for record in records[-3:])
+            assert records[0].runtime is None
+            assert all(record.runtime is not None for record in records[-3:])
             assert running.extractors.eviction.bytes() <= running.extractors.eviction._memory_budget
         assert (await running.features(records[0], jpegs)).images == 3
 
@@ -268,7 +266,6 @@ async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: Mak
 FIFTY = """
 import asyncio, gc, json
 from service.engine import Engine
-from service.engine.registry.graphs import graph_of
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -289,10 +286,10 @@ async def main():
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
             record, _ = await engine.extractor(spec, 600)
             assert record.state == "ready", record.problem
-            await record.check  # which runs it once
-            graph = [node.name for node in graph_of(record).nodes if node.extractable]
+            await record.runtime.check  # which runs it once
+            graph = [node.name for node in record.runtime.graph.nodes if node.extractable]
         sizes.append(resident())
-    nodes = sum(len(r.extractor.module.graph.nodes) for r in engine.records.list()[1:])
+    nodes = sum(len(r.runtime.extractor.module.graph.nodes) for r in engine.records.list()[1:])
     print(json.dumps({"before": before, "one": sizes[0], "fifty": sizes[1], "node": (sizes[1] - sizes[0]) / nodes}))
     await engine.close()
 
@@ -325,7 +322,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
             record, created = await running.extractor(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
             assert created
             assert record.state == "failed"
-        remembered = [record.spec.weights for record in running.records.list()]
+        remembered = [record.description.spec.weights for record in running.records.list()]
         assert remembered == ["random", "random", *(f"file:{number}.pth" for number in range(8, 12))]
         assert (await running.features(good, {"x": torch.zeros(1, 3, 64, 64)})).images == 1
         assert running.records.find("kept").id == named.id
@@ -367,12 +364,12 @@ async def test_extractors_with_threads_of_their_own_are_few(
     monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         named = [await built(running, nodes=[f"features.{place}"], backend="openvino") for place in (3, 4, 5)]
-        assert [record.run is None for record in named] == [True, False, False]
+        assert [record.runtime is None for record in named] == [True, False, False]
         later = await built(running, "squeezenet1_1", ["features.3"])
-        assert [record.run is None for record in (*named, later)] == [True, False, False, False]
-        await running.settle(later)
+        assert [record.runtime is None for record in (*named, later)] == [True, False, False, False]
+        await running.settle(later.runtime)
         assert later.backend == "openvino"
-        assert [record.run is None for record in (*named, later)] == [True, True, False, False]
+        assert [record.runtime is None for record in (*named, later)] == [True, True, False, False]
         assert (await running.features(named[0], tensors(1))).images == 1
 
 
@@ -388,14 +385,14 @@ async def test_extractors_in_use_are_not_replaced_by_others(
         records = [await built(running, nodes=[f"features.{place}"]) for place in (3, 4, 5)]
         for record in records:
             await running.features(record, tensors(*range(WORTH_A_COPY)))
-            if record.upgrade is not None:
+            if record.runtime.upgrade is not None:
                 await settled(record)
         assert [record.backend for record in records] == ["openvino", "openvino", "eager"]
         asked = await built(running, nodes=["features.6"], backend="openvino")
-        assert [record.run is None for record in (*records, asked)] == [False] * 4
+        assert [record.runtime is None for record in (*records, asked)] == [False] * 4
         monkeypatch.setattr("service.engine.backends.choice.BUSY_SECONDS", 0.0)
         monkeypatch.setattr("service.engine.registry.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])
-        assert [record.run is None for record in (*records, asked)] == [True, True, False, False]
+        assert [record.runtime is None for record in (*records, asked)] == [True, True, False, False]
         assert records[2].backend == "openvino"

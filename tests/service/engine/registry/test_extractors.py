@@ -12,9 +12,10 @@ from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, Un
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
+from service.engine import ExtractorRecord
 from service.engine.registry.names import MOST_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
-from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, record_alone, spec, until
+from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +46,7 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
 async def test_extractors_share_weights(engine: MakeEngine) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in (4, 8, 12)]
-        first = [next(iter(record.extractor.module.parameters())).data_ptr() for record in records if record.extractor]
+        first = [next(iter(record.runtime.extractor.module.parameters())).data_ptr() for record in records]
         assert len(first) == 3
         assert len(set(first)) == 1
 
@@ -198,7 +199,7 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
 
 
 def test_the_back_off_doubles_up_to_a_minute() -> None:
-    record = record_alone()
+    record = ExtractorRecord(runtime_alone().description, name=None)
     waits = []
     for _ in range(9):
         record.fail(NotReady("no threads"))
@@ -227,7 +228,7 @@ async def test_preload(engine: MakeEngine) -> None:
         assert reason == "the service is starting"
         await until(lambda: running.readiness()[0])
         assert [record.pinned for record in running.records.list()] == [True, True]
-        assert list(running.records.list()[0].return_nodes) == ["C4", "top"]
+        assert list(running.records.list()[0].description.return_nodes) == ["C4", "top"]
         _, created = await running.extractor(spec(nodes={"C4": "C4", "features.12": "top"}))
         assert not created
 

@@ -25,7 +25,7 @@ async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: i
     guard = threading.Lock()
     async with engine(decode_threads=4, max_inflight_bytes=limit) as running:
         record = await built(running)
-        decode = record.decoder.image
+        decode = record.description.decoder.image
 
         def noted(*args: Any) -> torch.Tensor:
             nonlocal decoding
@@ -40,7 +40,7 @@ async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: i
                 decoding -= 1
             return row
 
-        record.decoder.image = noted  # type: ignore[method-assign]
+        record.description.decoder.image = noted  # type: ignore[method-assign]
         await running.features(record, [image] * 8)
     assert [count for count, _ in seen] == [at_once] * 8
     for count, claimed in seen:

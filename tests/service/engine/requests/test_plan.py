@@ -10,62 +10,60 @@ import pytest
 import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from service.engine.record import ExtractorRecord
 from service.engine.requests.planning import plan
-from tests.service.engine.running import encoded, record_alone
+from service.engine.runtime import Runtime
+from tests.service.engine.running import encoded, runtime_alone
 
 LIMIT = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def record() -> ExtractorRecord:
-    return record_alone()
+def runtime() -> Runtime:
+    return runtime_alone()
 
 
-def decoded(record: ExtractorRecord, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:
-    made = plan(record, images, preprocess, LIMIT)
+def decoded(runtime: Runtime, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:
+    made = plan(runtime, images, preprocess, LIMIT)
     parts = [decode() for _, decode in made.parts[::-1]][::-1]  # in any order
     assert [row for rows, _ in made.parts for row in rows] == list(range(len(images)))
     assert [len(part) for (part,) in parts] == [len(rows) for rows, _ in made.parts]
-    return record.decoder.batch(torch.cat([part for (part,) in parts]))
+    return runtime.description.decoder.batch(torch.cat([part for (part,) in parts]))
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("preprocess", ["default", "fast"])
-def test_rows_come_in_order(
-    record: ExtractorRecord, arrays: dict[str, np.ndarray], count: int, preprocess: str
-) -> None:
+def test_rows_come_in_order(runtime: Runtime, arrays: dict[str, np.ndarray], count: int, preprocess: str) -> None:
     images = [encoded(np.roll(arrays["chelsea"], 7 * i, axis=1)) for i in range(count)]
-    rows = decoded(record, images, preprocess)
+    rows = decoded(runtime, images, preprocess)
     assert rows.shape == (count, 3, 224, 224)
     for image, row in zip(images, rows, strict=True):
-        assert torch.equal(row, decoded(record, [image], preprocess)[0])
+        assert torch.equal(row, decoded(runtime, [image], preprocess)[0])
 
 
-def test_pixels_count_as_bytes_until_their_batch_is_made(record: ExtractorRecord, jpegs: list[bytes]) -> None:
-    ways = [plan(record, jpegs, way, LIMIT) for way in ("default", "pil", "fast")]
+def test_pixels_count_as_bytes_until_their_batch_is_made(runtime: Runtime, jpegs: list[bytes]) -> None:
+    ways = [plan(runtime, jpegs, way, LIMIT) for way in ("default", "pil", "fast")]
     assert [made.rows for made in ways] == [len(jpegs) * 3 * 224 * 224] * 3
     assert all(made.shapes == [((3, 224, 224),)] * len(jpegs) for made in ways)
 
 
 @pytest.mark.parametrize("shape", [(2, 40_000), (40_000, 2)])
-def test_a_thin_image_cannot_grow_without_bounds(record: ExtractorRecord, shape: tuple[int, int]) -> None:
+def test_a_thin_image_cannot_grow_without_bounds(runtime: Runtime, shape: tuple[int, int]) -> None:
     """Resized to 256 pixels on its shorter side it would take 4 GB."""
     pixels = np.zeros((*shape, 3), dtype=np.uint8)
     with pytest.raises(ImageTooLarge, match="resizing") as caught:
-        plan(record, [encoded(pixels[:2, :2]), encoded(pixels)], "default", LIMIT)
+        plan(runtime, [encoded(pixels[:2, :2]), encoded(pixels)], "default", LIMIT)
     assert caught.value.extra["index"] == 1
     with pytest.raises(ImageTooLarge, match="resizing"):
-        plan(record, {"x": torch.from_numpy(pixels[None])}, "default", LIMIT)
-    assert decoded(record, [encoded(pixels)], "none").shape == (1, 3, *shape)
+        plan(runtime, {"x": torch.from_numpy(pixels[None])}, "default", LIMIT)
+    assert decoded(runtime, [encoded(pixels)], "none").shape == (1, 3, *shape)
 
 
 @pytest.mark.parametrize("model", ["resnet18", "ssdlite320_mobilenet_v3_large"])
 def test_what_a_model_resizes_images_to_is_not_bounded_by_their_largest_size(model: str) -> None:
-    small = record_alone(model, ("C4",))
+    small = runtime_alone(model, ("C4",))
     for shape, preprocess in product([(100, 100), (50, 200), (200, 50)], ["default", "fast", "none"]):
         pixels = np.zeros((*shape, 3), dtype=np.uint8)
-        for sent in ([encoded(pixels)], {small.inputs[0].name: torch.from_numpy(pixels[None])}):
+        for sent in ([encoded(pixels)], {small.description.inputs[0].name: torch.from_numpy(pixels[None])}):
             assert len(plan(small, sent, preprocess, 100 * 100).shapes) == 1
             with pytest.raises(ImageTooLarge) as caught:
                 plan(small, sent, preprocess, 100 * 100 - 1)
@@ -73,13 +71,13 @@ def test_what_a_model_resizes_images_to_is_not_bounded_by_their_largest_size(mod
 
 
 @pytest.mark.parametrize("preprocess", ["default", "fast", "none"])
-def test_images_as_an_array_are_bounded_as_those_in_files_are(record: ExtractorRecord, preprocess: str) -> None:
+def test_images_as_an_array_are_bounded_as_those_in_files_are(runtime: Runtime, preprocess: str) -> None:
     over = np.zeros((1001, 1000, 3), dtype=np.uint8)
     for sent in ([encoded(over)], {"x": torch.from_numpy(over[None])}):
         with pytest.raises(ImageTooLarge) as caught:
-            plan(record, sent, preprocess, LIMIT)
+            plan(runtime, sent, preprocess, LIMIT)
         assert (caught.value.extra["pixels"], caught.value.extra["limit"]) == (1001 * 1000, LIMIT)
-    plan(record, {"x": torch.from_numpy(over[None, :1000])}, preprocess, LIMIT)
+    plan(runtime, {"x": torch.from_numpy(over[None, :1000])}, preprocess, LIMIT)
 
 
 @pytest.mark.parametrize("preprocess", ["default", "fast", "none"])
@@ -94,9 +92,9 @@ def test_images_as_an_array_are_bounded_as_those_in_files_are(record: ExtractorR
     ],
     ids=lambda array: f"{array.dtype}{list(array.shape)}",
 )
-def test_images_without_pixels_are_refused(record: ExtractorRecord, array: torch.Tensor, preprocess: str) -> None:
+def test_images_without_pixels_are_refused(runtime: Runtime, array: torch.Tensor, preprocess: str) -> None:
     with pytest.raises(BadTensor, match="at least 1"):
-        plan(record, {"x": array}, preprocess, LIMIT)
+        plan(runtime, {"x": array}, preprocess, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +108,13 @@ def test_images_without_pixels_are_refused(record: ExtractorRecord, array: torch
 )
 def test_clips_without_frames_or_pixels_are_refused(array: torch.Tensor) -> None:
     with pytest.raises(BadTensor, match="at least 1"):
-        plan(record_alone("r3d_18", ("stem",)), {"x": array}, "default", LIMIT)
+        plan(runtime_alone("r3d_18", ("stem",)), {"x": array}, "default", LIMIT)
 
 
-def test_the_index_of_a_damaged_image_is_reported(record: ExtractorRecord, jpegs: list[bytes]) -> None:
+def test_the_index_of_a_damaged_image_is_reported(runtime: Runtime, jpegs: list[bytes]) -> None:
     images = [jpegs[i % 3] for i in range(40)]
     images[21] = images[21][:-500]
-    made = plan(record, images, "default", LIMIT)
+    made = plan(runtime, images, "default", LIMIT)
     with pytest.raises(BadImage) as caught:
         _ = [decode() for _, decode in made.parts]
     assert caught.value.extra["index"] == 21

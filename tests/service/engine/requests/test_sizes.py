@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from service.engine import FeatureOptions
-from service.engine.record import SIZES_BYTES
 from service.engine.requests.sizes import response_bytes, row_size
+from service.engine.runtime import SIZES_BYTES
 from tests.service.engine.running import MakeEngine, built
 
 pytestmark = pytest.mark.anyio
@@ -21,17 +21,17 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         record = await built(running, "squeezenet1_1", nodes)
         before = running.extractors.eviction.bytes()
         for side in range(64, 164):
-            row_size(record, ((3, side, side),))
+            row_size(record.runtime, ((3, side, side),))
         shape = ((3, 64, 64),)
         for number in range(1, 300):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
-            response_bytes(record, [shape], FeatureOptions(keys=keys), 10**9)
-        kept = record.row_sizes.bytes + record.response_sizes.bytes
+            response_bytes(record.runtime, [shape], FeatureOptions(keys=keys), 10**9)
+        kept = record.runtime.row_sizes.bytes + record.runtime.response_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
         assert running.extractors.eviction.bytes() - before == kept
         # What was dropped is found again.
         values = {"x": torch.zeros(1, 3, 64, 64)}
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
         running.extractors.unload(record.id)
-        unloaded = running.records.find(record.id)
-        assert unloaded.row_sizes.bytes == unloaded.response_sizes.bytes == 0
+        again = await running.extractors.load(record)
+        assert again.row_sizes.bytes == again.response_sizes.bytes == 0

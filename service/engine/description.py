@@ -1,0 +1,73 @@
+"""What decides the values that an extractor gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fxcore.images.decoding import Decoder
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.models.entry import ModelEntry
+from fxcore.tensors import TensorSpec
+from service.schemas.v1 import ExtractorSpec
+
+ModelKey = tuple[str, str, str]
+"""Model, canonical weights and precision: extractors with the same key share their loaded weights."""
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.float32}
+"""The dtype of the weights and the inputs; int8 arithmetic is inside its backend."""
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """Everything that decides what an extractor computes. It may be read from any thread.
+
+    Attributes:
+        id: hash of everything that decides the values it gives.
+        spec: of the request that made it.
+        entry: its model.
+        weights: canonical name of the weights.
+        device: where it runs: ``cpu``, ``cuda:0``.
+        inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
+        fingerprint: of the model's graph.
+        return_nodes: key → node, resolved, in the order asked for.
+        preprocessing: turns images into its inputs.
+        decoder: turns encoded images into rows of its input.
+    """
+
+    id: str
+    spec: ExtractorSpec
+    entry: ModelEntry
+    weights: str
+    device: str
+    inputs: tuple[TensorSpec, ...]
+    fingerprint: str
+    return_nodes: dict[str, str]
+    preprocessing: Preprocessing
+    decoder: Decoder
+
+    @property
+    def model_key(self) -> ModelKey:
+        return self.entry.name, self.weights, "float32" if self.spec.precision == "int8" else self.spec.precision
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of floating inputs."""
+        return precision_dtype(self.entry, self.spec.precision)
+
+    def usual_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of one row of each input, for the usual image size."""
+        size = self.preprocessing.nominal_size()
+        return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
+
+    @cached_property
+    def spec_bytes(self) -> int:
+        """Length of its spec as JSON."""
+        return len(self.spec.model_dump_json())
+
+
+def precision_dtype(entry: ModelEntry, precision: str) -> torch.dtype:
+    """The dtype of a model's weights and inputs: that of its builder where no other precision is asked for."""
+    return entry.dtype if precision == "float32" else PRECISIONS[precision]

@@ -1,0 +1,133 @@
+"""What computes an extractor while it is in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fxcore.backends import Lowered
+from fxcore.extractor import Extractor
+from fxcore.graph.model_graph import ModelGraph
+from service.byte_cache import ByteCache
+from service.engine.candidate import Candidate
+from service.engine.description import Description
+from service.engine.ledger import Ledger
+from service.engine.options import FeatureOptions
+from service.engine.rows import ResponseSize, RowShape, RowSize
+from service.engine.transformation import Transformed
+
+SIZES_BYTES = 512 * 1024
+"""Maximum bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
+
+OUTPUT_BYTES = 512
+"""Bytes of the Python objects for the name, shape and dtype of one output."""
+
+NODE_BYTES = 3 * 1024
+"""Bytes of the Python objects of a node of an extractor's graph."""
+
+
+def _cache_of_sizes() -> ByteCache[Any, Any]:
+    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
+
+
+class Runtime:
+    """A built extractor. Only the event loop changes it, and only by :meth:`serve` and :meth:`retire`.
+
+    Args:
+        description: what it computes.
+        graph: the model's annotated graph.
+        extractor: pruned from ``graph``, transformed.
+        transformed: what its transforms did, if it has any.
+        ledger: where its bytes are counted while it is in memory.
+
+    Attributes:
+        run: computes a batch; called with the model's inputs in order, on the device. The worker reads it once a batch.
+        backend: the one that ``run`` is of.
+        measured: how far the backend's values are from the extractor's own graph.
+        check: the task that takes ``measured`` for eager, if one does.
+        upgrade: the search for a faster backend, once started.
+        images: how many images it has answered.
+        last_used: when it was last used, on the clock of ``time.monotonic()``.
+        retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
+        row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
+        response_sizes: the sizes of a row of the response by shape and options.
+    """
+
+    run: Lowered
+    backend: str
+    measured: dict[str, Any]
+
+    def __init__(
+        self,
+        description: Description,
+        graph: ModelGraph,
+        extractor: Extractor,
+        transformed: Transformed | None,
+        ledger: Ledger,
+    ) -> None:
+        self.description = description
+        self.graph = graph
+        self.extractor = extractor
+        self.outputs = extractor.outputs
+        self.transformed = transformed
+        self.check: asyncio.Task[Candidate] | None = None
+        self.upgrade: asyncio.Task[None] | None = None
+        self.images = 0
+        self.last_used = time.monotonic()
+        self.retired = False
+        self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
+        self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
+        self._ledger = ledger
+        self._counted: Mapping[int, int] = {}
+        self._users = 0
+
+    def serve(self, run: Lowered, backend: str) -> None:
+        """Let ``run`` of ``backend`` compute the batches from now on."""
+        self.run, self.backend = run, backend
+        self._count({} if self.retired else run.storages())
+
+    def retire(self) -> None:
+        """End its background tasks, and count its bytes no more."""
+        self.retired = True
+        self.stop()
+        self._count({})
+
+    def stop(self) -> None:
+        """End its background tasks."""
+        for task in (self.upgrade, self.check):
+            if task is not None:
+                task.cancel()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it in memory inside a ``with`` block."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.last_used = time.monotonic()
+
+    @property
+    def checks(self) -> dict[str, Any]:
+        """How far its values are from the model's own."""
+        return self.measured if self.transformed is None else self.transformed.checks(self.measured)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests, or a search for a faster backend, use it now."""
+        return self._users > 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that it holds beside what the ledger counts: Python objects, and what its backend made meanwhile."""
+        nodes = len(self.extractor.module.graph.nodes)
+        return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown
+
+    def _count(self, storages: Mapping[int, int]) -> None:
+        self._ledger.add(storages)
+        self._ledger.remove(self._counted)
+        self._counted = storages
