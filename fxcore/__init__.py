@@ -19,7 +19,6 @@ From a model's name and a photograph to features:
 ('features.5', torch.Size([1, 128, 27, 27]))
 """
 
-from fxcore.analysis.health import check_health
 from fxcore.analysis.profile import profile
 from fxcore.analysis.verify import verify
 from fxcore.errors import FxError
@@ -36,10 +35,11 @@ from fxcore.models.user_models import UserModel
 from fxcore.models.weights import load_model
 from fxcore.rendering.render import render
 from fxcore.tensors import TensorSpec
+from fxcore.toolbox.health import check_health
+from fxcore.toolbox.transformer import Transformer
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import trace
 from fxcore.transforms import apply_transforms, list_transforms
-from fxcore.transforms.transformer import Transformer
 
 __all__ = [
     "Extractor",

@@ -30,6 +30,9 @@ from fxcore.graph.nodes import resolve
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
 from fxcore.nesting import map_tensors, tensors_in
+from fxcore.passes.base import APPLIED, fork, require_eval
+from fxcore.passes.functionalize import functionalize
+from fxcore.passes.out_of_place import out_of_place
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
@@ -38,9 +41,6 @@ from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
 from fxcore.tracing.parts import UntraceablePart, trace_model
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import PATH, UNTRACEABLE, enclosed_if_whole, private, record, trace
-from fxcore.transforms.base import APPLIED, fork, require_eval
-from fxcore.transforms.functionalize import functionalize
-from fxcore.transforms.out_of_place import out_of_place
 from fxcore.wrappers import check_python, unwrapped, without_prefix
 
 # Extractors over one model may be built by several threads.
@@ -139,7 +139,7 @@ def build_extractor(
     Raises:
         BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` are not exact names of its nodes.
         CannotTransform: the model's in-place operations cannot be rewritten; see
-            :func:`fxcore.transforms.functionalize.functionalize`.
+            :func:`fxcore.passes.functionalize.functionalize`.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")

@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from fxcore.errors import summarize
-from fxcore.transforms.parametrized import with_plain_weights
+from fxcore.passes.parametrized import with_plain_weights
 
 LONGEST = 900.0
 """Seconds after which a process is killed."""

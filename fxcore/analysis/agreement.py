@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from fxcore.analysis.verify import flat
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
+from fxcore.passes.effects import is_random
 from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.effects import is_random
 
 _SAMPLED = 4096
 """About how many elements of a value are compared."""

@@ -18,9 +18,9 @@ from fxcore.backends.folds import pack_convolutions, share_new_tensors, with_sha
 from fxcore.backends.packed import PackedConv2d, fuse_post_ops
 from fxcore.int8.quantize import missing, quantize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
-from fxcore.transforms.base import CannotTransform, finish, fork, hooked
-from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
-from fxcore.transforms.memory_formats import ignore_memory_formats
+from fxcore.passes.base import CannotTransform, finish, fork, hooked
+from fxcore.passes.fuse_conv_bn import fuse_conv_bn
+from fxcore.passes.memory_formats import ignore_memory_formats
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.backends.packed import PackedConv2d, can_be_packed
-from fxcore.transforms.fuse_conv_bn import affine_of_module, fused_module, fused_sequence, is_convolution
+from fxcore.passes.fuse_conv_bn import affine_of_module, fused_module, fused_sequence, is_convolution
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ _parameters: WeakCache[nn.Parameter] = WeakCache()
 def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
     """Copy ``module`` with its batch norms folded into convolutions that all extractors over the model share.
 
-    Only pairs of modules are folded, which are nearly all; :func:`~fxcore.transforms.fuse_conv_bn.fuse_conv_bn` finds
+    Only pairs of modules are folded, which are nearly all; :func:`~fxcore.passes.fuse_conv_bn.fuse_conv_bn` finds
     the rest.
     """
     graph = fx.Graph()

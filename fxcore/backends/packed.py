@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.transforms.base import hooked
+from fxcore.passes.base import hooked
 
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
 _SHAPES = 64

@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 from fxcore.exports.description import description_json, require_float, zipped
 from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
+from fxcore.passes.base import called_modules, hooked
+from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.interpreter import Inputs
-from fxcore.transforms.base import called_modules, hooked
-from fxcore.transforms.parametrized import with_plain_weights
 
 # Arguments of layers whose values are not attributes of the same name: argument → function of the layer.
 _FROM_LAYER = {

@@ -13,12 +13,12 @@ from fxcore.analysis.verify import flat
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graph.annotate import observe
+from fxcore.passes.base import applied, fork
 from fxcore.photos import check_rows, photos
 from fxcore.process import holds_int8
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.interpreter import Inputs, positional, require_graph
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.base import applied, fork
 
 
 class CannotExport(FxError):

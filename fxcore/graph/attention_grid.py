@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torchvision.models.swin_transformer import shifted_window_attention
 
 from fxcore.graph.tokens import token_grid
-from fxcore.transforms.attention import ATTENTION, window_attention
+from fxcore.passes.attention import ATTENTION, window_attention
 
 
 @dataclass(frozen=True)

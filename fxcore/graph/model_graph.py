@@ -26,10 +26,10 @@ from fxcore.graph.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry
+from fxcore.passes.base import Applied, applied, fork
+from fxcore.passes.registry import apply_transforms
 from fxcore.tensors import TensorSpec
 from fxcore.tracing.tracer import PATH, names
-from fxcore.transforms.base import Applied, applied, fork
-from fxcore.transforms.registry import apply_transforms
 
 VIDEO_FRAMES = 16
 """Frames of a clip that video graphs are annotated for; MViT accepts no other number."""

@@ -23,9 +23,9 @@ from fxcore.errors import UnknownNode
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import class_of, computed_by, inline_leaves
 from fxcore.int8.report import Rounding
+from fxcore.passes.base import fork
+from fxcore.passes.keep_float import named
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.base import fork
-from fxcore.transforms.keep_float import named
 
 Inputs = tuple[Tensor, ...]
 

@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from fxcore.errors import NotTraceable
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
+from fxcore.passes.base import fork
 from fxcore.tracing.tracer import PATH, public_name, record
-from fxcore.transforms.base import fork
 
 WEIGHTED = (*ALL_CONVOLUTIONS, nn.Linear)
 

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, layer_errors
+from fxcore.passes.base import fork, require_eval
+from fxcore.passes.keep_float import KEPT
 from fxcore.tracing.input_mismatch import explain_mismatch
-from fxcore.transforms.base import fork, require_eval
-from fxcore.transforms.keep_float import KEPT
 
 __all__ = ["CannotQuantize", "Inputs", "LayerError", "Quantized", "missing", "quantize"]
 
@@ -64,7 +64,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
         calibration: a tensor or a tuple of positional arguments, or any iterable of those, such as a data loader.
             :func:`fxcore.photos.calibration_rows` makes some of photographs.
         keep: names of nodes to leave in float32, beside those marked by
-            :func:`~fxcore.transforms.keep_float.keep_float`; a path means all nodes under it.
+            :func:`~fxcore.passes.keep_float.keep_float`; a path means all nodes under it.
 
     Raises:
         UnknownNode: ``keep`` names a node that does not exist.

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from fxcore.analysis.verify import verify
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
+from fxcore.passes.base import bare_copy, fork
+from fxcore.passes.keep_float import KEPT, named
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.base import bare_copy, fork
-from fxcore.transforms.keep_float import KEPT, named
 
 Inputs = tuple[Tensor, ...]
 
@@ -117,7 +117,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
     """The error of each layer of ``module`` in int8, the largest first; ranges are those of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
-    :func:`~fxcore.transforms.keep_float.keep_float`.
+    :func:`~fxcore.passes.keep_float.keep_float`.
 
     Args:
         module: in eval mode, float32.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxcore.analysis.verify import Verification
-from fxcore.transforms import Applied
+from fxcore.passes.base import Applied
 
 
 @dataclass(frozen=True)

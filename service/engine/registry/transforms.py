@@ -16,19 +16,10 @@ from fxcore.errors import BadTensor, UnknownNode, finite, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.passes.base import BadParameter, CannotKeep, CannotTransform, Transform, applied
+from fxcore.passes.fold_normalization import normalized
+from fxcore.passes.registry import apply_transforms, described, get_transform, parse
 from fxcore.tensors import dtype_name
-from fxcore.transforms import (
-    BadParameter,
-    CannotKeep,
-    CannotTransform,
-    Transform,
-    applied,
-    apply_transforms,
-    described,
-    get_transform,
-)
-from fxcore.transforms.fold_normalization import normalized
-from fxcore.transforms.registry import parse
 from service.engine.backends.checks import check_photographs
 from service.engine.candidate import TOLERANCE
 from service.engine.description import Description

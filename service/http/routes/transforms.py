@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 from fastapi import APIRouter, Response
 
-from fxcore.transforms import described, list_transforms
+from fxcore.passes.registry import described, list_transforms
 from service import problems
 from service.engine.registry.transforms import parameters
 from service.http.routing.declared import declares

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from torch import fx, nn
 
+from fxcore.passes import registry
 from fxcore.photos import photos
-from fxcore.transforms import Transform, list_transforms, registry
+from fxcore.transforms import Transform, list_transforms
 from tests.service.conftest import checked
 
 

@@ -1,4 +1,4 @@
-"""Common subexpression elimination.
+"""Elimination of common subexpressions and of dead code.
 
 ``torch.fx.passes.dialect.common.cse_pass.CSEPass`` is not used: it is for functional graphs, and merges random and
 in-place calls; it treats 1, 1.0 and True as equal, and it fails on ``x[:, 0]`` where slices have no hash (Python 3.11).
@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from fxcore.passes.base import transform
+from fxcore.passes.effects import is_pure
 from fxcore.tracing.writes import memory_of, mutated_argument
-from fxcore.transforms.base import transform
-from fxcore.transforms.effects import is_pure
 
 
 @transform
@@ -44,6 +44,26 @@ def eliminate_common_subexpressions(module: fx.GraphModule) -> int:
             module.graph.erase_node(node)
             count += 1
     return count
+
+
+@transform
+def eliminate_dead_code(module: fx.GraphModule) -> int:
+    """Remove nodes whose values are not used.
+
+    Unlike ``torch.fx.Graph.eliminate_dead_code`` it keeps in-place calls, random calls and functions with unknown side
+    effects, even if their results are not used (pytorch#68301). Inputs stay.
+
+    >>> import torch
+    >>> def compute(x):
+    ...     unread = torch.exp(torch.neg(x))
+    ...     x.add_(1)
+    ...     return x * 2
+    >>> [n.name for n in eliminate_dead_code(fx.symbolic_trace(compute).eval()).graph.nodes]
+    ['x', 'add_', 'mul', 'output']
+    """
+    before = len(module.graph.nodes)
+    module.graph.eliminate_dead_code(lambda node: not is_pure(module, node))
+    return before - len(module.graph.nodes)
 
 
 def _key(value: Any) -> Any:

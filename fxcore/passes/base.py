@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
+from fxcore.passes.effects import train_mode
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.tracer import PATH, name_nodes
-from fxcore.transforms.effects import train_mode
 from fxcore.wrappers import check_python
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
@@ -82,7 +82,7 @@ class Transform:
     """A pass that can be run by name.
 
     Attributes:
-        name: for :func:`~fxcore.transforms.registry.get_transform`.
+        name: for :func:`~fxcore.passes.registry.get_transform`.
         description: one sentence.
         parameters: JSON Schema of each parameter by name; one without a ``default`` is required.
         run: the pass itself.
@@ -307,27 +307,6 @@ def _restore_names(module: fx.GraphModule) -> None:
                 node.target = near
 
 
-def check_operation(given: Any, transform: str, parameter: str) -> None:
-    """Check that a graph can call ``given``: a function, or the name of a tensor method.
-
-    Args:
-        transform, parameter: names of the pass and of its parameter, for the error.
-
-    Raises:
-        BadParameter: it cannot.
-    """
-    wrong = None
-    if isinstance(given, str):
-        if not hasattr(Tensor, given):
-            wrong = f"{given[:64]!r} is not a tensor method; pass functions themselves"
-    elif isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
-        wrong = f"{given if isinstance(given, type) else type(given)} is a module; replace_module replaces modules"
-    elif not callable(given):
-        wrong = f"{given!r} is neither a function nor the name of a tensor method"
-    if wrong is not None:
-        raise BadParameter(f"{transform}: {wrong}", transform=transform, parameter=parameter)
-
-
 def bare_copy(module: nn.Module) -> nn.Module:
     """Copy a module without its parameters and submodules, which are shared; its attributes can be set."""
     made = copy.copy(module)
@@ -357,25 +336,9 @@ def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
         waiting += inputs
 
 
-def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
-    """The node with the public or fx name ``name``.
-
-    Args:
-        transform: name of the pass, for the error.
-
-    Raises:
-        CannotTransform: there is none.
-    """
-    node: fx.Node
-    for node in module.graph.nodes:
-        if node.meta.get(PATH) == name:
-            return node
-    for node in module.graph.nodes:
-        if node.name == name and node.op != "output":
-            return node
-    raise CannotTransform(
-        f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name
-    )
+def source_of(node: fx.Node) -> Any:
+    """A node's first argument."""
+    return node.args[0] if node.args else node.kwargs.get("input")
 
 
 def _output_structure(module: fx.GraphModule) -> Any:

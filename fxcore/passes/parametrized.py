@@ -11,7 +11,7 @@ from collections import OrderedDict
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from fxcore.transforms.base import add, called_modules, finish, fork
+from fxcore.passes.base import add, called_modules, finish, fork
 
 
 def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:

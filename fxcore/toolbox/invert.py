@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.passes.base import CannotTransform, add, hooked
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import trace
-from fxcore.transforms.base import CannotTransform, add, hooked
 
 #: inverses of functions and methods of one tensor, by name
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torchvision import ops
 
-from fxcore.transforms.base import BadParameter, erase_dead, hooked, transform
+from fxcore.passes.base import BadParameter, erase_dead, hooked, transform
 
 _DROPOUT_MODULES = {
     nn.Dropout,

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxcore.transforms.base import hooked
-from fxcore.transforms.replace import source_of
+from fxcore.passes.base import hooked, source_of
 
 
 def reads_shape(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.fx.operator_schemas import ArgsKwargsPair, create_type_hint, get_signature_for_torch_op
 
-from fxcore.transforms.base import transform
+from fxcore.passes.base import transform
 
 
 @transform

@@ -12,39 +12,31 @@ from typing import Any
 from torch import fx
 
 from fxcore.bad_argument import BadArgument
+from fxcore.passes.attention import attention_maps
+from fxcore.passes.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
+from fxcore.passes.fold_constants import fold_constants
+from fxcore.passes.fold_normalization import fold_normalization
+from fxcore.passes.fuse_conv_bn import fuse_conv_bn
+from fxcore.passes.keep_float import keep_float
+from fxcore.passes.out_of_place import out_of_place
+from fxcore.passes.remove import remove
 from fxcore.tracing.interpreter import require_graph
-from fxcore.transforms.arguments import normalize_arguments
-from fxcore.transforms.attention import attention_maps
-from fxcore.transforms.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
-from fxcore.transforms.common_subexpressions import eliminate_common_subexpressions
-from fxcore.transforms.decompose import RULES, decompose
-from fxcore.transforms.fold_constants import fold_constants
-from fxcore.transforms.fold_normalization import fold_normalization
-from fxcore.transforms.fuse_conv_bn import fuse_conv_bn
-from fxcore.transforms.fuse_linear_bn import fuse_linear_bn
-from fxcore.transforms.insert import insert_after
-from fxcore.transforms.keep_float import keep_float
-from fxcore.transforms.out_of_place import out_of_place
-from fxcore.transforms.remove import remove
-from fxcore.transforms.replace import ACTIVATIONS, replace_activation, replace_module
 
-_FUNCTION = {"type": "string", "enum": sorted(ACTIVATIONS)}
 _PER_CHANNEL = {"type": "array", "items": {"type": "number"}}
 
-_TRANSFORMS = (
+_BY_NAME: dict[str, Transform] = {}
+
+
+def register(*transforms: Transform) -> None:
+    """Let passes be listed, and run by name.
+
+    :mod:`fxcore.toolbox` registers its own when ``fxcore`` is imported.
+    """
+    _BY_NAME.update({made.name: made for made in transforms})
+
+
+register(
     Transform("fuse_conv_bn", "Fold batch norms into the convolutions before them.", {}, fuse_conv_bn),
-    Transform(
-        "fuse_linear_bn",
-        "Fold batch norms into the linear layers before them.",
-        {
-            "assume_2d": {
-                "type": "boolean",
-                "default": False,
-                "description": "Assume that linear layers return [N, C] where their shape is not known.",
-            }
-        },
-        fuse_linear_bn,
-    ),
     Transform("fold_constants", "Compute once what depends on parameters and buffers alone.", {}, fold_constants),
     Transform("out_of_place", "Make in-place operations leave their input as it is.", {}, out_of_place),
     Transform(
@@ -52,45 +44,6 @@ _TRANSFORMS = (
         "Take out operations that do nothing in eval mode.",
         {"dropout": {"type": "boolean", "default": True}, "identity": {"type": "boolean", "default": True}},
         remove,
-    ),
-    Transform(
-        "eliminate_common_subexpressions",
-        "Compute once what several nodes compute from the same values.",
-        {},
-        eliminate_common_subexpressions,
-    ),
-    Transform(
-        "normalize_arguments",
-        "Write calls of torch's functions one way, with every argument by name but the first.",
-        {},
-        normalize_arguments,
-    ),
-    Transform(
-        "decompose",
-        "Rewrite operations in terms of simpler ones, as ReLU into (x > 0) * x.",
-        {"operations": {"type": "array", "items": {"type": "string", "enum": sorted(RULES)}, "default": sorted(RULES)}},
-        decompose,
-    ),
-    Transform(
-        "replace_activation",
-        "Replace one activation function by another, wherever it occurs.",
-        {"old": _FUNCTION, "new": _FUNCTION},
-        replace_activation,
-        exact=False,
-    ),
-    Transform(
-        "replace_module",
-        "Put an activation function in the place of a module, or of all of a pattern such as `layer4.*.relu`.",
-        {"old": {"type": "string"}, "new": _FUNCTION},
-        replace_module,
-        exact=False,
-    ),
-    Transform(
-        "insert_after",
-        "Apply a function to a node's value before the nodes after it read it.",
-        {"node": {"type": "string"}, "function": _FUNCTION, "outputs": {"type": "boolean", "default": False}},
-        insert_after,
-        exact=False,
     ),
     Transform(
         "fold_normalization",
@@ -113,7 +66,6 @@ _TRANSFORMS = (
         adds_nodes=True,
     ),
 )
-_BY_NAME = {t.name: t for t in _TRANSFORMS}
 
 
 def list_transforms() -> list[Transform]:
@@ -122,7 +74,7 @@ def list_transforms() -> list[Transform]:
     >>> "fuse_conv_bn" in [t.name for t in list_transforms()]
     True
     """
-    return list(_TRANSFORMS)
+    return list(_BY_NAME.values())
 
 
 def get_transform(name: str) -> Transform:
@@ -186,7 +138,7 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
         wanted: names, or ``{"name": …, parameter: value, …}``.
 
     Returns:
-        The new module; :func:`fxcore.transforms.applied` lists what each pass changed.
+        The new module; :func:`~fxcore.passes.base.applied` lists what each pass changed.
 
     Raises:
         NotAGraph: ``module`` is not a graph module.

@@ -13,10 +13,10 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.errors import FxError
+from fxcore.passes.base import transform
+from fxcore.toolbox.insert import AppendingTracer, rewrite
+from fxcore.toolbox.replace import overwritten, redirect_readers
 from fxcore.tracing.tracer import record
-from fxcore.transforms.base import transform
-from fxcore.transforms.insert import AppendingTracer, rewrite
-from fxcore.transforms.replace import overwritten, redirect_readers
 
 
 class BadPattern(FxError):

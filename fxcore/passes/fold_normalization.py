@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.layer_types import ALL_CONVOLUTIONS, CONVOLUTIONS
+from fxcore.passes.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
+from fxcore.passes.channel_views import reads_shape
 from fxcore.tracing.leaves import one_node
-from fxcore.transforms.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
-from fxcore.transforms.channel_views import reads_shape
 
 #: key in ``GraphModule.meta`` of the mean and standard deviation that a module normalises with itself
 NORMALIZED = "normalization"

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.tracing.writes import mutated_argument
-from fxcore.transforms.base import (
+from fxcore.passes.base import (
     BadParameter,
     CannotTransform,
     add,
-    check_operation,
     erase_dead,
     hooked,
+    source_of,
     transform,
 )
+from fxcore.tracing.writes import mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
@@ -84,6 +84,27 @@ def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
             parameter="function",
         )
     return ACTIVATIONS[function]
+
+
+def check_operation(given: Any, transform: str, parameter: str) -> None:
+    """Check that a graph can call ``given``: a function, or the name of a tensor method.
+
+    Args:
+        transform, parameter: names of the pass and of its parameter, for the error.
+
+    Raises:
+        BadParameter: it cannot.
+    """
+    wrong = None
+    if isinstance(given, str):
+        if not hasattr(Tensor, given):
+            wrong = f"{given[:64]!r} is not a tensor method; pass functions themselves"
+    elif isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module)):
+        wrong = f"{given if isinstance(given, type) else type(given)} is a module; replace_module replaces modules"
+    elif not callable(given):
+        wrong = f"{given!r} is neither a function nor the name of a tensor method"
+    if wrong is not None:
+        raise BadParameter(f"{transform}: {wrong}", transform=transform, parameter=parameter)
 
 
 @transform
@@ -241,8 +262,3 @@ def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
         functions = (getattr(home, spelled, None) for home in (F, torch) for spelled in (name, name + "_"))
         return node.target is ACTIVATIONS[name] or any(node.target is f for f in functions if f is not None)
     return False
-
-
-def source_of(node: fx.Node) -> Any:
-    """A node's first argument."""
-    return node.args[0] if node.args else node.kwargs.get("input")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxcore.transforms.base import BadParameter, check_operation, transform
-from fxcore.transforms.insert import rewrite
-from fxcore.transforms.replace import ACTIVATIONS, MODULES, is_activation
+from fxcore.passes.base import BadParameter, transform
+from fxcore.toolbox.insert import rewrite
+from fxcore.toolbox.replace import ACTIVATIONS, MODULES, check_operation, is_activation
 
 Rule = Callable[..., Any]
 

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from fxcore.passes.base import CannotTransform, finish, fork, require_eval
+from fxcore.toolbox.insert import find_node
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.tracer import public_name
-from fxcore.transforms.base import CannotTransform, find_node, finish, fork, require_eval
 
 
 class Halves(NamedTuple):

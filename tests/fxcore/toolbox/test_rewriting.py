@@ -15,6 +15,8 @@ from torchvision.ops import StochasticDepth
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
+from fxcore.toolbox.decompose import RULES
+from fxcore.toolbox.replace import ACTIVATIONS
 from fxcore.transforms import (
     BadParameter,
     CannotKeep,
@@ -35,8 +37,6 @@ from fxcore.transforms import (
     transform,
     wrap,
 )
-from fxcore.transforms.decompose import RULES
-from fxcore.transforms.replace import ACTIVATIONS
 from tests.fxcore.capture import traced
 
 

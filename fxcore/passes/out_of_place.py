@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxcore.transforms.base import add, bare_copy, transform
-from fxcore.transforms.functionalize import functionalize
+from fxcore.passes.base import add, bare_copy, transform
+from fxcore.passes.functionalize import functionalize
 
 
 @transform
@@ -18,7 +18,7 @@ def out_of_place(module: fx.GraphModule) -> int:
     """Replace in-place operations, in the graph and in the modules that it calls, by out-of-place ones.
 
     Raises:
-        CannotTransform: see :func:`~fxcore.transforms.functionalize.functionalize`.
+        CannotTransform: see :func:`~fxcore.passes.functionalize.functionalize`.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(inplace=True)).eval())

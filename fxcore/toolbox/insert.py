@@ -8,9 +8,30 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxcore.passes.base import CannotTransform, add, erase_dead, transform
+from fxcore.toolbox.replace import named_function, overwritten, redirect_readers
 from fxcore.tracing.tracer import PATH, public_name
-from fxcore.transforms.base import CannotTransform, add, erase_dead, find_node, transform
-from fxcore.transforms.replace import named_function, overwritten, redirect_readers
+
+
+def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
+    """The node with the public or fx name ``name``.
+
+    Args:
+        transform: name of the pass, for the error.
+
+    Raises:
+        CannotTransform: there is none.
+    """
+    node: fx.Node
+    for node in module.graph.nodes:
+        if node.meta.get(PATH) == name:
+            return node
+    for node in module.graph.nodes:
+        if node.name == name and node.op != "output":
+            return node
+    raise CannotTransform(
+        f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name
+    )
 
 
 @transform

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from fxcore.analysis.health import check_health
+from fxcore.toolbox.health import check_health
 from tests.fxcore.capture import traced
 
 

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torchvision.models.swin_transformer import shifted_window_attention
 from torchvision.models.video.swin_transformer import shifted_window_attention_3d
 
+from fxcore.passes.base import transform
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.tracer import MODULE, PATH
-from fxcore.transforms.base import transform
 
 #: key in ``node.meta`` of nodes that make attention weights
 ATTENTION = "attention"

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxcore.passes.base import fork
 from fxcore.tracing.interpreter import require_graph
 from fxcore.tracing.tracer import PATH, public_name
-from fxcore.transforms.base import fork
 
 
 class Transformer(fx.Transformer):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxcore.transforms.base import add, bare_copy, hooked, transform
-from fxcore.transforms.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
-from fxcore.transforms.replace import source_of
+from fxcore.passes.base import add, bare_copy, hooked, source_of, transform
+from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
 
 # Modules whose output is [N, C] for an input [N, C].
 _KEEP_RANK = (

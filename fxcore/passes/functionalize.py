@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.passes.base import CannotTransform
+from fxcore.passes.memory_formats import ignore_memory_formats
 from fxcore.tracing.tracer import PATH, public_name
 from fxcore.tracing.writes import IN_PLACE_OPERATORS, ON_COPY, memory_of, mutated_argument, pure_target, written
-from fxcore.transforms.base import CannotTransform
-from fxcore.transforms.memory_formats import ignore_memory_formats
 
 _BOOLEAN = frozenset(
     (
@@ -25,7 +25,7 @@ _BOOLEAN = frozenset(
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Rewrite in-place operations in ``graph``, which should be a copy, and those that depend on the memory format
-    (:func:`~fxcore.transforms.memory_formats.ignore_memory_formats`).
+    (:func:`~fxcore.passes.memory_formats.ignore_memory_formats`).
 
     ``torch.func.functionalize`` is not used: it works on ATen operations, and node names would be lost.
 

@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.nesting import tensors_in
+from fxcore.passes.base import add, erase_dead, transform
+from fxcore.passes.effects import UNINITIALIZED
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.interpreter import mutable
 from fxcore.tracing.writes import mutated_argument
-from fxcore.transforms.base import add, erase_dead, transform
-from fxcore.transforms.effects import UNINITIALIZED
 
 
 @transform

@@ -1,0 +1,69 @@
+"""torch.fx for people with a notebook: passes and checks that serving does not need.
+
+Nothing but :mod:`fxcore` and :mod:`fxcore.transforms`, which list what is public, imports it.
+"""
+
+from fxcore.passes.base import Transform
+from fxcore.passes.registry import register
+from fxcore.toolbox.arguments import normalize_arguments
+from fxcore.toolbox.clean_up import eliminate_common_subexpressions
+from fxcore.toolbox.decompose import RULES, decompose
+from fxcore.toolbox.fuse_linear_bn import fuse_linear_bn
+from fxcore.toolbox.insert import insert_after
+from fxcore.toolbox.replace import ACTIVATIONS, replace_activation, replace_module
+
+_FUNCTION = {"type": "string", "enum": sorted(ACTIVATIONS)}
+
+register(
+    Transform(
+        "fuse_linear_bn",
+        "Fold batch norms into the linear layers before them.",
+        {
+            "assume_2d": {
+                "type": "boolean",
+                "default": False,
+                "description": "Assume that linear layers return [N, C] where their shape is not known.",
+            }
+        },
+        fuse_linear_bn,
+    ),
+    Transform(
+        "eliminate_common_subexpressions",
+        "Compute once what several nodes compute from the same values.",
+        {},
+        eliminate_common_subexpressions,
+    ),
+    Transform(
+        "normalize_arguments",
+        "Write calls of torch's functions one way, with every argument by name but the first.",
+        {},
+        normalize_arguments,
+    ),
+    Transform(
+        "decompose",
+        "Rewrite operations in terms of simpler ones, as ReLU into (x > 0) * x.",
+        {"operations": {"type": "array", "items": {"type": "string", "enum": sorted(RULES)}, "default": sorted(RULES)}},
+        decompose,
+    ),
+    Transform(
+        "replace_activation",
+        "Replace one activation function by another, wherever it occurs.",
+        {"old": _FUNCTION, "new": _FUNCTION},
+        replace_activation,
+        exact=False,
+    ),
+    Transform(
+        "replace_module",
+        "Put an activation function in the place of a module, or of all of a pattern such as `layer4.*.relu`.",
+        {"old": {"type": "string"}, "new": _FUNCTION},
+        replace_module,
+        exact=False,
+    ),
+    Transform(
+        "insert_after",
+        "Apply a function to a node's value before the nodes after it read it.",
+        {"node": {"type": "string"}, "function": _FUNCTION, "outputs": {"type": "boolean", "default": False}},
+        insert_after,
+        exact=False,
+    ),
+)
