@@ -39,6 +39,7 @@ def test_a_server_does_what_this_process_would(
         extract(job(out, root, servers=(server.url,), pool="max"), SETTINGS)
 
 
+@pytest.mark.exhaustive
 def test_boxes_of_a_server_and_of_this_process(
     server: Server,
     folder: Callable[..., Path],  # noqa: F811

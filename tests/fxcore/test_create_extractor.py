@@ -61,7 +61,9 @@ def captioner() -> Captioner:
 IDS, IMAGE = torch.arange(10).view(2, 5), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v3_small, pytest.param(swin_v2_t, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "build", [resnet18, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (mobilenet_v3_small, swin_v2_t))]
+)
 def test_the_values_of_torchvisions_extractor(build: Any) -> None:
     model, x = build().eval(), torch.rand(2, 3, 64, 64)
     names = get_graph_node_names(model)[1]

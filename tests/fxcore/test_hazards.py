@@ -181,6 +181,7 @@ def test_resnets_batch_norms_keep_their_negative_values() -> None:
     assert torch.equal(alone, together)
 
 
+@pytest.mark.exhaustive
 def test_mvits_hidden_writes_are_not_lost() -> None:
     """MViT adds its positions to the attention in a function that fx does not look into and whose result is a view.
     Hooks on the modules around it see what the model computes eagerly."""

@@ -254,6 +254,7 @@ def test_a_server_with_keys_asks_for_one(locked_server, visit):
     assert page.evaluate("[Object.keys(localStorage).length, document.cookie]") == [0, ""]
 
 
+@pytest.mark.exhaustive
 def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
     page = visit(open_server.url).go("m=resnet18&n=C3")
     page.get_by_role("button", name="Load IMAGENET1K_V1").click()

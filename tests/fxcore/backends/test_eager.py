@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
         ("resnet18", ["C2", "C5"]),
         ("resnet18", ["layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu"]),
         ("mobilenet_v3_small", ["features.0", "features.4.block.1", "C4", "C5"]),
-        ("densenet121", ["C3", "features.denseblock1.denselayer1.norm1"]),
+        pytest.param("densenet121", ["C3", "features.denseblock1.denselayer1.norm1"], marks=pytest.mark.exhaustive),
         pytest.param("efficientnet_b0", ["C3", "C5"], marks=pytest.mark.exhaustive),
         pytest.param("googlenet", ["inception3a"], marks=pytest.mark.exhaustive),
     ],

@@ -19,7 +19,9 @@ from fxcore.graph.attention_grid import attention_grid
         ("swin_t", "features.1.0.attn.attention", (56, 56, 0, (7, 7), (0, 0))),
         ("swin_t", "features.5.3.attn.attention", (14, 14, 0, (7, 7), (3, 3))),
         ("swin_t", "features.7.1.attn.attention", (7, 7, 0, (7, 7), (0, 0))),
-        ("swin_v2_t", "features.3.1.attn.attention", (32, 32, 0, (8, 8), (4, 4))),
+        pytest.param(
+            *("swin_v2_t", "features.3.1.attn.attention", (32, 32, 0, (8, 8), (4, 4))), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_the_grid_is_the_modules_own(name, node, expected):

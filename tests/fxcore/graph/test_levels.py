@@ -43,7 +43,7 @@ COUNTERPARTS = {
 }
 
 
-@pytest.mark.parametrize("name", each(COUNTERPARTS))
+@pytest.mark.parametrize("name", each(COUNTERPARTS, frozenset(("mobilenet_v3_small", "resnet18", "swin_t", "vgg11"))))
 def test_channels_and_reductions_are_timms(name: str) -> None:
     counterpart = COUNTERPARTS[name]
     with torch.device("meta"):
@@ -106,6 +106,7 @@ def test_values_are_those_of_torchvisions_layer_getter() -> None:
         ("retinanet_resnet50_fpn_v2", {"0": "P3", "1": "P4", "2": "P5", "p6": "P6", "p7": "P7"}),
     ],
 )
+@pytest.mark.exhaustive
 def test_pyramid_levels_are_the_backbones_outputs(name: str, keys: dict[str, str]) -> None:
     entry, graph = get_model(name), model_graph(name)
     model = load_model(entry, "random")

@@ -81,6 +81,7 @@ def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[I
     assert deep.accumulated > 2 * deep.relative  # alone it is given the float model's values
 
 
+@pytest.mark.exhaustive
 def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> None:
     """By node, by path, by the batch norm or activation that is fused into a layer, and a function by its name."""
     extractor, rows = small

@@ -110,6 +110,7 @@ def test_densenets_old_key_names(put: Put) -> None:
 @pytest.mark.parametrize(
     ("name", "node", "size"), [("googlenet", "inception3a.cat", 64), ("inception_v3", "Mixed_5b.cat", 96)]
 )
+@pytest.mark.exhaustive
 def test_auxiliary_heads_and_transform_input(name: str, node: str, size: int, put: Put) -> None:
     """Their files hold heads that only training uses, and their weights want the input transformed once more."""
     state = drawn(torchvision.models.get_model_builder(name), aux_logits=True, init_weights=False)

@@ -70,6 +70,7 @@ def test_a_file_without_versions_fits_a_model_that_insists_on_one(folder: Path) 
 
 
 @pytest.mark.parametrize(("name", "size"), [("googlenet", 64), ("inception_v3", 96), ("quantized_googlenet", 64)])
+@pytest.mark.exhaustive
 def test_heads_that_only_training_runs_may_be_missing(name: str, size: int, folder: Path) -> None:
     build = torchvision.models.get_model_builder(name)
     state = drawn(build, aux_logits=False, init_weights=False)

@@ -14,6 +14,7 @@ from tests.fxcore.model_list import TRACEABLE, each, filled, small_input
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 TOLERANCE = 1e-4
+QUICK = frozenset(("mobilenet_v3_small", "resnet18", "swin_t", "vit_b_32"))
 
 
 pytestmark = pytest.mark.usefixtures("memory_given_back")
@@ -34,7 +35,7 @@ def tapped(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph).eval()
 
 
-@pytest.mark.parametrize("name", each(TRACEABLE, turn=3))
+@pytest.mark.parametrize("name", each(TRACEABLE, QUICK, turn=3))
 def test_values_stay(name: str) -> None:
     model = filled(name, shrink=True)
     traced = trace(model)

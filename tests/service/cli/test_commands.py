@@ -149,6 +149,7 @@ def test_nodes_lists_untraceable_modules() -> None:
     assert "closed: roi_heads: " in result.stdout
 
 
+@pytest.mark.exhaustive
 def test_nodes_of_weights_with_another_structure() -> None:
     assert "cat" in fxserve("nodes", "googlenet").stdout.split()  # its default weights come without auxiliary heads
     assert "cat" not in fxserve("nodes", "googlenet", "--weights", "random").stdout.split()

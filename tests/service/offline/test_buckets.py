@@ -52,6 +52,7 @@ def in_bucket(out: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_run_between_buckets_gives_what_one_on_the_disk_does(
     bucket: str, photos: str, folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -304,6 +304,7 @@ def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Pat
         extract(job(root / "001.png", root), SETTINGS)
 
 
+@pytest.mark.exhaustive
 def test_maps_of_different_sizes_go_into_shards_of_their_own(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(6), tmp_path / "out"
     for number in (1, 2):

@@ -126,6 +126,7 @@ def test_normalisation_that_cannot_be_folded_is_said(client, model, node):
     assert (response["type"], response["transform"]) == ("/problems/cannot-transform", "fold_normalization")
 
 
+@pytest.mark.exhaustive
 def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client):
     def id_of(*transforms: Any) -> str:
         return str(client.post("/v1/extractors", json=spec(*transforms)).json()["id"])

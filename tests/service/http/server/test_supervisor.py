@@ -94,6 +94,7 @@ def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) ->
         server.process.kill()
 
 
+@pytest.mark.exhaustive
 def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path) -> None:
     (tmp_path / "no memory").touch()
     server = Processes(tmp_path)
