@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import GraphDiffers, Rows, check_graph, compare_rows, other_inputs
+from fxcore.analysis.agreement import GraphDiffers, Rows, check_graph, compare_rows
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
 from fxcore.copies import private_copy
@@ -20,8 +19,8 @@ from fxcore.models.user_models import BadUserModel, UserEntry
 
 log = logging.getLogger("fxserve.models")
 
-_SMALLER = 2
-"""Divides height and width of the second images, for models that take any size."""
+_SMALLER = 4
+"""Divides height and width of the images, for models that take any size: a check takes half of the time."""
 
 _LOWERED = 5e-3
 """Largest error of the lowered graph, relative to the largest magnitude of an output."""
@@ -45,9 +44,7 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     dtype = next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), torch.float32)
     traced = whole_module(graph, _out_of_place(module), dtype)
     try:
-        images = _images(graph, 1, dtype, 1)
-        check_graph(module, traced, images)
-        others = _checked_batch(module, traced, graph, images)
+        others = _checked_images(module, traced, graph, dtype)
         rows = compare_rows(traced, others) if entry.batch else Rows()
     except GraphDiffers:
         raise
@@ -66,34 +63,37 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     return replace(entry, apart=frozenset(rows.apart))
 
 
-def _images(graph: ModelGraph, count: int, dtype: torch.dtype, divisor: int) -> list[Tensor]:
-    """``count`` random images for each input of the model, height and width divided by ``divisor``."""
+def _checked_images(module: nn.Module, traced: fx.GraphModule, graph: ModelGraph, dtype: torch.dtype) -> list[Tensor]:
+    """Check the graph on two random images, and return those that the lowered graph is checked on: both, or the last
+    where the model takes one at a time.
+
+    The images are small, unless the model takes its usual size only. A graph is of all sizes that its model takes:
+    branches on the size are not traced.
+    """
+    for divisor in (_SMALLER, 1):
+        images = _images(graph, dtype, divisor)
+        batches = [images] if graph.entry.batch else [[x[:1] for x in images], [x[1:] for x in images]]
+        try:
+            for batch in batches:
+                check_graph(module, traced, batch)
+            break
+        except GraphDiffers:
+            raise
+        except Exception as error:  # the model takes no other size
+            if divisor == 1:
+                raise
+            log.debug("%s is checked at its usual size: %s", graph.model, summarize(error))
+    return batches[-1]
+
+
+def _images(graph: ModelGraph, dtype: torch.dtype, divisor: int) -> list[Tensor]:
+    """Two random images for each input of the model, height and width divided by ``divisor``."""
     made = []
     for seed, spec in enumerate(graph.inputs):
         *rest, height, width = (size or 1 for size in spec.shape[1:])
         draw = torch.Generator().manual_seed(divisor * 1000 + seed)
-        made.append(torch.randn(count, *rest, height // divisor, width // divisor, generator=draw).to(dtype))
+        made.append(torch.randn(2, *rest, height // divisor, width // divisor, generator=draw).to(dtype))
     return made
-
-
-def _checked_batch(
-    module: nn.Module, traced: fx.GraphModule, graph: ModelGraph, images: Sequence[Tensor]
-) -> list[Tensor]:
-    """Check the graph on two other images, smaller ones if the model takes any size; returns them."""
-    count = 2 if graph.entry.batch else 1
-    if not graph.preprocessing.fixed_size:
-        smaller = _images(graph, count, images[0].dtype, _SMALLER)
-        try:
-            check_graph(module, traced, smaller)
-        except GraphDiffers:
-            raise
-        except Exception as error:  # the model takes no other size
-            log.debug("%s is checked at its usual size: %s", graph.model, summarize(error))
-        else:
-            return smaller
-    usual = other_inputs([x.expand(count, *x.shape[1:]) for x in images])
-    check_graph(module, traced, usual)
-    return usual
 
 
 def _out_of_place(module: nn.Module) -> nn.Module:
