@@ -251,12 +251,12 @@ def test_what_is_refused(captioner: Captioner) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda m: fxcore.toolbox.decompose(m, rules=3),
-        lambda m: fxcore.toolbox.decompose(m, rules=[torch.relu]),
-        lambda m: fxcore.toolbox.decompose(m, 3),
-        lambda m: fxcore.passes.fold_normalization(m, mean="abc", std=3),
-        lambda m: fxcore.passes.fold_normalization(m, mean=["a", "b", "c"], std=[1, 1, 1]),
-        lambda m: fxcore.passes.fold_normalization(m, mean=[0, 0, 0], std=None),
+        lambda m: fxcore.transforms.decompose(m, rules=3),
+        lambda m: fxcore.transforms.decompose(m, rules=[torch.relu]),
+        lambda m: fxcore.transforms.decompose(m, 3),
+        lambda m: fxcore.transforms.fold_normalization(m, mean="abc", std=3),
+        lambda m: fxcore.transforms.fold_normalization(m, mean=["a", "b", "c"], std=[1, 1, 1]),
+        lambda m: fxcore.transforms.fold_normalization(m, mean=[0, 0, 0], std=None),
         lambda m: fxcore.trace(m, leaf_modules=3),
         lambda m: fxcore.trace(m, leaf_modules=[nn.ReLU()]),
         lambda m: fxcore.trace(m, leaf_modules=[int]),
