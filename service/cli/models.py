@@ -46,7 +46,7 @@ def models(
     """
     from fxcore.models.catalog import list_models
     from service.cli import tables
-    from service.engine.registry.own_models import register_models
+    from service.engine.models.own_models import register_models
 
     register_models(settings_of({}).models_dir, try_each=False)
 
@@ -135,7 +135,7 @@ def graph(
 def _graph(model: str, weights: str) -> ModelGraph:
     from fxcore.graph.model_graph import model_graph
     from fxcore.models.catalog import get_model
-    from service.engine.registry.own_models import register_models
+    from service.engine.models.own_models import register_models
 
     register_models(settings_of({}).models_dir, try_each=False)
     entry = get_model(model)

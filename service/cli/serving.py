@@ -98,8 +98,8 @@ def _check_dependencies(settings: Settings) -> None:
     """
     from fxcore.errors import FxError
     from service.app import traces_type
-    from service.engine.registry.objects import StoreError
-    from service.engine.registry.store import Store
+    from service.engine.extractors.objects import StoreError
+    from service.engine.extractors.store import Store
     from service.http.access.keys import Keys
 
     try:

@@ -25,15 +25,15 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
+from service.engine.extractors.extractors import Extractors
+from service.engine.extractors.records import Records
+from service.engine.extractors.store import Store
+from service.engine.memory.weights import ModelStore
+from service.engine.models.own_models import register_models, warn_unknown_models
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord, retry_seconds
 from service.engine.regions import Boxes
-from service.engine.registry.extractors import Extractors
-from service.engine.registry.own_models import register_models, warn_unknown_models
-from service.engine.registry.records import Records
-from service.engine.registry.store import Store
-from service.engine.registry.weights import ModelStore
 from service.engine.requests.admission import SERVICE, Admission, Reservation
 from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight

@@ -18,7 +18,7 @@ from fxcore.models.timm_models import PREFIX, imported
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.device.threads import RunInThread
-from service.engine.registry.served import is_served, may_serve, require_served
+from service.engine.models.served import is_served, may_serve, require_served
 from service.http.lookups import Lookups
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
 from service.schemas.v1 import ExtractorSpec

@@ -19,7 +19,7 @@ import torch
 
 from tests.conftest import Reference
 from tests.e2e.conftest import Server, until
-from tests.service.engine.registry.conftest import bucket
+from tests.service.engine.extractors.conftest import bucket
 
 __all__ = ["bucket"]
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from service import problems
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
-from service.engine.registry.store import Stored
+from service.engine.extractors.store import Stored
 from service.engine.runtime import Runtime
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS, json_array

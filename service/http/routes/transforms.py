@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 
 from fxcore.passes.registry import described, list_transforms
 from service import problems
-from service.engine.registry.transforms import parameters
+from service.engine.memory.transforms import parameters
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.schemas.v1 import TransformList

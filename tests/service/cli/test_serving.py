@@ -8,7 +8,7 @@ import pytest
 
 from fxcore.errors import FxError
 from service.cli import serving
-from service.engine.registry.store import Store
+from service.engine.extractors.store import Store
 from service.settings import Settings
 from tests.small_disk import small_disk
 

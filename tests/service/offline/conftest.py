@@ -19,7 +19,7 @@ from service.engine import FeatureOptions
 from service.offline import Job
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
-from tests.service.engine.registry.conftest import bucket
+from tests.service.engine.extractors.conftest import bucket
 
 __all__ = ["bucket"]
 

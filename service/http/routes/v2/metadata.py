@@ -20,8 +20,8 @@ from service import problems
 from service.codecs.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
-from service.engine.registry.graphs import graph_for
-from service.engine.registry.store import Stored
+from service.engine.extractors.store import Stored
+from service.engine.memory.graphs import graph_for
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
 from service.schemas.v1 import ExtractorSpec

@@ -41,7 +41,7 @@ async def test_a_build_logs_under_no_request(engine: MakeEngine, monkeypatch: py
     def fail(*given: Any) -> None:
         raise LookupError("nobody thought of this")
 
-    monkeypatch.setattr("service.engine.registry.building.build_extractor", fail)
+    monkeypatch.setattr("service.engine.memory.building.build_extractor", fail)
     handler = Seeing()
     logging.getLogger("fxserve.extractors").addHandler(handler)
     entered = logs.request_id.set("first")

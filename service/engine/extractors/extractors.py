@@ -1,7 +1,7 @@
 """Extractors: finding, building, naming and deleting them.
 
 An extractor costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All
-of them live under one memory budget, see :mod:`service.engine.registry.eviction`. An evicted extractor keeps its id,
+of them live under one memory budget, see :mod:`service.engine.memory.eviction`. An evicted extractor keeps its id,
 its name and its description, and is built again by the next request for it.
 """
 
@@ -21,20 +21,20 @@ import torch
 from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.threads import RunInThread, in_pool
+from service.engine.extractors.adoption import Adoption
+from service.engine.extractors.records import Records
+from service.engine.extractors.resolving import resolve
+from service.engine.extractors.sharing import Sharing
+from service.engine.extractors.store import Store, Stored, is_id
+from service.engine.extractors.store_health import StoreHealth
+from service.engine.extractors.watching import Known, Watcher
 from service.engine.ledger import Ledger
+from service.engine.memory.building import Builder
+from service.engine.memory.deleted import Deleted
+from service.engine.memory.eviction import Eviction
+from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
-from service.engine.registry.adoption import Adoption
-from service.engine.registry.building import Builder
-from service.engine.registry.deleted import Deleted
-from service.engine.registry.eviction import Eviction
-from service.engine.registry.records import Records
-from service.engine.registry.resolving import resolve
-from service.engine.registry.sharing import Sharing
-from service.engine.registry.store import Store, Stored, is_id
-from service.engine.registry.store_health import StoreHealth
-from service.engine.registry.watching import Known, Watcher
-from service.engine.registry.weights import ModelStore
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy

@@ -6,9 +6,9 @@ from collections.abc import ValuesView
 
 from prometheus_client import Counter
 
+from service.engine.extractors.forgetting import forgettable
+from service.engine.extractors.names import Names
 from service.engine.record import ExtractorRecord
-from service.engine.registry.forgetting import forgettable
-from service.engine.registry.names import Names
 from service.problems import UnknownExtractor
 
 

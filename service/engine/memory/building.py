@@ -14,10 +14,10 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
 from service.engine.ledger import Ledger
+from service.engine.memory.graphs import graph_for
+from service.engine.memory.transforms import steps, transformed
+from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
-from service.engine.registry.graphs import graph_for
-from service.engine.registry.transforms import steps, transformed
-from service.engine.registry.weights import ModelStore
 from service.engine.runtime import Runtime
 from service.garbage import exempt
 from service.problems import ExtractorFailed, Problem

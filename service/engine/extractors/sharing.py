@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
+from service.engine.extractors.objects import DamagedObject, StoreError
+from service.engine.extractors.store import Store, Stored
+from service.engine.extractors.store_health import StoreHealth
 from service.engine.record import ExtractorRecord
-from service.engine.registry.objects import DamagedObject, StoreError
-from service.engine.registry.store import Store, Stored
-from service.engine.registry.store_health import StoreHealth
 from service.engine.tasks import background
 from service.problems import NotReady, StoreFull
 

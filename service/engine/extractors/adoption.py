@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from fxcore.errors import FxError
+from service.engine.extractors.records import Records
+from service.engine.extractors.sharing import Sharing
+from service.engine.extractors.store import Stored
 from service.engine.record import ExtractorRecord
-from service.engine.registry.records import Records
-from service.engine.registry.sharing import Sharing
-from service.engine.registry.store import Stored
 from service.engine.tasks import background
 from service.problems import NotReady, Problem
 from service.schemas.v1 import ExtractorSpec

@@ -47,7 +47,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
 
     monkeypatch.setattr(BACKENDS["eager"], "lower", fail)
     monkeypatch.setattr(
-        "service.engine.registry.building.log.exception", lambda *said: None
+        "service.engine.memory.building.log.exception", lambda *said: None
     )  # pytest keeps what is logged
     async with engine() as running:
         record, _ = await running.extractor(spec(precision=precision, backend="eager"), PATIENCE)
@@ -125,7 +125,7 @@ async def test_graphs_are_kept_under_the_budget(
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
-        monkeypatch.setattr("service.engine.registry.eviction.GRAPH_SHARE", listed[0].bytes / budget)
+        monkeypatch.setattr("service.engine.memory.eviction.GRAPH_SHARE", listed[0].bytes / budget)
         running.extractors.eviction._memory_budget = budget
         running.extractors.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
@@ -153,7 +153,7 @@ async def test_what_was_given_back_is_freed(
 ) -> None:
     """Though its weights stay for another extractor, or a request is on its way through it: graphs refer to themselves,
     and the collector leaves what was built alone."""
-    monkeypatch.setattr("service.engine.registry.deleted.TIDY_SECONDS", 0.3)
+    monkeypatch.setattr("service.engine.memory.deleted.TIDY_SECONDS", 0.3)
     async with engine() as running:
         if why == "shared":
             await built(running, nodes=["features.1"])
@@ -193,7 +193,7 @@ async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypat
         left.append(weakref.ref(rest))
         return build_extractor(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("service.engine.registry.building.build_extractor", build)
+    monkeypatch.setattr("service.engine.memory.building.build_extractor", build)
     async with engine() as running:
         await built(running)
         await until(lambda: left[0]() is None)
@@ -312,7 +312,7 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.registry.forgetting.REMEMBERED_RECORDS", 4)
+    monkeypatch.setattr("service.engine.extractors.forgetting.REMEMBERED_RECORDS", 4)
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
@@ -348,7 +348,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
         each = max(record.description_bytes for record in records.values()) + 1000
-        monkeypatch.setattr("service.engine.registry.forgetting.REMEMBERED_BYTES", 4 * each)
+        monkeypatch.setattr("service.engine.extractors.forgetting.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
         names = [record.name for record in running.records.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
@@ -391,7 +391,7 @@ async def test_extractors_in_use_are_not_replaced_by_others(
         asked = await built(running, nodes=["features.6"], backend="openvino")
         assert [record.runtime is None for record in (*records, asked)] == [False] * 4
         monkeypatch.setattr("service.engine.backends.choice.BUSY_SECONDS", 0.0)
-        monkeypatch.setattr("service.engine.registry.eviction.BUSY_SECONDS", 0.0)
+        monkeypatch.setattr("service.engine.memory.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])
         assert [record.runtime is None for record in (*records, asked)] == [True, True, False, False]

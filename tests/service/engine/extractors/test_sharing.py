@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.engine.registry import extractors, sharing, store_health, watching
-from service.engine.registry.store import Store
+from service.engine.extractors import extractors, sharing, store_health, watching
+from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
 from tests.small_disk import small_disk

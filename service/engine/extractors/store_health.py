@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from service.engine.registry.objects import StoreError
+from service.engine.extractors.objects import StoreError
 from service.observability.metrics import Metrics
 
 log = logging.getLogger("fxserve.store")

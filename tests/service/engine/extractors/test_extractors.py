@@ -13,7 +13,7 @@ from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
-from service.engine.registry.names import MOST_NAMES
+from service.engine.extractors.names import MOST_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until
 
@@ -176,7 +176,7 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
         builds += 1
         return load_model(*args)
 
-    monkeypatch.setattr("service.engine.registry.weights.load_model", count)
+    monkeypatch.setattr("service.engine.memory.weights.load_model", count)
     async with engine(weights_dir=tmp_path) as running:
         wanted = spec(weights="file:mine.pth")
         record, created = await running.extractor(wanted, PATIENCE)
@@ -308,7 +308,7 @@ async def test_too_little_memory_is_no_fault_of_the_transforms(
     def none_left(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr("service.engine.registry.transforms.verify", none_left)
+    monkeypatch.setattr("service.engine.memory.transforms.verify", none_left)
     async with engine() as running:
         record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), PATIENCE)
     assert isinstance(record.problem, NotReady)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.engine.device.threads import Pool, in_pool
+from service.engine.extractors.objects import DamagedObject, StoreError, kind_and_subject
+from service.engine.extractors.sharing import Sharing
+from service.engine.extractors.store import Store
+from service.engine.extractors.store_health import StoreHealth
 from service.engine.record import ExtractorRecord
-from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject
-from service.engine.registry.sharing import Sharing
-from service.engine.registry.store import Store
-from service.engine.registry.store_health import StoreHealth
 from service.problems import NotReady, StoreFull
 
 log = logging.getLogger("fxserve.store")

@@ -15,10 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.registry import objects
-from service.engine.registry import store as store_module
-from service.engine.registry.objects import DamagedObject, StoreError, kind_and_subject, written_at
-from service.engine.registry.store import Store, Stored
+from service.engine.extractors import objects
+from service.engine.extractors import store as store_module
+from service.engine.extractors.objects import DamagedObject, StoreError, kind_and_subject, written_at
+from service.engine.extractors.store import Store, Stored
 from service.schemas.v1 import ExtractorSpec
 from tests.small_disk import small_disk
 
@@ -250,7 +250,7 @@ def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.Monkey
 
 WRITER = """
 import sys, time
-from tests.service.engine.registry.test_store import IDS, SPEC, NODES, opened, never
+from tests.service.engine.extractors.test_store import IDS, SPEC, NODES, opened, never
 store = opened(sys.argv[1])
 for id in IDS:
     stored, new = store.put(id, SPEC, "IMAGENET1K_V1", NODES, "x" * 100000)

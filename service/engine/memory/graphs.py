@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fxcore.errors import BadTensor
 from fxcore.graph.model_graph import ModelGraph, kept_graphs, model_graph
 from fxcore.models.entry import ModelEntry
-from service.engine.registry.transforms import steps, with_their_nodes
+from service.engine.memory.transforms import steps, with_their_nodes
 from service.schemas.v1 import ExtractorSpec
 
 

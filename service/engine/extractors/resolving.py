@@ -12,9 +12,9 @@ from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
-from service.engine.registry.graphs import graph_for, named_graph
-from service.engine.registry.served import require_served
-from service.engine.registry.transforms import prepared, steps
+from service.engine.memory.graphs import graph_for, named_graph
+from service.engine.memory.transforms import prepared, steps
+from service.engine.models.served import require_served
 from service.schemas.v1 import ExtractorSpec
 
 

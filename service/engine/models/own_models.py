@@ -12,8 +12,8 @@ from fxcore.models.catalog import get_model, list_models, register
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.user_models import UserEntry, as_bad_model, read_models
-from service.engine.registry.own_model_check import checked
-from service.engine.registry.served import is_served
+from service.engine.models.own_model_check import checked
+from service.engine.models.served import is_served
 
 log = logging.getLogger("fxserve.models")
 

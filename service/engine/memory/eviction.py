@@ -20,10 +20,10 @@ from prometheus_client import Counter
 from fxcore.graph.model_graph import ModelGraph, forget_graph
 from service.engine.description import ModelKey
 from service.engine.ledger import Ledger
+from service.engine.memory.graphs import graph_bytes, idle_graphs
+from service.engine.memory.weights import ModelStore
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord
-from service.engine.registry.graphs import graph_bytes, idle_graphs
-from service.engine.registry.weights import ModelStore
 from service.garbage import tidy
 
 log = logging.getLogger("fxserve.eviction")

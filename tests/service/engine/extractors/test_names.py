@@ -2,12 +2,12 @@
 
 import pytest
 
-from service.engine.registry.names import MOST_NAMES, Names
+from service.engine.extractors.names import MOST_NAMES, Names
 from service.schemas.v1 import ExtractorSpec
 
 
 def test_suggestions_are_searched_among_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.registry.names.COMPARED", 3)
+    monkeypatch.setattr("service.engine.extractors.names.COMPARED", 3)
     names = Names()
     for name in ("layer-1", "layer-2", "layer-3", "layer-1"):  # which makes that one the last
         names.give(name, "a")

@@ -16,7 +16,7 @@ from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import trace_graph
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
 from fxcore.models.weights import load_model
-from service.engine.registry.own_model_check import checked
+from service.engine.models.own_model_check import checked
 
 
 class Net(nn.Module):

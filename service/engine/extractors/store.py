@@ -10,7 +10,7 @@ Under ``FXSERVE_EXTRACTORS``, a folder or any URL that fsspec knows:
 - ``deleted/KIND-SUBJECT.TIME.TOKEN.json`` is a notice to the other processes that an extractor was deleted, or that a
   name has another owner. It is kept for a day.
 
-Objects are created exclusively and atomically, and never change; see :mod:`service.engine.registry.objects`.
+Objects are created exclusively and atomically, and never change; see :mod:`service.engine.extractors.objects`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.registry.objects import (
+from service.engine.extractors.objects import (
     DamagedObject,
     NewerVersion,
     Objects,
@@ -64,7 +64,7 @@ class Stored:
     """An extractor in the store.
 
     Attributes:
-        id: as :func:`~service.engine.registry.resolving.extractor_id` has it.
+        id: as :func:`~service.engine.extractors.resolving.extractor_id` has it.
         token: a new one each time that it is made.
         spec: with the full name of its weights. Its ``name`` is the one it was made with, which may be another's now.
         return_nodes: key → node, resolved.
@@ -229,7 +229,7 @@ class Store:
         return True
 
     def notices(self) -> list[str]:
-        """Notices of the last day: names by :func:`~service.engine.registry.objects.unique_name`, of kind ``extractor``
+        """Notices of the last day: names by :func:`~service.engine.extractors.objects.unique_name`, of ``extractor``
         or ``name``."""
         with self.objects.store_errors("read"):
             return self.objects.names_in("deleted")
