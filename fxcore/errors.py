@@ -34,6 +34,18 @@ class FxError(Exception):
         return other
 
 
+class BadArgument(FxError, ValueError):
+    """An argument has the wrong type, or is out of range.
+
+    >>> from fxcore import get_model
+    >>> try:
+    ...     get_model(50)
+    ... except BadArgument as error:
+    ...     error.detail
+    "a model's name is text such as 'resnet50', not 50"
+    """
+
+
 class UnknownModel(FxError):
     """There is no model of that name; ``suggestions`` has similar names."""
 

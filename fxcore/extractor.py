@@ -15,21 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import TensorMetadata
 
-from fxcore.analysis.agreement import GraphDiffers, check_graph, other_inputs
-from fxcore.bad_argument import BadArgument
+from fxcore.analysis.agreement import check_traced
 from fxcore.copies import narrowed, own_modules
-from fxcore.errors import BadTensor, DuplicateKey, FxError, UnknownNode, summarize
-from fxcore.graph.annotate import observe
+from fxcore.errors import BadArgument, BadTensor, FxError, summarize
+from fxcore.graph.annotate import metadata, observe
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.layout import layout_name
-from fxcore.graph.levels import Level, stride_of
+from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
-from fxcore.graph.nodes import resolve
+from fxcore.graph.node_names import NodeNames
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
-from fxcore.nesting import map_tensors, tensors_in
+from fxcore.nesting import tensors_in
 from fxcore.passes.base import APPLIED, fork, require_eval
 from fxcore.passes.functionalize import functionalize
 from fxcore.passes.out_of_place import out_of_place
@@ -38,10 +36,11 @@ from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
-from fxcore.tracing.parts import UntraceablePart, trace_model
+from fxcore.tracing.names import PATH
+from fxcore.tracing.parts import trace_model
 from fxcore.tracing.trace_arguments import LeafModule
-from fxcore.tracing.tracer import PATH, UNTRACEABLE, enclosed_if_whole, private, record, trace
-from fxcore.wrappers import check_python, unwrapped, without_prefix
+from fxcore.tracing.tracer import enclosed_if_whole, private, record, trace
+from fxcore.wrappers import check_python, unwrapped
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -282,7 +281,7 @@ def create_extractor(
     exact = names.resolve(return_nodes)
     pure = out_of_place(traced)
     if not isinstance(module, fx.GraphModule):
-        _check(private(model, training=False), traced, pure, inputs)
+        check_traced(private(model, training=False), traced, pure, inputs)
     by_fx_name = {n.name: n for n in pure.graph.nodes}
     wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
     pruned = fx.Graph()
@@ -293,7 +292,7 @@ def create_extractor(
         for key in ("memory", "carries", "mutates"):
             node.meta.pop(key, None)
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            node.meta["tensor_meta"] = _metadata(value)
+            node.meta["tensor_meta"] = metadata(value)
     result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(traced.meta)
     for part in result.modules():
@@ -302,83 +301,8 @@ def create_extractor(
     return result
 
 
-def _check(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Compare ``model`` with its graph on ``inputs``, on random ones, and on the first row of those.
-
-    Raises:
-        GraphDiffers: they differ.
-    """
-    targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
-    check_graph(model, pure, inputs, targets)
-    others = other_inputs(inputs)
-    for some in (others, map_tensors(lambda t: t[:1], others)):
-        try:
-            check_graph(model, pure, some, targets)
-        except GraphDiffers:
-            raise
-        except Exception:  # the model itself does not take these
-            continue
-
-
-def _metadata(value: Tensor) -> TensorMetadata:
-    """What torch.fx's ShapeProp notes of a dense tensor."""
-    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-    ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
-    fitting = (f for f in formats if value.ndim == ranks.get(f, value.ndim) and value.is_contiguous(memory_format=f))
-    return TensorMetadata(
-        value.shape, value.dtype, value.requires_grad, value.stride(), next(fitting, None), value.is_quantized, {}
-    )
-
-
 class NotAModule(FxError):
     """An argument that must be a module is something else."""
-
-
-class NodeNames:
-    """Names of a traced module's nodes, for :func:`fxcore.graph.nodes.resolve`.
-
-    Args:
-        model: name of the module, for errors.
-        by_name: observed nodes by name, in order of execution.
-        wrapped: whether names may be paths in a wrapper of the module.
-    """
-
-    def __init__(self, model: str, by_name: dict[str, fx.Node], wrapped: bool = False) -> None:
-        self.model = model
-        self._wrapped = wrapped
-        self.by_name = by_name
-        self.eval_nodes = list(by_name)
-        self.levels: dict[str, Level] = {}
-        self.untraceable = [
-            UntraceablePart(str(n.target), n.meta[UNTRACEABLE]) for n in by_name.values() if UNTRACEABLE in n.meta
-        ]
-
-    def extractable(self, node: fx.Node) -> bool:
-        return bool(node.meta["carries"])
-
-    def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-        """Key → exact name, see :func:`fxcore.graph.nodes.resolve`."""
-        pairs = [*(return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes)))]
-        for pair in pairs:
-            if not all(isinstance(name, str) for name in (pair if isinstance(return_nodes, Mapping) else pair[1:])):
-                raise UnknownNode(
-                    f"return_nodes are names, or a dictionary from names to keys, and hold {pair[-1]!r:.100}",
-                    name=str(pair[-1])[:100],
-                    suggestions=[],
-                )
-        if not self._wrapped:
-            return resolve(self, return_nodes)
-        exact: dict[str, str] = {}
-        for first, second in pairs:
-            name, key = (first, second) if isinstance(return_nodes, Mapping) else (second, second)
-            if key in exact:
-                raise DuplicateKey(f"the key {key!r} is given twice; each output needs a key of its own", key=key)
-            exact |= resolve(self, {name if name in self.by_name else without_prefix(name): key})
-        return exact or resolve(self, return_nodes)
-
-
-def _listed(names: Any) -> Sequence[Any]:
-    return names if isinstance(names, Sequence) else [names]
 
 
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:

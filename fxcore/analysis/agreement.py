@@ -20,7 +20,7 @@ from fxcore.nesting import map_tensors, tensors_in
 from fxcore.passes.effects import is_random
 from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 _SAMPLED = 4096
 """About how many elements of a value are compared."""
@@ -100,6 +100,27 @@ def check_graph(
             "whole with leaf_modules",
             node=first,
         )
+
+
+def check_traced(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Check the graph ``pure`` of ``model`` on ``inputs``, on random ones, and on the first row of those.
+
+    Args:
+        traced: the graph before in-place operations were replaced, whose nodes have the paths of ``model``.
+
+    Raises:
+        GraphDiffers: the two differ.
+    """
+    targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
+    check_graph(model, pure, inputs, targets)
+    others = other_inputs(inputs)
+    for some in (others, map_tensors(lambda t: t[:1], others)):
+        try:
+            check_graph(model, pure, some, targets)
+        except GraphDiffers:
+            raise
+        except Exception:  # the model itself does not take these
+            continue
 
 
 def other_inputs(inputs: Sequence[Any]) -> list[Any]:

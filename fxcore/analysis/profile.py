@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxcore.bad_argument import BadArgument
+from fxcore.errors import BadArgument
 from fxcore.nesting import tensors_in
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxcore.errors import FxError, finite
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 
 class Incomparable(FxError):

@@ -18,7 +18,7 @@ from fxcore.photos import check_rows, photos
 from fxcore.process import holds_int8
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.interpreter import Inputs, positional, require_graph
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 
 class CannotExport(FxError):

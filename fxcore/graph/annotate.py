@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
@@ -253,3 +254,13 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for v in inside for tensor in _tensors(v)]
+
+
+def metadata(value: Tensor) -> TensorMetadata:
+    """What torch.fx's ShapeProp notes of a dense tensor."""
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    fitting = (f for f in formats if value.ndim == ranks.get(f, value.ndim) and value.is_contiguous(memory_format=f))
+    return TensorMetadata(
+        value.shape, value.dtype, value.requires_grad, value.stride(), next(fitting, None), value.is_quantized, {}
+    )

@@ -22,7 +22,7 @@ from torchvision import ops
 
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
-from fxcore.tracing.tracer import MODULE, PATH
+from fxcore.tracing.names import MODULE, PATH
 
 _C_STRIDES = (2, 4, 8, 16, 32)
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid

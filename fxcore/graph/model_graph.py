@@ -29,7 +29,7 @@ from fxcore.models.entry import RANDOM, ModelEntry
 from fxcore.passes.base import Applied, applied, fork
 from fxcore.passes.registry import apply_transforms
 from fxcore.tensors import TensorSpec
-from fxcore.tracing.tracer import PATH, names
+from fxcore.tracing.names import PATH, names
 
 VIDEO_FRAMES = 16
 """Frames of a clip that video graphs are annotated for; MViT accepts no other number."""

@@ -11,7 +11,7 @@ from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import channels_of, stride_of
 from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.names import PATH
 
 
 @dataclass(frozen=True)

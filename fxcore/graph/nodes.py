@@ -13,8 +13,7 @@ from typing import Protocol
 
 from torch import fx
 
-from fxcore.bad_argument import BadArgument
-from fxcore.errors import DuplicateKey, UnknownNode
+from fxcore.errors import BadArgument, DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
 from fxcore.tensors import dtype_name
 from fxcore.tracing.parts import UntraceablePart

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxcore.graph.patches import MAX_PREFIX, is_class_token
 from fxcore.graph.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, PrefixTokens
 from fxcore.passes.attention import ATTENTION
-from fxcore.tracing.tracer import MODULE, PATH
+from fxcore.tracing.names import MODULE, PATH
 
 _REORDERING = ("unroll",)
 """Names of modules that do not keep tokens row by row: Hiera's orders them by the windows of its attention."""

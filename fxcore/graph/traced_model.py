@@ -12,8 +12,8 @@ from fxcore.graph.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.tracing.frozen import made_constants
+from fxcore.tracing.names import names
 from fxcore.tracing.parts import UntraceablePart, trace_model
-from fxcore.tracing.tracer import names
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import PIL.Image
 import PIL.TiffImagePlugin
 from PIL import features
 
-from fxcore.bad_argument import BadArgument
-from fxcore.errors import BadImage, ImageTooLarge
+from fxcore.errors import BadArgument, BadImage, ImageTooLarge
 from fxcore.images import avif
 from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.containers import stripped

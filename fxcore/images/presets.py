@@ -15,7 +15,7 @@ from torchvision.models.segmentation import FCN_ResNet50_Weights
 from torchvision.models.video import R3D_18_Weights
 from torchvision.transforms import InterpolationMode
 
-from fxcore.bad_argument import BadArgument
+from fxcore.errors import BadArgument
 
 ImageClassification: Any = type(ResNet18_Weights.IMAGENET1K_V1.transforms())
 SemanticSegmentation: Any = type(FCN_ResNet50_Weights.COCO_WITH_VOC_LABELS_V1.transforms())

@@ -25,7 +25,7 @@ from fxcore.int8.layers import class_of, computed_by, inline_leaves
 from fxcore.int8.report import Rounding
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 Inputs = tuple[Tensor, ...]
 

@@ -10,7 +10,8 @@ from torch import fx, nn
 from fxcore.errors import NotTraceable
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.passes.base import fork
-from fxcore.tracing.tracer import PATH, public_name, record
+from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.tracer import record
 
 WEIGHTED = (*ALL_CONVOLUTIONS, nn.Linear)
 

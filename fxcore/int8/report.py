@@ -21,7 +21,7 @@ from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.passes.base import bare_copy, fork
 from fxcore.passes.keep_float import KEPT, named
 from fxcore.tracing.interpreter import Interpreter
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 Inputs = tuple[Tensor, ...]
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from fxcore import torch_ao
-from fxcore.bad_argument import BadArgument
-from fxcore.errors import FxError, UnknownModel, Unsupported
+from fxcore.errors import BadArgument, FxError, UnknownModel, Unsupported
 from fxcore.models.entry import ModelEntry
 from fxcore.models.packaged_models import PackagedEntry, packaged_models
 from fxcore.models.timm_models import PREFIX, TimmEntry, imported, timm_model, timm_models
@@ -34,7 +33,7 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
 
 def list_models(source: Source | None = None) -> list[ModelEntry]:
     """All models of torchvision, of packages (:mod:`fxcore.models.packaged_models`) and of users
-    (:mod:`fxcore.models.user_models`), sorted by name.
+    (:mod:`fxcore.models.descriptions`), sorted by name.
 
     Args:
         source: only models of ``torchvision``, of packages (``packaged``), of users (``own``), or of ``timm``, which

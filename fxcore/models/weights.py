@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fxcore.bad_argument import BadArgument
+from fxcore.errors import BadArgument
 from fxcore.models.entry import RANDOM, ModelEntry, WeightsInfo
 from fxcore.models.state_dicts import FILE_PREFIX, read_file
 

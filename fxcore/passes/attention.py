@@ -18,7 +18,7 @@ from torchvision.models.video.swin_transformer import shifted_window_attention_3
 
 from fxcore.passes.base import transform
 from fxcore.tracing.leaves import one_node
-from fxcore.tracing.tracer import MODULE, PATH
+from fxcore.tracing.names import MODULE, PATH
 
 #: key in ``node.meta`` of nodes that make attention weights
 ATTENTION = "attention"

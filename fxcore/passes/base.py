@@ -21,7 +21,7 @@ from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
 from fxcore.tracing.attributes import attribute
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.tracer import PATH, name_nodes
+from fxcore.tracing.names import PATH, name_nodes
 from fxcore.wrappers import check_python
 
 #: key in ``GraphModule.meta`` of the passes that a module went through

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform
 from fxcore.passes.memory_formats import ignore_memory_formats
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 from fxcore.tracing.writes import IN_PLACE_OPERATORS, ON_COPY, memory_of, mutated_argument, pure_target, written
 
 _BOOLEAN = frozenset(

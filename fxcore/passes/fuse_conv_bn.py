@@ -22,7 +22,7 @@ from torchvision import ops
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.passes.base import add, bare_copy, constant, erase_dead, hooked, source_of, transform
 from fxcore.passes.channel_views import is_view, reads_shape, views_keep_channels
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 
 _NORMS = (*BATCH_NORMS, ops.FrozenBatchNorm2d)
 _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fxcore.passes.base import CannotTransform, transform
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 #: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.int8.quantize.quantize` leaves in float
 KEPT = "keep_float"

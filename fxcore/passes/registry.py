@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from fxcore.bad_argument import BadArgument
+from fxcore.errors import BadArgument
 from fxcore.passes.attention import attention_maps
 from fxcore.passes.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
 from fxcore.passes.fold_constants import fold_constants

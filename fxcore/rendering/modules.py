@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from fxcore.rendering.boxes import GAP, Arrow, Box, place
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 
 #: whether the module of that path is shown with its parts
 IsOpen = Callable[[str], bool]

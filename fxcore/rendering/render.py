@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
-from fxcore.bad_argument import BadArgument
+from fxcore.errors import BadArgument
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.node_info import NodeInfo, target_name
 from fxcore.rendering import modules
@@ -22,7 +22,7 @@ from fxcore.rendering.boxes import Box
 from fxcore.rendering.svg import draw, printable
 from fxcore.tensors import dtype_name
 from fxcore.tracing.interpreter import require_graph
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 
 Format = Literal["table", "code", "dot", "svg", "mermaid", "layout"]
 FORMATS: tuple[Format, ...] = get_args(Format)

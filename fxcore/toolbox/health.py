@@ -13,7 +13,7 @@ from fxcore.nesting import tensors_in
 from fxcore.tracing.frozen import frozen
 from fxcore.tracing.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 # Bounds of functions that saturate.
 _BOUNDS: dict[Any, tuple[float, float]] = {

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform, add, erase_dead, transform
 from fxcore.toolbox.replace import named_function, overwritten, redirect_readers
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 
 
 def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:

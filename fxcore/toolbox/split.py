@@ -9,7 +9,7 @@ from torch import fx
 from fxcore.passes.base import CannotTransform, finish, fork, require_eval
 from fxcore.toolbox.insert import find_node
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 
 class Halves(NamedTuple):

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxcore.passes.base import fork
 from fxcore.tracing.interpreter import require_graph
-from fxcore.tracing.tracer import PATH, public_name
+from fxcore.tracing.names import PATH, public_name
 
 
 class Transformer(fx.Transformer):

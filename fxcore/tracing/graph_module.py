@@ -24,7 +24,8 @@ class GraphModule(fx.GraphModule):
     and tuples of those are kept.
 
     >>> import pickle
-    >>> from fxcore.tracing.tracer import names, trace
+    >>> from fxcore.tracing.names import names
+    >>> from fxcore.tracing.tracer import trace
     >>> from fxcore.transforms import applied, remove
     >>> module = remove(trace(nn.Sequential(nn.Linear(2, 2), nn.Dropout())))
     >>> again = pickle.loads(pickle.dumps(module))

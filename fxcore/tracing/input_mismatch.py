@@ -13,7 +13,7 @@ from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS
 from fxcore.tensors import dtype_name
 from fxcore.tracing.interpreter import Interpreter
-from fxcore.tracing.tracer import public_name
+from fxcore.tracing.names import public_name
 
 _RAISED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """What torch raises where shapes or dtypes do not match, and for other reasons."""

@@ -15,8 +15,9 @@ from torchvision.ops import FeaturePyramidNetwork
 
 from fxcore.errors import NotTraceable
 from fxcore.models.entry import ModelEntry
+from fxcore.tracing.names import untraceable_modules
 from fxcore.tracing.trace_arguments import default_leaf_modules
-from fxcore.tracing.tracer import record, untraceable_modules
+from fxcore.tracing.tracer import record
 
 
 @dataclass(frozen=True)

@@ -49,20 +49,8 @@ class RecordingProxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
 
-class RecordingAttribute(Attribute):
-    """An attribute of a proxy; see :class:`RecordingProxy`."""
-
-    def __getattr__(self, name: str) -> RecordingAttribute:
-        return RecordingAttribute(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _set_attribute(self, name, value)
-
-    def __hash__(self) -> int:
-        return _hash(self)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+class RecordingAttribute(RecordingProxy, Attribute):
+    """An attribute of a proxy, which records the same."""
 
 
 def _set_attribute(proxy: fx.Proxy, name: str, value: Any) -> None:
@@ -105,5 +93,4 @@ def _recorder(in_place: Callable[..., Any], pure: Callable[..., Any]) -> Callabl
 
 
 for _in_place, _pure in IN_PLACE_OPERATORS.items():
-    for _kind in (RecordingProxy, RecordingAttribute):
-        setattr(_kind, f"__{_in_place.__name__}__", _recorder(_in_place, _pure))
+    setattr(RecordingProxy, f"__{_in_place.__name__}__", _recorder(_in_place, _pure))

@@ -8,7 +8,6 @@ traced can become a leaf automatically.
 from __future__ import annotations
 
 import fnmatch
-import keyword
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.leaves import kept_whole
+from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
@@ -42,18 +42,8 @@ from fxcore.tracing.trace_arguments import (
 from fxcore.tracing.writes import mutated_argument, settle_writes, viewed
 from fxcore.wrappers import check_python, unwrap_parts, unwrapped
 
-#: key in ``node.meta`` of torchvision's name for the node
-PATH = "path"
-#: key in ``node.meta`` of the path of the module that was running
-MODULE = "module"
-#: key in ``node.meta`` of a module call that became a leaf because it cannot be traced into: the reason
-UNTRACEABLE = "untraceable"
-
 # torch.fx patches nn.Module for the whole process while it traces (pytorch#187589): one trace at a time.
 _TRACE_LOCK = threading.RLock()
-
-# Attributes of every GraphModule: no part of a model can have one of these names.
-_RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 class Tracer(NodePathTracer):  # type: ignore[misc]
@@ -201,7 +191,8 @@ def trace(
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
             (:func:`~fxcore.tracing.trace_arguments.default_leaf_modules`); paths such as ``layer4.0`` and patterns
             such as ``layer4.*``, in addition; and ``"auto"``, which keeps whole the innermost module in which
-            tracing fails, and traces again, as often as needed (:func:`untraceable_modules` lists them).
+            tracing fails, and traces again, as often as needed
+            (:func:`~fxcore.tracing.names.untraceable_modules` lists them).
         leaf_functions: functions to keep whole wherever they are called from. Unlike with ``torch.fx.wrap``, nothing
             is needed where they are defined.
         concrete_args: values of arguments that are fixed in the graph; the result does not take these arguments.
@@ -219,6 +210,7 @@ def trace(
         NotAFunction: one of ``leaf_functions`` cannot be kept whole.
 
     >>> import torch
+    >>> from fxcore.tracing.names import names, untraceable_modules
     >>> def scaled(x, factor, squared=False):
     ...     return factor * (x * x if squared else x)
     >>> module = trace(scaled, concrete_args={"squared": True})
@@ -350,7 +342,7 @@ def record(
                 if AUTO not in given or not path or path in untraceable:
                     raise explained from error
                 untraceable[path] = explained.detail.split("; ")[0]
-    _check_names(graph, root)
+    check_names(graph, root)
     _drop_arguments(graph, concrete)
     settle_writes(graph, tracer.root)
     tracer.factories.warn(called(root))
@@ -396,54 +388,3 @@ def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
             for check in [inner for user in node.users for inner in user.users] + list(node.users):
                 graph.erase_node(check)
             graph.erase_node(node)
-
-
-def untraceable_modules(graph: fx.Graph) -> dict[str, str]:
-    """The modules that ``leaf_modules="auto"`` kept whole: path → reason."""
-    return {str(n.target): n.meta[UNTRACEABLE] for n in graph.nodes if UNTRACEABLE in n.meta}
-
-
-def names(graph: fx.Graph) -> list[str]:
-    """Names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
-
-    The output and parameters that the graph reads itself have no name.
-    """
-    return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
-
-
-def name_nodes(graph: fx.Graph) -> None:
-    """Name the nodes of a graph of torchvision's, which does not keep its names: calls of modules by their paths, other
-    nodes, whose modules the graph does not show, by their fx names."""
-    count: dict[str, int] = {}
-    taken = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    for node in graph.nodes:
-        name = str(node.target) if node.op == "call_module" else node.name
-        if node.op in ("output", "get_attr") or (node.op != "call_module" and name in taken):
-            continue
-        count[name] = count.get(name, -1) + 1
-        node.meta.setdefault(PATH, f"{name}_{count[name]}" if count[name] else name)
-
-
-def public_name(node: fx.Node) -> str:
-    """torchvision's name of the node, or its fx name where it has none."""
-    return str(node.meta.get(PATH, node.name))
-
-
-def _check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
-    """Refuse paths that a GraphModule cannot have: torch.fx writes them into Python code, and sets the modules as
-    attributes beside its own."""
-    for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
-        parts = path.split(".")
-        word = next((part for part in parts if keyword.iskeyword(part)), None)
-        if word is None and parts[0] not in _RESERVED:
-            continue
-        why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
-        advice = "give that part of the model another name"
-        raise NotTraceable(
-            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}; {advice}",
-            kind="name",
-            module=path,
-            source="",
-            expression="",
-            advice=advice,
-        )

@@ -13,7 +13,7 @@ from torch import fx
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.node_info import NodeInfo
 from fxcore.rendering.render import render
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.names import PATH
 from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
 from service.http.headers import joined_header

@@ -9,9 +9,10 @@ from pathlib import Path
 from fxcore.errors import FxError
 from fxcore.graph.model_graph import model_graph
 from fxcore.models.catalog import get_model, list_models, register
+from fxcore.models.descriptions import read_models
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX
-from fxcore.models.user_models import UserEntry, as_bad_model, read_models
+from fxcore.models.user_models import UserEntry, as_bad_model
 from service.engine.models.own_model_check import checked
 from service.engine.models.served import is_served
 

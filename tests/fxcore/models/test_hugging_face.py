@@ -12,7 +12,8 @@ import torch
 
 from fxcore import build_extractor, load_model, model_graph
 from fxcore.errors import UnknownNode
-from fxcore.models.user_models import UserEntry, read_models
+from fxcore.models.descriptions import read_models
+from fxcore.models.user_models import UserEntry
 from fxcore.photos import photos
 
 pytestmark = pytest.mark.exhaustive

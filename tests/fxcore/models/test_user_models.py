@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
 from fxcore.errors import BadTensor, NotTraceable
 from fxcore.models.catalog import register
-from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, read_models, user_entry
+from fxcore.models.descriptions import read_models
+from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
 
 MODULE = '''
 import torch

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
-from fxcore.tracing.tracer import MODULE, public_name
+from fxcore.tracing.names import MODULE, public_name
 from fxcore.transforms import applied, attention_maps, fold_normalization, fuse_conv_bn, out_of_place, remove
 from tests.fxcore.capture import traced
 
@@ -115,7 +115,7 @@ def test_an_extractor_is_read_in_another_process(tmp_path: Path) -> None:
     made = build_extractor(graph, load_model(get_model("resnet18"), "random"), graph.resolve({"C2": "c2"})).module
     torch.save(fuse_conv_bn(made), tmp_path / "module.pt")
     program = (
-        "import sys, torch; from fxcore.transforms import applied; from fxcore.tracing.tracer import names\n"
+        "import sys, torch; from fxcore.transforms import applied; from fxcore.tracing.names import names\n"
         "module = torch.load(sys.argv[1], weights_only=False)\n"
         "print(names(module.graph)[-1], applied(module)[-1].name, float(module(torch.ones(1, 3, 64, 64))['c2'].sum()))"
     )

@@ -15,7 +15,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.rendering.render import FORMATS, Format, render
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.names import PATH
 
 SVG = "{http://www.w3.org/2000/svg}"
 MODELS = ["resnet18", "vit_b_16", "fasterrcnn_resnet50_fpn", "densenet121"]

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxcore import trace
 from fxcore.tracing.leaves import one_node
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.names import PATH
 from fxcore.transforms import (
     applied,
     eliminate_common_subexpressions,

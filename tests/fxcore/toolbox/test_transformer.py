@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore import Transformer, trace
-from fxcore.tracing.tracer import PATH
+from fxcore.tracing.names import PATH
 from fxcore.transforms import applied, fuse_conv_bn
 from tests.fxcore.model_list import filled, small_input
 

@@ -19,8 +19,8 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import trace
 from fxcore.errors import NotTraceable
 from fxcore.tracing.leaves import NotAFunction
+from fxcore.tracing.names import names, untraceable_modules
 from fxcore.tracing.trace_arguments import UnknownArgument
-from fxcore.tracing.tracer import names, untraceable_modules
 
 
 class Gate(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from fxcore import trace
 from fxcore.errors import NotTraceable
 from fxcore.tracing.leaves import NotAFunction
+from fxcore.tracing.names import names
 from fxcore.tracing.trace_arguments import UnknownArgument
-from fxcore.tracing.tracer import names
 
 SHIFT = torch.arange(3.0)
 

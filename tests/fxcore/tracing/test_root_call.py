@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fxcore import create_extractor, trace
-from fxcore.tracing.tracer import names
+from fxcore.tracing.names import names
 
 
 class Net(nn.Module):

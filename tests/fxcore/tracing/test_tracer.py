@@ -17,7 +17,8 @@ from torchvision.models.feature_extraction import NodePathTracer, get_graph_node
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import ModelGraph, trace_graph
-from fxcore.tracing.tracer import Tracer, names
+from fxcore.tracing.names import names
+from fxcore.tracing.tracer import Tracer
 from tests.fxcore.conftest import OwnEntry
 
 

@@ -1,0 +1,77 @@
+"""The names of a graph's nodes, and what else tracing notes of them."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from fxcore.errors import NotTraceable
+from fxcore.tracing.explain import called
+
+#: key in ``node.meta`` of torchvision's name for the node
+PATH = "path"
+#: key in ``node.meta`` of the path of the module that was running
+MODULE = "module"
+#: key in ``node.meta`` of a module call that became a leaf because it cannot be traced into: the reason
+UNTRACEABLE = "untraceable"
+
+# Attributes of every GraphModule: no part of a model can have one of these names.
+_RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def untraceable_modules(graph: fx.Graph) -> dict[str, str]:
+    """The modules that ``leaf_modules="auto"`` kept whole: path → reason."""
+    return {str(n.target): n.meta[UNTRACEABLE] for n in graph.nodes if UNTRACEABLE in n.meta}
+
+
+def names(graph: fx.Graph) -> list[str]:
+    """Names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
+
+    The output and parameters that the graph reads itself have no name.
+    """
+    return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
+
+
+def name_nodes(graph: fx.Graph) -> None:
+    """Name the nodes of a graph of torchvision's, which does not keep its names: calls of modules by their paths, other
+    nodes, whose modules the graph does not show, by their fx names."""
+    count: dict[str, int] = {}
+    taken = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    for node in graph.nodes:
+        name = str(node.target) if node.op == "call_module" else node.name
+        if node.op in ("output", "get_attr") or (node.op != "call_module" and name in taken):
+            continue
+        count[name] = count.get(name, -1) + 1
+        node.meta.setdefault(PATH, f"{name}_{count[name]}" if count[name] else name)
+
+
+def public_name(node: fx.Node) -> str:
+    """torchvision's name of the node, or its fx name where it has none."""
+    return str(node.meta.get(PATH, node.name))
+
+
+def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
+    """Check that a GraphModule can have the paths in ``graph``: torch.fx writes them into Python code, and sets the
+    modules as attributes beside its own.
+
+    Raises:
+        NotTraceable: it cannot.
+    """
+    for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
+        parts = path.split(".")
+        word = next((part for part in parts if keyword.iskeyword(part)), None)
+        if word is None and parts[0] not in _RESERVED:
+            continue
+        why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
+        advice = "give that part of the model another name"
+        raise NotTraceable(
+            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}; {advice}",
+            kind="name",
+            module=path,
+            source="",
+            expression="",
+            advice=advice,
+        )
