@@ -13,8 +13,8 @@ from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service.cli import extract, models, serving
 from service.client import base as client
+from service.engine.description import PRECISIONS
 from service.engine.options import CHOICES, DTYPES
-from service.engine.record import PRECISIONS
 from service.http.access.keys import Scope
 from service.http.routes import exports
 from service.observability.logs import LogFormat
