@@ -1,7 +1,7 @@
 """Work on a module in a child process.
 
-torch.export patches ``nn.Module`` and torch's dispatcher for the whole process while it traces, so
-that modules in other threads fail; and they hold the GIL for seconds.
+torch.export patches ``nn.Module`` and torch's dispatcher for the whole process while it traces, so that modules in
+other threads fail; and it holds the GIL for seconds.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fxcore.extractor import Extractor
 from fxcore.passes.base import called_modules, hooked
 from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
-from fxcore.tracing.attributes import attribute
+from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Inputs
 
 # Arguments of layers whose values are not attributes of the same name: argument → function of the layer.

@@ -19,8 +19,7 @@ from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
-from fxcore.tracing.attributes import attribute
-from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.names import PATH, name_nodes
 from fxcore.wrappers import check_python
 

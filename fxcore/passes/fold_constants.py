@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
-from fxcore.tracing.attributes import attribute
+from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
 from fxcore.tracing.writes import mutated_argument
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform, add, hooked
-from fxcore.tracing.attributes import attribute
-from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.tracer import trace
 

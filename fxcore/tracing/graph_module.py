@@ -1,4 +1,4 @@
-"""GraphModules that are the same once pickled and read again."""
+"""GraphModules that are the same once pickled and read again, and the attributes that their nodes read."""
 
 from __future__ import annotations
 
@@ -103,3 +103,15 @@ def _plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return type(value) is tuple and all(map(_plain, value))
     return isinstance(value, _PLAIN)
+
+
+def attribute(module: nn.Module, target: str) -> Any:
+    """The attribute that a ``get_attr`` node reads, by its target.
+
+    >>> tuple(attribute(nn.Sequential(nn.Linear(2, 3)), "0.bias").shape)
+    (3,)
+    """
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

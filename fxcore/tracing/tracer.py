@@ -21,10 +21,9 @@ from torchvision.models.feature_extraction import NodePathTracer
 from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
-from fxcore.tracing.attributes import attribute
 from fxcore.tracing.explain import called, explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
-from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.layer_types import DROPOUTS
-from fxcore.tracing.attributes import attribute
+from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.leaves import one_node
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
