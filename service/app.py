@@ -31,7 +31,6 @@ from service.http.middleware.request_context import RequestContext
 from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
 from service.http.routes.v2 import discovery, inference, repository
 from service.http.routing.declared import DeclaredRoutes, declares
-from service.http.routing.route_cache import RouteCache
 from service.http.server.draining import Accepted, drained_on_signals
 from service.http.server.lost_device import ended_when_device_lost
 from service.http.state import State
@@ -98,15 +97,18 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.fxserve = state
     problem_responses.install(app)
-    # Routes are matched in this order: the most frequently requested come first.
-    api = features, embeddings, inference, models, extractors, operations, transforms, exports, discovery, repository
-    for module in (*api, page):
-        app.include_router(module.router)
     document = next(route for route in app.routes if isinstance(route, Route) and route.path == app.openapi_url)
     declares("open")(document.endpoint)
-    routes = DeclaredRoutes((document, *chain.from_iterable(module.router.routes for module in (*api, page))))
+    # Routes are matched in this order: the most frequently requested come first.
+    hot_routes = [*features.routes, *embeddings.routes, *inference.routes]
+    app.router.routes[:0] = hot_routes
+    routers = [
+        module.router for module in (models, extractors, operations, transforms, exports, discovery, repository, page)
+    ]
+    for router in routers:
+        app.include_router(router)
+    routes = DeclaredRoutes((*hot_routes, document, *chain.from_iterable(router.routes for router in routers)))
     # The middleware added last is the outermost.
-    app.add_middleware(RouteCache)
     app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,
@@ -143,7 +145,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             ),
         )
     app.add_middleware(RequestContext, metrics=metrics, policies=POLICIES, traces=traces)
-    openapi.install(app, routes)
+    openapi.install(app, routes, hot_routes)
     return app
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.encoders import jsonable_encoder
 from pydantic.json_schema import models_json_schema
 
 from service import problems
 from service.http.problem_responses import shape_of
 from service.http.routing.declared import Declared, DeclaredRoutes
+from service.http.routing.hot_routes import HotRoute
 from service.schemas import embeddings, v2
-from service.schemas.features import ImagesBody
+from service.schemas.features import FeatureDocument, ImagesBody
 from service.schemas.problems import PROBLEM, documented
 from service.schemas.v1 import Problem
 
@@ -34,19 +37,21 @@ _OF_NO_ROUTE = (
 """Problems of any route, or of the middleware before it."""
 
 
-def install(app: FastAPI, routes: DeclaredRoutes) -> None:
+def install(app: FastAPI, routes: DeclaredRoutes, hot_routes: Sequence[HotRoute]) -> None:
     """Make ``app`` complete its OpenAPI document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _completed(generate(), routes)
+            app.openapi_schema = _completed(generate(), routes, hot_routes)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _completed(document: dict[str, Any], routes: DeclaredRoutes) -> dict[str, Any]:
+def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Sequence[HotRoute]) -> dict[str, Any]:
+    hot = {route.path: {"post": jsonable_encoder(route.operation, exclude_none=True)} for route in hot_routes}
+    document["paths"] = {**hot, **document["paths"]}
     # Routes refer to these by name.
     _, shared = models_json_schema(
         [
@@ -54,6 +59,9 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes) -> dict[str, An
             (embeddings.OpenAIError, "serialization"),
             (v2.ErrorV2, "serialization"),
             (ImagesBody, "validation"),
+            (FeatureDocument, "serialization"),
+            (embeddings.EmbeddingsDocument, "serialization"),
+            (v2.InferResponse, "serialization"),
             (embeddings.EmbeddingsRequest, "validation"),
         ],
         ref_template="#/components/schemas/{model}",

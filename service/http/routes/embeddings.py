@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,15 +22,12 @@ from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout
 from service.http.routing.declared import declares
-from service.http.routing.route_cache import StrictCachedRoute
+from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
-
-router = APIRouter(tags=["features"], route_class=StrictCachedRoute)
 
 _MEDIA_TYPES = ("application/json",)
 
@@ -40,38 +36,32 @@ _INLINE_VALUES = 16 * 1024
 
 _CACHED_SPECS = 1024
 
-_DOCUMENTATION: dict[str, Any] = {
-    "response_model": None,
-    "openapi_extra": {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": {"$ref": "#/components/schemas/EmbeddingsRequest"},
-                    "example": {
-                        "model": "resnet50:avgpool",
-                        "input": ["data:image/jpeg;base64,/9j/4AAQSkZJRg…"],
-                        "encoding_format": "float",
-                        "dimensions": 256,
-                    },
-                }
+_BODY = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/EmbeddingsRequest"},
+            "example": {
+                "model": "resnet50:avgpool",
+                "input": ["data:image/jpeg;base64,/9j/4AAQSkZJRg…"],
+                "encoding_format": "float",
+                "dimensions": 256,
             },
         }
     },
-    "responses": {
-        200: {"model": EmbeddingsDocument, "description": "One vector per image."},
-    },
 }
+_RESPONSE = {"description": "One vector per image.", "content": {json.MEDIA_TYPE: json_body(EmbeddingsDocument)}}
+_PARAMETERS = Parameters(NoQuery)
 
 
-@router.post(PATH, **_DOCUMENTATION)
 @declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, body="images")
-async def embed(request: Request, timeout: Timeout = None) -> Response:
+async def embed(request: Request) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
     Maps are averaged over their positions; of tokens, the class token is taken, or the mean if there is none. Values
     are not normalized unless `dimensions` is given, which makes them unit length.
     """
+    _, timeout = _PARAMETERS.parse(request)
     state = state_of(request)
     bodies.check(
         header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
@@ -173,3 +163,6 @@ def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:
     if dimensions > length:
         detail = f"these embeddings have {length} dimensions, fewer than the {dimensions} requested"
         raise problems.InvalidRequest(detail, field="dimensions")
+
+
+routes = [HotRoute(PATH, embed, _PARAMETERS, "features", _BODY, _RESPONSE)]

@@ -6,10 +6,9 @@ import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Request, Response
 
 from fxcore.images.files import image_header
 from service import problems
@@ -23,13 +22,11 @@ from service.http.reservations import reservation_of
 from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.models import Model
 from service.http.routing.declared import declares
-from service.http.routing.route_cache import StrictCachedRoute
+from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
 from service.schemas.v1 import ExtractorSpec
-
-router = APIRouter(prefix="/v1", tags=["features"], route_class=StrictCachedRoute)
 
 Parts = list[bytes | memoryview]
 
@@ -48,89 +45,70 @@ _PROBLEMS = (
 )
 
 
-_DOCUMENTATION: dict[str, Any] = {
-    "response_model": None,
-    "openapi_extra": {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "image/*": _BINARY,
-                "multipart/form-data": {
-                    "schema": {
-                        "type": "object",
-                        "additionalProperties": {"type": "string", "format": "binary"},
-                        "minProperties": 1,
-                    }
+_BODY = {
+    "required": True,
+    "content": {
+        "image/*": _BINARY,
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "additionalProperties": {"type": "string", "format": "binary"},
+                "minProperties": 1,
+            }
+        },
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/ImagesBody"},
+            "examples": {
+                "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
+                "regions": {
+                    "summary": "With pool=roi",
+                    "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
                 },
-                "application/json": {
-                    "schema": {"$ref": "#/components/schemas/ImagesBody"},
-                    "examples": {
-                        "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
-                        "regions": {
-                            "summary": "With pool=roi",
-                            "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
-                        },
-                    },
-                },
-                npy.MEDIA_TYPE: _BINARY,
-                safetensors.MEDIA_TYPE: _BINARY,
             },
-        }
+        },
+        npy.MEDIA_TYPE: _BINARY,
+        safetensors.MEDIA_TYPE: _BINARY,
     },
-    "responses": {
-        200: {
-            "model": FeatureDocument,
-            "description": "The features, in the media type that Accept prefers.",
-            "content": {kind: _BINARY for kind in responses.OFFERED[1:]},
-            "headers": {
-                "Server-Timing": {
-                    "description": "Milliseconds of each stage.",
-                    "schema": {"type": "string"},
-                    "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
-                },
-                "X-Fxserve-Weights": {
-                    "description": "Name of the weights, percent-encoded.",
-                    "schema": {"type": "string"},
-                    "example": "IMAGENET1K_V2",
-                },
-            },
+}
+_RESPONSE = {
+    "description": "The features, in the media type that Accept prefers.",
+    "content": {json.MEDIA_TYPE: json_body(FeatureDocument), **{kind: _BINARY for kind in responses.OFFERED[1:]}},
+    "headers": {
+        "Server-Timing": {
+            "description": "Milliseconds of each stage.",
+            "schema": {"type": "string"},
+            "example": "decode;dur=6.1, queue;dur=0.2, compute;dur=48.0, encode;dur=1.9",
+        },
+        "X-Fxserve-Weights": {
+            "description": "Name of the weights, percent-encoded.",
+            "schema": {"type": "string"},
+            "example": "IMAGENET1K_V2",
         },
     },
 }
 
 
-Timeout = Annotated[
-    float | None,
-    Header(
-        alias="X-Request-Timeout",
-        gt=0,
-        allow_inf_nan=False,
-        description="Deadline of the request, in seconds from its start.",
-        examples=[10],
-    ),
-]
+_OF_EXTRACTOR = Parameters(FeatureQuery, extractor=IdOrName)
+_OF_MODEL = Parameters(OneStepQuery, model=Model)
 
 
-@router.post("/extractors/{extractor}/features", **_DOCUMENTATION)
 @declares("read", *_PROBLEMS, *BUILD_PROBLEMS, problems.InvalidRequest, problems.BadTensor, body="images")
-async def extract(
-    request: Request, extractor: IdOrName, query: Annotated[FeatureQuery, Query()], timeout: Timeout = None
-) -> Response:
+async def extract(request: Request) -> Response:
     """Compute features of one or more images with an extractor."""
+    query, timeout = _OF_EXTRACTOR.parse(request)
     state = state_of(request)
 
     async def find() -> ExtractorRecord:
-        return await state.engine.extractors.look_up(extractor)
+        return await state.engine.extractors.look_up(request.path_params["extractor"])
 
     return await _respond(request, state, find, query, timeout)
 
 
-@router.post("/models/{model}/features", **_DOCUMENTATION)
 @declares("read", *_PROBLEMS, *MAKING_PROBLEMS, body="images")
-async def extract_in_one_step(
-    request: Request, model: Model, query: Annotated[OneStepQuery, Query()], timeout: Timeout = None
-) -> Response:
+async def extract_in_one_step(request: Request) -> Response:
     """Compute features of one or more images at a model's nodes, creating the extractor if needed."""
+    query, timeout = _OF_MODEL.parse(request)
+    model = request.path_params["model"]
     state = state_of(request)
     await state.model(model)  # refuses unknown models before the spec is validated
     spec = ExtractorSpec(
@@ -301,3 +279,9 @@ def _options_of(query: FeatureQuery) -> FeatureOptions:
 @functools.cache  # there are few combinations
 def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str, roi_size: int) -> FeatureOptions:
     return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size)
+
+
+routes = [
+    HotRoute("/v1/extractors/{extractor}/features", extract, _OF_EXTRACTOR, "features", _BODY, _RESPONSE),
+    HotRoute("/v1/models/{model}/features", extract_in_one_step, _OF_MODEL, "features", _BODY, _RESPONSE),
+]

@@ -1,1 +1,1 @@
-"""Route classes: what they validate beyond FastAPI's, and what they cache."""
+"""What routes declare, and how their parameters are parsed beyond what FastAPI does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from fastapi import Request, Response
@@ -25,7 +25,7 @@ class Route(APIRoute):
 
         async def respond(request: Request) -> Response:
             if request.scope["query_string"]:
-                _check(request, known)
+                check(request.query_params.multi_items(), known)
             return await handle(request)
 
         return respond
@@ -43,8 +43,13 @@ def _names(dependant: Dependant) -> Iterator[str]:
         yield from _names(dependency)
 
 
-def _check(request: Request, known: list[str]) -> None:
-    given = Counter(name for name, _ in request.query_params.multi_items())
+def check(items: Iterable[tuple[str, str]], known: list[str]) -> None:
+    """Check the parameters of a query.
+
+    Raises:
+        InvalidRequest: one is not ``known``, or is given twice.
+    """
+    given = Counter(name for name, _ in items)
     for name, times in given.items():
         if name not in known:
             near = difflib.get_close_matches(name[:64], known, n=1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from fxcore.models.entry import ModelEntry
 from service import problems
@@ -20,59 +19,56 @@ from service.http.deadline import Deadline
 from service.http.headers import joined_header
 from service.http.reservations import reservation_of
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
-from service.http.routes.features import Timeout
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
-from service.http.routing.route_cache import CachedRoute
+from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.v1 import MAX_NAME_LENGTH
 from service.schemas.v2 import InferRequest, InferResponse
 
-router = APIRouter(prefix="/v2", tags=[TAG], route_class=CachedRoute)
-
-_INFER: dict[str, Any] = {
-    "response_model": InferResponse,
-    "openapi_extra": body(
-        InferRequest,
-        {
-            "inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQSkZJRg…"]}],
-            "outputs": [{"name": "C5"}],
-        },
-        "application/octet-stream",
-        "image/*",
-    ),
-    "responses": {
-        200: {
-            "description": "The outputs, in JSON or as raw tensors after it.",
-            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-            "headers": {
-                "Inference-Header-Content-Length": {
-                    "description": "Length of the JSON, after which raw tensors begin.",
-                    "schema": {"type": "integer"},
-                    "example": 172,
-                }
-            },
-        },
+_BODY = body(
+    InferRequest,
+    {
+        "inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQSkZJRg…"]}],
+        "outputs": [{"name": "C5"}],
+    },
+    "application/octet-stream",
+    "image/*",
+)["requestBody"]
+_RESPONSE = {
+    "description": "The outputs, in JSON or as raw tensors after it.",
+    "content": {
+        json.MEDIA_TYPE: json_body(InferResponse),
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+    },
+    "headers": {
+        "Inference-Header-Content-Length": {
+            "description": "Length of the JSON, after which raw tensors begin.",
+            "schema": {"type": "integer"},
+            "example": 172,
+        }
     },
 }
+_OF_NAME = Parameters(AnyQuery, name=Name)
+_OF_VERSION = Parameters(AnyQuery, name=Name, version=Version)
 
 
 _declares = declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, body="images")
 
 
-@router.post("/models/{name}/infer", **_INFER)
 @_declares
-async def infer(request: Request, name: Name, timeout: Timeout = None) -> Response:
+async def infer(request: Request) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    return await _respond(request, name, metadata.VERSION, timeout)
+    _, timeout = _OF_NAME.parse(request)
+    return await _respond(request, request.path_params["name"], metadata.VERSION, timeout)
 
 
-@router.post("/models/{name}/versions/{version}/infer", **_INFER)
 @_declares
-async def infer_version(request: Request, name: Name, version: Version, timeout: Timeout = None) -> Response:
+async def infer_version(request: Request) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    return await _respond(request, name, version, timeout)
+    _, timeout = _OF_VERSION.parse(request)
+    return await _respond(request, request.path_params["name"], request.path_params["version"], timeout)
 
 
 async def _respond(request: Request, name: str, version: str, timeout: float | None) -> Response:
@@ -227,3 +223,9 @@ async def _read(request: Request) -> bytearray:
     async for chunk in request.stream():
         data += chunk
     return data
+
+
+routes = [
+    HotRoute("/v2/models/{name}/infer", infer, _OF_NAME, TAG, _BODY, _RESPONSE),
+    HotRoute("/v2/models/{name}/versions/{version}/infer", infer_version, _OF_VERSION, TAG, _BODY, _RESPONSE),
+]

@@ -1,4 +1,4 @@
-"""Parameters are validated once for each path, query and timeout, and never mixed up."""
+"""Hot routes parse their parameters as FastAPI would, and never mix up those of two requests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Annotated
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI, Header, Path, Query, Request, Response
-from pydantic import BaseModel, field_validator
+from fastapi import FastAPI, Header, Path, Query
+from pydantic import BaseModel, Field, field_validator
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http import problem_responses
-from service.http.routing.route_cache import RouteCache, StrictCachedRoute
+from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters
 from service.observability.metrics import route_template
 from service.problems import NotAcceptable
 
@@ -34,6 +36,7 @@ class Routes:
 
 class Asked(BaseModel):
     word: str = "none"
+    size: int | None = Field(default=None, ge=1)
 
     @field_validator("word")
     @classmethod
@@ -42,28 +45,34 @@ class Asked(BaseModel):
         return value
 
 
+Place = Annotated[str, Path(max_length=5)]
+
+
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     validated.clear()
     routes.clear()
-    router = APIRouter(prefix="/v1", route_class=StrictCachedRoute)
+    parameters = Parameters(Asked, place=Place)
 
-    @router.post("/{place}")
-    async def respond(
-        request: Request,
-        place: Annotated[str, Path(max_length=5)],
-        asked: Annotated[Asked, Query()],
-        timeout: Annotated[float | None, Header(alias="X-Request-Timeout", gt=0)] = None,
-    ) -> Response:
+    async def respond(request: Request) -> Response:
+        asked, timeout = parameters.parse(request)
         body = (await request.body()).decode()
         if body == "refused":
             raise NotAcceptable("this is refused")
-        return Response(f"{place} {asked.word} {timeout} {body}")
+        return Response(f"{request.path_params['place']} {asked.word} {timeout} {body}")
 
     app = FastAPI()
-    app.include_router(router)
+    app.router.routes.append(HotRoute("/v1/{place}", respond, parameters, "tag", {}, {}))
+
+    @app.post("/fastapi/{place}")
+    async def reference(
+        place: Place,
+        asked: Annotated[Asked, Query()],
+        timeout: Annotated[float | None, Header(alias="X-Request-Timeout", gt=0, allow_inf_nan=False)] = None,
+    ) -> None:
+        """FastAPI's own route with the same parameters."""
+
     problem_responses.install(app)
-    app.add_middleware(RouteCache)
     app.add_middleware(Routes)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
@@ -78,7 +87,7 @@ async def test_every_request_gets_its_own_parameters(client: httpx.AsyncClient) 
                     response = await client.post(url, headers=headers, content=body)
                     assert response.text == f"{place} {word} {float(timeout)} {body}"
     assert (await client.post("/v1/here", content="x")).text == "here none None x"
-    assert sorted(validated) == ["no"] * 4 + ["yes"] * 4
+    assert sorted(validated) == ["no", "yes"]
 
 
 async def test_what_is_refused_is_refused_again(client: httpx.AsyncClient) -> None:
@@ -88,20 +97,40 @@ async def test_what_is_refused_is_refused_again(client: httpx.AsyncClient) -> No
         assert (await client.post("/v1/here?word=yes")).text == "here yes None "
 
 
-async def test_memory_is_bounded(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.routing.route_cache._MAX_ENTRIES", 2)
-    for _ in range(2):
-        for word in ("a", "b", "c"):
-            assert (await client.post(f"/v1/here?word={word}")).text == f"here {word} None "
-    assert len(validated) > 3
-    validated.clear()
+@pytest.mark.parametrize(
+    ("path", "timeout"),
+    [
+        ("here?size=0", "1"),
+        ("here?size=x", "-1"),
+        ("far-away?size=1.5", "nan"),
+        ("far-away", "soon"),
+        ("here", ""),
+        ("here?size=", "inf"),
+    ],
+)
+async def test_errors_are_those_of_fastapi(client: httpx.AsyncClient, path: str, timeout: str) -> None:
+    headers = {"X-Request-Timeout": timeout}
+    ours, reference = [await client.post(f"{root}/{path}", headers=headers) for root in ("/v1", "/fastapi")]
+    assert ours.status_code == reference.status_code == 422
+    assert ours.json() == reference.json()
+
+
+async def test_unknown_and_repeated_parameters_are_refused(client: httpx.AsyncClient) -> None:
+    unknown = await client.post("/v1/here?wrod=yes")
+    assert unknown.json()["detail"].endswith("expected one of size, word; did you mean 'word'?")
+    twice = await client.post("/v1/here?word=yes&word=no")
+    assert "given 2 times" in twice.json()["detail"]
+
+
+def test_a_query_of_others_is_ignored() -> None:
+    scope = {"type": "http", "query_string": b"gateway=1&gateway=2", "path_params": {}, "headers": []}
+    assert Parameters(AnyQuery).parse(Request(scope)) == (AnyQuery(), None)
+
+
+async def test_long_queries_are_not_kept(client: httpx.AsyncClient) -> None:
     for _ in range(2):
         await client.post("/v1/here", params={"word": "long" * 1000})
     assert len(validated) == 2
-    for _ in range(2):
-        timeout = {"X-Request-Timeout": f"1.{'0' * 5000}"}
-        assert (await client.post("/v1/here?word=d", headers=timeout)).text == "here d 1.0 "
-    assert len(validated) == 4
 
 
 async def test_what_is_remembered_is_of_one_method(client: httpx.AsyncClient) -> None:

@@ -1,0 +1,172 @@
+"""The routes with images: plain routes of Starlette, since FastAPI takes a large part of a short request's time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+from fastapi import Header
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+
+from service.http.headers import header
+from service.http.routing.queries import check
+from service.schemas.problems import invalid_request
+
+Query = TypeVar("Query", bound=BaseModel)
+
+_TIMEOUT = "X-Request-Timeout"
+_SECONDS: TypeAdapter[float | None] = TypeAdapter(
+    Annotated[
+        float | None,
+        Header(
+            gt=0,
+            allow_inf_nan=False,
+            description="Deadline of the request, in seconds from its start.",
+            examples=[10],
+        ),
+    ]
+)
+
+_MAX_CACHED = 1024
+_MAX_CACHED_LENGTH = 1024
+"""Maximum bytes of a query that is kept: clients send the same with image after image."""
+
+
+class AnyQuery(BaseModel):
+    """The query of a route without parameters of its own, which ignores those that gateways add."""
+
+
+class NoQuery(BaseModel):
+    """The query of a route that takes no parameters."""
+
+
+class Parameters(Generic[Query]):
+    """The parameters of a route with images: of its path, of its query, and its timeout.
+
+    Args:
+        query: those of the query; others are refused, except by :class:`AnyQuery`.
+        names: types of those of the path, with their documentation.
+    """
+
+    def __init__(self, query: type[Query], **names: Any) -> None:
+        self._query = query
+        self._names = {name: TypeAdapter[str](kind) for name, kind in names.items()}
+        self._known = sorted(query.model_fields)
+        self._cached = functools.lru_cache(_MAX_CACHED)(self._parse_query)
+
+    def parse(self, request: Request) -> tuple[Query, float | None]:
+        """Return the query and the timeout in seconds; the path's names are in ``request.path_params``.
+
+        Raises:
+            InvalidRequest: any of them is invalid, or the query has parameters that are unknown or repeated.
+        """
+        scope = request.scope
+        text: bytes = scope["query_string"]
+        errors: list[dict[str, Any]] = []
+        query, timeout, wrong_query = None, None, None
+        try:
+            query = self._cached(text) if len(text) <= _MAX_CACHED_LENGTH else self._parse_query(text)
+        except ValidationError as error:
+            wrong_query = error
+        for name, kind in self._names.items():
+            try:
+                kind.validate_python(scope["path_params"][name])
+            except ValidationError as error:
+                errors += _at(error, "path", name)
+        if wrong_query is not None:
+            errors += _at(wrong_query, "query")
+        if (sent := header(scope, b"x-request-timeout")) is not None:
+            try:
+                timeout = _SECONDS.validate_python(sent)
+            except ValidationError as error:
+                errors += _at(error, "header", _TIMEOUT)
+        if query is None or errors:
+            raise invalid_request(errors)
+        return query, timeout
+
+    def _parse_query(self, text: bytes) -> Query:
+        given = QueryParams(text)
+        if self._query is not AnyQuery:
+            check(given.multi_items(), self._known)
+        return self._query.model_validate(dict(given))
+
+    def documentation(self) -> list[dict[str, Any]]:
+        """The ``parameters`` of an operation of the OpenAPI document."""
+        query = self._query.model_json_schema()
+        required = query.get("required", ())
+        return [
+            *(_documented("path", name, kind.json_schema(), True) for name, kind in self._names.items()),
+            *(_documented("query", name, one, name in required) for name, one in query.get("properties", {}).items()),
+            _documented("header", _TIMEOUT, _SECONDS.json_schema(), False),
+        ]
+
+
+def _at(error: ValidationError, *place: str) -> list[dict[str, Any]]:
+    return [{**one, "loc": (*place, *one["loc"])} for one in error.errors()]
+
+
+def _documented(place: str, name: str, schema: dict[str, Any], required: bool) -> dict[str, Any]:
+    schema = {"title": name.title(), **schema}
+    if schema.get("default", ...) is None:
+        del schema["default"]
+    described = {"description": schema["description"]} if "description" in schema else {}
+    return {"name": name, "in": place, "required": required, "schema": schema, **described}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Documentation of a JSON body with a schema that the OpenAPI document has."""
+    return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+
+class HotRoute(Route):
+    """A POST route of Starlette, with what the OpenAPI document shows of it.
+
+    Args:
+        path: with the names of its parameters.
+        endpoint: its name and docstring are shown.
+        parameters: what the endpoint parses.
+        tag: the section of the document.
+        body: shown as ``requestBody``.
+        response: shown as the response 200.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        parameters: Parameters[Any],
+        tag: str,
+        body: Mapping[str, Any],
+        response: Mapping[str, Any],
+    ) -> None:
+        super().__init__(path, endpoint, methods=["POST"])
+        self._endpoint = endpoint
+        self.app = self._respond  # without Starlette's handlers of exceptions, which the application has around it
+        name = endpoint.__name__
+        self.operation = {
+            "tags": [tag],
+            "summary": name.replace("_", " ").title(),
+            "description": inspect.getdoc(endpoint),
+            "operationId": re.sub(r"\W", "_", f"{name}{self.path_format}") + "_post",
+            "parameters": parameters.documentation(),
+            "requestBody": body,
+            "responses": {"200": response},
+        }
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        if match is not Match.NONE:
+            child["route"] = self  # for metrics and traces
+        return match, child
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
