@@ -84,13 +84,12 @@ WORKERS = {"uvicorn's supervisor": 2}
 
 
 PRIVATE = {
-    "torch.ao": {"fxcore/int8/graph_mode.py"},
     "torch._inductor": {"fxcore/backends/aoti.py"},
     "torch._subclasses": {"fxcore/tracing/input_mismatch.py"},
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
     "torch.utils._pytree": {"fxcore/nesting.py"},
     # Documented in "Extending PyTorch", under this name.
-    "torch.utils._python_dispatch": {"fxcore/tracing/frozen.py", "fxcore/transforms/fold_constants.py"},
+    "torch.utils._python_dispatch": {"fxcore/tracing/frozen.py", "fxcore/passes/fold_constants.py"},
     "uvicorn._types": {"service/http/server/connection.py", "service/http/server/protocol_choice.py"},
 }
 """Others' private modules → the files that use them, each able to do without. All else that is used is public."""
