@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.choices import LogFormat, ServerPreprocess
 from service.machine import available_cores
 
 MiB = 1024**2
@@ -36,9 +37,6 @@ def default_max_batch(settings: dict[str, Any]) -> int:
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
-
-
-LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):
@@ -153,7 +151,7 @@ class Settings(BaseSettings):
         description="Seconds that the server waits for a request's body; each 64 KiB received extend the deadline by a "
         "second.",
     )
-    preprocess: Literal["default", "pil", "fast"] = Field(
+    preprocess: ServerPreprocess = Field(
         default="default",
         description="What `preprocess=default` means: `default`, the weights' own transform of the tensor that "
         "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, but large JPEG files are decoded "

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.choices import Backend, Dtype, FileFormat, Normalize, Pool, Precision, Preprocess
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
     from service.offline import Job, Summary
     from service.settings import Settings
-
-Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
-Dtype = Literal["float32", "float16", "bfloat16"]
-Normalize = Literal["l2"]
-Preprocess = Literal["default", "pil", "fast", "none"]
-Precision = Literal["float32", "bfloat16", "float16", "int8"]
-Backend = Literal["auto", "eager", "openvino", "inductor"]
-ShardFormat = Literal["safetensors", "npz", "parquet", "zarr"]
 
 
 def extract(
@@ -36,7 +29,7 @@ def extract(
     ],
     out: Annotated[str, typer.Option(help="Output folder or URL; an interrupted run in it is resumed.")],
     format: Annotated[
-        ShardFormat, typer.Option(help="Format of the shards; parquet and zarr need fxserve\\[offline].")
+        FileFormat, typer.Option(help="Format of the shards; parquet and zarr need fxserve\\[offline].")
     ] = ("safetensors"),
     weights: Annotated[
         str, typer.Option(help="DEFAULT, the name of weights, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from service.choices import GraphFormat, Source
 from service.cli.environment import settings_of
 
 if TYPE_CHECKING:
     from fxcore.graph.model_graph import ModelGraph
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
-Source = Literal["torchvision", "timm", "packaged", "own"]
-Format = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
 
-_DRAWINGS: tuple[Format, ...] = ("dot", "svg", "mermaid", "layout")
+_DRAWINGS: tuple[GraphFormat, ...] = ("dot", "svg", "mermaid", "layout")
 
-_FORMAT_OF: dict[str, Format] = {
+_FORMAT_OF: dict[str, GraphFormat] = {
     ".txt": "table",
     ".py": "code",
     ".dot": "dot",
@@ -88,7 +87,7 @@ def nodes(
 def graph(
     model: Annotated[str, typer.Argument(help="A name from [bold]fxserve models[/bold].")],
     format: Annotated[
-        Format | None, typer.Option(help="By default from the suffix of --out, else table.", show_default=False)
+        GraphFormat | None, typer.Option(help="By default from the suffix of --out, else table.", show_default=False)
     ] = None,
     height: Annotated[int | None, typer.Option(help="Height of the input, for shapes.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the input, for shapes.")] = None,

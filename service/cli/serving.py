@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from service.choices import KeyScope, LogFormat
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
     from service.settings import Settings
 
-KeyScope = Literal["read", "admin"]
-LogFormat = Literal["text", "json"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
+from service.choices import Dtype, Pool
 from service.client.flows import ExtractorRef, RetryPolicy
-
-Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
-Dtype = Literal["float32", "float16", "bfloat16"]
-Precision = Literal["float32", "bfloat16", "float16", "int8"]
-Preprocess = Literal["default", "pil", "fast", "none"]
-Source = Literal["torchvision", "timm", "packaged", "own"]
-Backend = Literal["auto", "eager", "inductor", "openvino"]
 
 # Large enough to fill a batch, small enough that one request is decoded while another is computed. A request that the
 # server finds too large is split further.

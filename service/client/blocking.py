@@ -10,17 +10,12 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
+from service.choices import Backend, Dtype, Pool, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
-    Backend,
     BaseClient,
     BaseExtractor,
-    Dtype,
-    Pool,
-    Precision,
-    Preprocess,
-    Source,
     feature_query,
 )
 from service.client.images import split_call

@@ -20,13 +20,14 @@ from fxcore.pooling import (
     pooled_regions_shape,
     pooled_shape,
 )
-from service.schemas.features import ROI_SIZE, FeatureDtype, Normalize, Pool, Preprocess
+from service.choices import Dtype, Normalize, Pool, Preprocess
+from service.schemas.features import ROI_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "pool": get_args(Pool),
-    "dtype": (None, *get_args(FeatureDtype)),
+    "dtype": (None, *get_args(Dtype)),
     "normalize": (None, *get_args(Normalize)),
     "preprocess": get_args(Preprocess),
 }

@@ -14,11 +14,12 @@ from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.node_info import NodeInfo
 from fxcore.rendering.render import render
 from fxcore.tracing.names import PATH
+from service.choices import GraphFormat
 from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
 from service.http.headers import joined_header
 from service.problems import InvalidRequest
-from service.schemas.graphs import GraphDocument, GraphFormat
+from service.schemas.graphs import GraphDocument
 
 # The media type of each format, and the format of each media type in Accept; the first is the default.
 MEDIA_TYPES: dict[GraphFormat, str] = {

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from service.settings import LogFormat
+from service.choices import LogFormat
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request that this context serves; tasks that it starts inherit it."""

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from service.schemas.v1 import Backend, Precision, WeightsName
+from service.choices import Backend, Dtype, Normalize, Pool, Precision, Preprocess
+from service.schemas.v1 import WeightsName
 
 MAX_IMAGES = 1024
 """Maximum images of a request in any form that lists them."""
@@ -20,10 +21,6 @@ MAX_BOXES = 16384
 ROI_SIZE = 7
 """Default side of the pooled boxes of `pool=roi`."""
 
-Pool = Literal["none", "avg", "max", "gem", "cls", "roi"]
-FeatureDtype = Literal["float32", "float16", "bfloat16"]
-Normalize = Literal["l2"]
-Preprocess = Literal["default", "pil", "fast", "none"]
 Encoding = Literal["json", "base64"]
 
 
@@ -44,7 +41,7 @@ class FeatureQuery(BaseModel):
         description="With `pool=roi`: side of each pooled box; 1 gives a vector.",
         examples=[1],
     )
-    dtype: FeatureDtype | None = Field(
+    dtype: Dtype | None = Field(
         default=None,
         description="Dtype of floating-point outputs in the response; by default as computed.",
         examples=["float16"],

@@ -6,9 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.schemas.v1 import ClosedPart, Precision, TokenGrid
-
-GraphFormat = Literal["json", "table", "code", "dot", "svg", "mermaid", "layout"]
+from service.choices import Precision
+from service.schemas.v1 import ClosedPart, TokenGrid
 
 
 class GraphNode(BaseModel):

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from service.choices import Backend, Precision, ServerPreprocess
+
 MAX_NAME_LENGTH = 256
 """Maximum characters of the name of a node, key or weights."""
 
@@ -45,8 +47,6 @@ ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
 MAX_NODES = 1024
 """Maximum nodes of an extractor."""
 
-Precision = Literal["float32", "bfloat16", "float16", "int8"]
-Backend = Literal["auto", "eager", "inductor", "openvino"]
 State = Literal["building", "ready", "failed"]
 
 
@@ -207,7 +207,7 @@ class ClosedPart(BaseModel):
 class DefaultPreprocess(BaseModel):
     """What `preprocess=default` means on this server."""
 
-    way: Literal["default", "pil", "fast"] = Field(description="`FXSERVE_PREPROCESS`.", examples=["default"])
+    way: ServerPreprocess = Field(description="`FXSERVE_PREPROCESS`.", examples=["default"])
     meaning: str = Field(
         description="As a Python expression, or in words.",
         examples=['weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))'],

@@ -1,4 +1,4 @@
-"""What is written down in several places, so that the client and the command need not import the service, agrees."""
+"""The values of options, which modules without torch import, are those that the library takes."""
 
 from __future__ import annotations
 
@@ -8,41 +8,32 @@ import pytest
 
 from fxcore.backends import BACKENDS
 from fxcore.exports import FORMATS as EXPORTS
-from fxcore.models import entry
+from fxcore.models import catalog, entry
 from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
-from service.cli import extract, models, serving
-from service.client import base as client
+from service import choices
+from service.cli import models
 from service.engine.description import PRECISIONS
-from service.engine.options import CHOICES, DTYPES
-from service.http.access.keys import Scope
-from service.http.routes import exports
-from service.observability.logs import LogFormat
+from service.engine.options import DTYPES
 from service.offline.shards import FORMATS as SHARDS
-from service.schemas import features, graphs, v1
 
 
 @pytest.mark.parametrize(
-    "places",
+    ("named", "taken"),
     [
-        [v1.Precision, client.Precision, extract.Precision, tuple(PRECISIONS)],
-        [v1.Backend, client.Backend, extract.Backend],
-        [features.Pool, client.Pool, extract.Pool, CHOICES["pool"], ("none", *METHODS, "roi")],
-        [features.FeatureDtype, client.Dtype, extract.Dtype, tuple(DTYPES)],
-        [features.Preprocess, client.Preprocess, extract.Preprocess],
-        [features.Normalize, extract.Normalize],
-        [graphs.GraphFormat, models.Format, ("json", *DRAWINGS)],
-        [entry.Task, models.Task],
-        [exports.Format, tuple(EXPORTS)],
-        [extract.ShardFormat, tuple(SHARDS)],
-        [Scope, serving.KeyScope],
-        [LogFormat, serving.LogFormat],
+        (choices.Precision, PRECISIONS),
+        (choices.Pool, ("none", *METHODS, "roi")),
+        (choices.Dtype, DTYPES),
+        (choices.Source, get_args(catalog.Source)),
+        (choices.GraphFormat, ("json", *DRAWINGS)),
+        (choices.ExportFormat, EXPORTS),
+        (choices.FileFormat, SHARDS),
+        (models.Task, get_args(entry.Task)),
     ],
 )
-def test_choices_are_the_same_everywhere(places: list[Any]) -> None:
-    first, *others = [set(get_args(place) or place) for place in places]
-    assert all(other == first for other in others)
+def test_what_can_be_named_is_what_is_taken(named: Any, taken: Any) -> None:
+    assert set(get_args(named)) == set(taken)
 
 
 def test_every_backend_that_can_be_named_is_there() -> None:
-    assert set(get_args(v1.Backend)) - {"auto"} <= set(BACKENDS)
+    assert set(get_args(choices.Backend)) - {"auto"} <= set(BACKENDS)

@@ -13,11 +13,12 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
+
+from service.choices import KeyScope
 
 log = logging.getLogger("fxserve")
 
-Scope = Literal["read", "admin"]
 
 # A prefix that secret scanners can look for in repositories and logs.
 PREFIX = "fxs_"
@@ -42,7 +43,7 @@ class Key:
     """
 
     name: str
-    scope: Scope
+    scope: KeyScope
     digest: bytes
 
     @property
@@ -51,7 +52,7 @@ class Key:
         return f"{self.name}:{self.scope}:{self.digest.hex()}"
 
 
-def make(name: str, scope: Scope) -> tuple[Key, str]:
+def make(name: str, scope: KeyScope) -> tuple[Key, str]:
     """Create a key; returns it with its secret, which is not stored.
 
     Raises:
@@ -127,7 +128,7 @@ def _read(file: Path) -> list[Key]:
 def _parse(text: str, where: str) -> Key:
     name, _, rest = text.partition(":")
     scope, _, digest = rest.partition(":")
-    if not _NAME.fullmatch(name) or scope not in get_args(Scope) or not _DIGEST.fullmatch(digest):
+    if not _NAME.fullmatch(name) or scope not in get_args(KeyScope) or not _DIGEST.fullmatch(digest):
         # The line is not shown, since it may be the secret itself.
         raise KeysInvalid(f"{where}: not NAME:read:SHA256 or NAME:admin:SHA256; fxserve key NAME creates such a line")
     return Key(name, "admin" if scope == "admin" else "read", bytes.fromhex(digest))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
 from fxcore.exports import FORMATS, CannotExport, export
 from service import problems
+from service.choices import ExportFormat
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime import Runtime
@@ -21,7 +22,6 @@ from service.http.state import Shared, State
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
-Format = Literal["fx", "torch_export", "onnx", "openvino"]
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -55,7 +55,7 @@ async def download(
     state: Shared,
     extractor: IdOrName,
     format: Annotated[
-        Format,
+        ExportFormat,
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
             "`openvino`: a zip with the IR. All run without this service and take any number of images. An int8 "
@@ -79,7 +79,7 @@ async def download(
     return Response(data, 200, {"Content-Disposition": f'attachment; filename="{name}"'}, chosen.media_type)
 
 
-def _export(state: State, runtime: Runtime, format: Format, cancelled: threading.Event) -> bytes:
+def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: threading.Event) -> bytes:
     """Export the extractor; torch's int8 graph, if eager serves one, is refused.
 
     Raises:

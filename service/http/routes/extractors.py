@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from service import problems
+from service.choices import GraphFormat
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
@@ -20,7 +21,6 @@ from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
-from service.schemas.graphs import GraphFormat
 from service.schemas.problems import problem
 from service.schemas.v1 import ExtractorDetail, ExtractorList, ExtractorSpec
 

@@ -16,12 +16,12 @@ from fxcore.models.catalog import Source, source_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
 from service import problems
+from service.choices import GraphFormat
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared
-from service.schemas.graphs import GraphFormat
 from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList, WeightsName
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
