@@ -14,7 +14,7 @@ LIVE_ACTIVATIONS = 3
 """Estimated number of the largest activations that are alive at a time: an input, its output and a residual."""
 
 _SOURCES = 256
-"""Most generated sources that are kept, the latest ones."""
+"""Maximum generated sources that are kept, the latest ones."""
 
 _M_ARENA_MAX = -8
 """mallopt's parameter of this name, from glibc's malloc.h."""

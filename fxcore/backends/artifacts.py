@@ -43,7 +43,7 @@ class FromArtifact(Protocol):
 T = TypeVar("T", bound=FromArtifact)
 
 CACHE_BYTES = 4 * 1024**3
-"""Most bytes of artifacts in the cache; the least recently used are deleted first."""
+"""Maximum bytes of artifacts in the cache; the least recently used are deleted first."""
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)

@@ -21,7 +21,7 @@ from fxcore.passes.base import hooked
 
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
 _SHAPES = 64
-"""Most input shapes for which a convolution keeps the best weight format."""
+"""Maximum input shapes for which a convolution keeps the best weight format."""
 
 
 class Activation(NamedTuple):

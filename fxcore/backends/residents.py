@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 FIXED_MODELS = 16
-"""Most fixed models. OpenVINO starts two threads for each compiled model that runs on several threads."""
+"""Maximum fixed models. OpenVINO starts two threads for each compiled model that runs on several threads."""
 
 SCRATCH_BYTES = 512 * 1024**2
-"""Most bytes of intermediate values that idle models keep for their next pass."""
+"""Maximum bytes of intermediate values that idle models keep for their next pass."""
 
 IDLE_SECONDS = 10.0
 """A fixed model is dropped for another only if it was idle for longer: else models in use would replace each other."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 MAX_PREFIX = 64
-"""Most tokens before those of the patches. Published models have at most 16."""
+"""Maximum tokens before those of the patches. Published models have at most 16."""
 
 
 class Patches(NamedTuple):

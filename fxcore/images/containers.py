@@ -17,22 +17,22 @@ from fxcore.errors import BadImage
 from fxcore.images.orientation import orientation
 
 MAX_PIECES = 16_384
-"""Most chunks of a PNG or WebP, and most blocks before a GIF's first image: enough for 64 MiB in chunks of 4 KiB."""
+"""Maximum chunks of a PNG or WebP, and blocks before a GIF's first image: enough for 64 MiB in chunks of 4 KiB."""
 
 MAX_SEGMENTS = 4_096
-"""Most segments before a JPEG's first scan; one holds up to 64 KiB."""
+"""Maximum segments before a JPEG's first scan; one holds up to 64 KiB."""
 
 MAX_STRIPS = 32_768
-"""Most strips or tiles of a TIFF, and values of any other tag; Pillow's time is linear in them."""
+"""Maximum strips or tiles of a TIFF, and values of any other tag; Pillow's time is linear in them."""
 
 MAX_TAGS = 4_096
-"""Most tags of a TIFF, which is libtiff's limit too."""
+"""Maximum tags of a TIFF, which is libtiff's limit too."""
 
 _MAX_TEXT = 64 * 1024
-"""Most bytes of a decompressed text that are searched for an orientation."""
+"""Maximum bytes of a decompressed text that are searched for an orientation."""
 
 _MAX_TILE = 2048 * 2048
-"""Most pixels of a tile of a small image; a tile is decompressed as a whole."""
+"""Maximum pixels of a tile of a small image; a tile is decompressed as a whole."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))

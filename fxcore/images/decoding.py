@@ -55,7 +55,7 @@ def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> 
     """Decode an image to uint8 ``[H, W, 3]``; of 16-bit values the upper eight bits.
 
     Args:
-        max_pixels: most pixels of the image.
+        max_pixels: maximum pixels of the image.
         exactly: give GIF files torchvision's background; otherwise they have PIL's.
 
     Raises:
@@ -97,7 +97,7 @@ class Decoder:
         """One encoded image → one row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
 
         Args:
-            max_pixels: most pixels of the image.
+            max_pixels: maximum pixels of the image.
             preprocess: a key of :data:`PREPROCESS_MODES`.
 
         Raises:

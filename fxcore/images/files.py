@@ -40,14 +40,14 @@ _JPEG_SEGMENT = struct.Struct(">BBHBHHB")
 """Marker, length, and in a frame header: bits per sample, height, width, components. In a scan header the components
 come first."""
 _MAX_JPEG_SEGMENTS = 64
-"""Most segments before the first scan for the fast header reader; cameras and programs write fewer."""
+"""Maximum segments before the first scan for the fast header reader; cameras and programs write fewer."""
 
 MAX_SCANS = 100
-"""Most scans of a JPEG file, which is libtiff's limit too; progressive files have about ten. Each scan costs a pass
+"""Maximum scans of a JPEG file, which is libtiff's limit too; progressive files have about ten. Each scan costs a pass
 over all pixels, however few bytes it has."""
 
 _MAX_MARKERS = 1000
-"""Most markers of a JPEG file without restarts: each scan has a few tables before it."""
+"""Maximum markers of a JPEG file without restarts: each scan has a few tables before it."""
 
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _JPEG_END = 0xD9

@@ -34,7 +34,7 @@ MODES = {"bilinear": 1, "bicubic": 2}
 _EQUAL_TAPS = 4
 _ROUNDING = 2.0**-24
 _GATHERED = 1 << 15
-"""Most pixels that are gathered at a time for sums close to a half, and of the image that they are put in."""
+"""Maximum pixels that are gathered at a time for sums close to a half, and of the image that they are put in."""
 
 _CACHED_SIDES = 256
 

@@ -27,8 +27,8 @@ _PRELU = (nn.PReLU, nn.functional.prelu, torch.prelu, "prelu")
 
 _CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
-_MOST_GROUPS = 100
-"""Most groups of a convolution for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
+_MAX_GROUPS = 100
+"""Maximum groups of a convolution for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
 
 
 def ranges(module: fx.GraphModule) -> str:
@@ -71,7 +71,7 @@ def kind_of(module: fx.GraphModule, node: fx.Node) -> Any:
 def _is_fbgemms(groups: int) -> bool:
     """Whether FBGEMM, not oneDNN, computes a convolution with ``groups``."""
     engine = torch.backends.quantized.engine
-    return engine == "fbgemm" or (engine == "x86" and (groups > _MOST_GROUPS or not _has_vnni()))
+    return engine == "fbgemm" or (engine == "x86" and (groups > _MAX_GROUPS or not _has_vnni()))
 
 
 def _has_vnni() -> bool:

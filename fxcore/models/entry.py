@@ -32,7 +32,7 @@ Task = Literal["classification", "quantization", "segmentation", "detection", "v
 RANDOM = "random"
 
 _LISTED = 6
-"""Most weights that the error for unknown weights lists; of more, it suggests similar names."""
+"""Maximum weights that the error for unknown weights lists; of more, it suggests similar names."""
 
 BUILD_LOCK = threading.RLock()
 """Held while torch.nn.Module is patched, or the global random generator is seeded."""

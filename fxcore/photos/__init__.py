@@ -88,7 +88,7 @@ def calibration_rows(
 
     Args:
         folder: of photographs; without it, the four photographs here, mirrored and cropped.
-        count: most inputs; of a folder the first files by name. Files that cannot be read are skipped and logged.
+        count: maximum inputs; of a folder the first files by name. Files that cannot be read are skipped and logged.
 
     Raises:
         NoPhotographs: there is no such folder, or no photograph in it can be read.

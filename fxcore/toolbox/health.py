@@ -60,7 +60,7 @@ class Health:
     Attributes:
         nodes: the nodes whose values are floating-point tensors, in order of execution.
         first_nan, first_inf, first_saturated: name of the first node with each, or None.
-        cause: origin of the first NaN or infinity: ``input``, ``weights`` or ``operation``; None if there is none.
+        cause: origin of the first NaN or infinity: ``input``, ``weights`` or ``operation``, or None.
         frozen: random constants: they were drawn when the model was traced, and are the same in every call.
     """
 

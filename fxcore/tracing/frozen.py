@@ -128,7 +128,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._saved[place] = whole, whole.clone()
 
     def kept_in(self, tensor: Tensor) -> str | None:
-        """The parameter or buffer of a model in eval mode whose memory ``tensor`` is in; None if there is none."""
+        """The parameter or buffer of a model in eval mode whose memory ``tensor`` is in, or None."""
         return None if self._training else self._state.get(tensor.untyped_storage()._cdata)
 
     def origin_of(self, tensor: Tensor) -> Origin | None:

@@ -30,7 +30,7 @@ Array = NDArray[Any]
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGBA")
 
 
-_MOST_GREY = 2**16 - 1
+_MAX_GREY = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def split_call(images: Any, max_rows: int, max_bytes: int, one_by_one: bool = Fa
 
 
 _MAX_BOXES = 16_384
-"""Most boxes that the server takes in a request."""
+"""Maximum boxes that the server takes in a request."""
 
 _NO_BOXES = "boxes need image files, bytes or PIL images, not arrays"
 
@@ -223,7 +223,7 @@ def _from_pil(image: Any, encoded: bool) -> Item:
 
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
-        image = Image.fromarray(np.asarray(image).clip(0, _MOST_GREY).astype(np.uint16))
+        image = Image.fromarray(np.asarray(image).clip(0, _MAX_GREY).astype(np.uint16))
     if encoded and image.mode not in _PNG_MODES:
         image = image.convert("RGB")
     if encoded or image.mode in _PNG_MODES:

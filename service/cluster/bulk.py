@@ -50,8 +50,8 @@ from service.settings import Settings
 FORMAT = "parquet of Ray"
 """What ``spec.json`` calls it: a run without Ray keeps an index of its own and would do everything again."""
 
-_MOST_ROWS = 4096
-_MOST_BYTES = 64 * 1024**2
+_MAX_ROWS = 4096
+_MAX_BYTES = 64 * 1024**2
 _BLOCKS_AN_ACTOR = 4
 """At least, where there are as many images: while the last blocks are done, the other actors idle."""
 
@@ -103,7 +103,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         left = images - done - unreadable
         if left:
             row_bytes = max(1, sum(values.nbytes for values in probe.values()))
-            rows = job.shard_rows or max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
+            rows = job.shard_rows or max(1, min(_MAX_ROWS, _MAX_BYTES // row_bytes))
             rows = min(rows, -(-left // (_BLOCKS_AN_ACTOR * actors)))
             schema = schema_of(probe, made.metadata())
             same = replace(engine, backend=info.backend)

@@ -42,7 +42,7 @@ SMALL = 256 * 1024
 """Bytes below which a body is parsed on the event loop, in less time than changing threads twice takes."""
 
 _REMEMBERED = 256
-"""Most header values whose parsing is cached; most clients send the same."""
+"""Maximum header values whose parsing is cached; most clients send the same."""
 
 
 @functools.lru_cache(_REMEMBERED)

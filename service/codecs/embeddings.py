@@ -15,8 +15,8 @@ from service.schemas.embeddings import EmbeddingsRequest
 from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import invalid_body
 
-_MOST_COMMAS = 2 * MAX_IMAGES + 64
-"""Most commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
+_MAX_COMMAS = 2 * MAX_IMAGES + 64
+"""Maximum commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
 and some for the other fields."""
 
 
@@ -43,7 +43,7 @@ def read(chunks: Sequence[bytes]) -> Asked:
     Raises:
         Problem: it is no such body, or an image in it is neither base64 nor a data URL.
     """
-    if sum(chunk.count(b",") for chunk in chunks) > _MOST_COMMAS:
+    if sum(chunk.count(b",") for chunk in chunks) > _MAX_COMMAS:
         raise InvalidRequest(f"the body has more than {MAX_IMAGES} images; send fewer at a time")
     try:
         body = EmbeddingsRequest.model_validate(orjson.loads(b"".join(chunks)))

@@ -19,8 +19,8 @@ from service.problems import NoHeatMap
 
 MEDIA_TYPE = "image/png"
 
-MOST_PIXELS = 2 * 1024**2
-"""Most pixels that are drawn: a screen, and the input of a detector. Drawing takes 76 bytes a pixel, which admission
+MAX_PIXELS = 2 * 1024**2
+"""Maximum pixels that are drawn: a screen, and the input of a detector. Drawing takes 76 bytes a pixel, which admission
 does not count."""
 
 # matplotlib's perceptually uniform "inferno" at 0, 1/8, … 1, as sRGB; interpolated linearly.
@@ -48,7 +48,7 @@ def write(
 ) -> list[bytes | memoryview]:
     """A PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey image.
 
-    An image of more than :data:`MOST_PIXELS` is drawn smaller.
+    An image of more than :data:`MAX_PIXELS` is drawn smaller.
 
     Args:
         data: the encoded image.
@@ -107,7 +107,7 @@ def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[
     image = open_image(data)
     pixels = pil_to_tensor(image) if preprocessing is None else preprocessing.image(image)
     height, width = pixels.shape[-2:]
-    if height * width > MOST_PIXELS:
+    if height * width > MAX_PIXELS:
         size = smaller(height, width)
         pixels = functional.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
     if preprocessing is not None:
@@ -119,10 +119,10 @@ def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[
 
 
 def smaller(height: int, width: int) -> tuple[int, int]:
-    """The largest size of about these proportions that has at most :data:`MOST_PIXELS`."""
-    scale = math.sqrt(MOST_PIXELS / (height * width))
-    height = min(max(1, int(height * scale)), MOST_PIXELS)
-    return height, min(max(1, int(width * scale)), MOST_PIXELS // height)
+    """The largest size of about these proportions that has at most :data:`MAX_PIXELS`."""
+    scale = math.sqrt(MAX_PIXELS / (height * width))
+    height = min(max(1, int(height * scale)), MAX_PIXELS)
+    return height, min(max(1, int(width * scale)), MAX_PIXELS // height)
 
 
 def _colours(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -54,8 +54,8 @@ def numbers(tensor: Tensor) -> Iterator[bytes]:
         yield (b"," if start else b"") + text[1:-1]
 
 
-def most_bytes(tensor: Tensor) -> int:
-    """Most bytes that :func:`numbers` writes: ``-1.1754944e-38`` and a comma for each value."""
+def max_bytes(tensor: Tensor) -> int:
+    """Maximum bytes that :func:`numbers` writes: ``-1.1754944e-38`` and a comma for each value."""
     return 15 * tensor.numel()
 
 

@@ -24,7 +24,7 @@ NPZ_MEDIA_TYPE = "application/x-npz"
 _MAX_HEADER_BYTES = 4096
 
 _REMEMBERED = 256
-"""Most parsed headers that are cached: a client sends the same ones, and parsing takes as long as routing."""
+"""Maximum parsed headers that are cached: a client sends the same ones, and parsing takes as long as routing."""
 
 # Copied in steps, so that no step holds the GIL for long.
 _STEP = 1024**2

@@ -35,7 +35,7 @@ NUMPY_DTYPES: dict[str, type[np.generic]] = {
 _MARK = "\0numbers"
 _LONG = 4096
 _STEP = 32 * 1024
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 _OTHER = re.compile(rb"[^-+.0-9eE,\s\[\]]")
 _AS_SPACE = bytes.maketrans(b"[]", b"  ")
 
@@ -59,7 +59,7 @@ class Document:
         self._cut: list[tuple[int, int]] = []
         rest = b"".join(self._without_long_arrays(body, length))
         # Each of these begins a value, and a value takes far more memory than its text.
-        if sum(rest.count(sign) for sign in (b",", b"[", b"{")) > _MOST_VALUES:
+        if sum(rest.count(sign) for sign in (b",", b"[", b"{")) > _MAX_VALUES:
             raise _too_many_values()
         try:
             self.value: Any = orjson.loads(rest)
@@ -97,7 +97,7 @@ class Document:
         view = memoryview(body)
         done = 0
         end = 0
-        for _ in range(_MOST_VALUES):
+        for _ in range(_MAX_VALUES):
             start = body.find(b"[", end, length)
             if start < 0:
                 yield view[done:length]
@@ -170,4 +170,4 @@ def _miscounted(where: str, count: int, found: int | str) -> Problem:
 
 
 def _too_many_values() -> Problem:
-    return InvalidRequest(f"the JSON has more than {_MOST_VALUES:,} values beside its arrays of numbers")
+    return InvalidRequest(f"the JSON has more than {_MAX_VALUES:,} values beside its arrays of numbers")

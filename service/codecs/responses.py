@@ -51,7 +51,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
     """The media type to answer with; cached, as clients send the same header with every request.
 
     Args:
-        accept: the header; None if there is none.
+        accept: the header, or None.
         dtypes: of the outputs as they will be answered.
         pooled: whether the outputs are pooled to vectors.
 
@@ -92,9 +92,9 @@ def write(
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:
-    """Most bytes that :func:`write` takes beside the outputs."""
+    """Maximum bytes that :func:`write` takes beside the outputs."""
     if kind == json.MEDIA_TYPE and encoding == "json":
-        return sum(map(json.most_bytes, outputs.values()))
+        return sum(map(json.max_bytes, outputs.values()))
     raw = sum(tensor.nbytes for tensor in outputs.values())
     return raw * 4 // 3 if kind == json.MEDIA_TYPE else raw if kind == npy.NPZ_MEDIA_TYPE else 0
 

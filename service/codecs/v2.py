@@ -30,7 +30,7 @@ BYTES = "BYTES"
 IMAGE = "image"
 
 _DTYPES = {name: dtype for dtype, name in V2_NAMES.items()}
-_MOST_STRINGS = 100_000
+_MAX_STRINGS = 100_000
 _SMALL_JSON = 16 * 1024
 _SMALL_BODY = 256 * 1024
 
@@ -41,7 +41,7 @@ class Body:
 
     Attributes:
         data: as it was sent.
-        header: the value of ``Inference-Header-Content-Length``; None if there is none.
+        header: the value of ``Inference-Header-Content-Length``, or None.
         encoding: the value of ``Content-Encoding``: ``gzip``, ``deflate`` or empty.
         media_type: the Content-Type without parameters.
     """
@@ -89,7 +89,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
     """Parse a body; takes time and memory in proportion to its (unpacked) size.
 
     Args:
-        limit: most bytes it may unpack to.
+        limit: maximum bytes it may unpack to.
         inputs: the model's inputs, for a body without JSON.
 
     Raises:
@@ -203,7 +203,7 @@ def _binary_size(entry: RequestInput, where: str) -> int | None:
 
 
 def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, where: str) -> list[bytes]:
-    if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MOST_STRINGS:
+    if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MAX_STRINGS:
         raise BadTensor(f"{where} has the shape {entry.shape}; encoded images have [n], one an element")
     count = math.prod(entry.shape)
     if size is not None:

@@ -56,7 +56,7 @@ CHORES = 2
 """Threads for short and rare work, such as writing metrics."""
 
 DOWNLOADS = 4
-"""Most weights files that are downloaded at a time."""
+"""Maximum weights files that are downloaded at a time."""
 
 HUNG_SECONDS = 120.0
 """Seconds beyond the time limit of a request after which a batch is not expected to end."""
@@ -109,7 +109,7 @@ class Engine:
             settings.models,
             compiled=limits,
             store=None if settings.extractors is None else Store(settings.extractors),
-            most_stored=settings.max_stored_extractors,
+            max_stored=settings.max_stored_extractors,
         )
         # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)

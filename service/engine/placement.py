@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fxcore.backends.openvino import THREADS_EACH
-from service.engine.device.threads import MOST_THREADS
+from service.engine.device.threads import MAX_THREADS
 from service.machine import available_threads
 
 _SHARE = 1 / 4
@@ -37,9 +37,9 @@ class CompiledLimits(NamedTuple):
 def compiled_limits(compute_threads: int) -> CompiledLimits:
     """The limits on this machine. With one thread, each computes on the calling thread and needs none of its own."""
     if compute_threads == 1:
-        return CompiledLimits(MOST_THREADS, MOST_THREADS)
+        return CompiledLimits(MAX_THREADS, MAX_THREADS)
     limit = available_threads()
-    threads = MOST_THREADS if limit is None else min(MOST_THREADS, int(_SHARE * limit))
+    threads = MAX_THREADS if limit is None else min(MAX_THREADS, int(_SHARE * limit))
     most = max(1, threads // THREADS_EACH)
     return CompiledLimits(min(_USUAL, most), most)
 

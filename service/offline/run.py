@@ -26,7 +26,7 @@ from service.offline.writer import ERRORS, Writer, error_line
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
-_MOST_COUNTED = 20_000
+_MAX_COUNTED = 20_000
 """Images that are counted before the run; more take long enough on any model to look for a faster backend."""
 
 Report = Callable[[int, int, int], None]
@@ -130,8 +130,8 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
 
 def _count(inputs: Sequence[str]) -> int:
     """Number of images in ``inputs``, or many."""
-    count = sum(1 for _ in itertools.islice(sources.find(inputs), _MOST_COUNTED))
-    return count if count < _MOST_COUNTED else sys.maxsize
+    count = sum(1 for _ in itertools.islice(sources.find(inputs), _MAX_COUNTED))
+    return count if count < _MAX_COUNTED else sys.maxsize
 
 
 def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> Skipped:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.offline.folder import is_url
 
-_MOST_KINDS = 1000
+_MAX_KINDS = 1000
 """Kinds that are counted one by one; a folder may have a suffix or a name of its own for each of millions of files."""
 
 _SHOWN = 5
@@ -40,7 +40,7 @@ class Skipped:
         self.count += 1
         name = os.path.basename(path)
         kind = os.path.splitext(name)[1].lower() or name
-        if kind in self._kinds or len(self._kinds) < _MOST_KINDS:
+        if kind in self._kinds or len(self._kinds) < _MAX_KINDS:
             self._kinds[kind] += 1
 
     def __bool__(self) -> bool:

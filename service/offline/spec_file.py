@@ -88,7 +88,7 @@ class SpecFile:
 
 
 def read(folder: Folder) -> dict[str, Any] | None:
-    """Read the file in ``folder``; None if there is none.
+    """Read the file in ``folder``, or None.
 
     Raises:
         FxError: it is damaged, or ``folder`` is a file.

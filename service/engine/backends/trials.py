@@ -26,7 +26,7 @@ _WARM_SECONDS = 0.25
 would wait for it."""
 
 _ROUNDS = 3
-"""Most times that each is timed at a batch size; the fastest counts."""
+"""Maximum times that each is timed at a batch size; the fastest counts."""
 
 _CLEARLY_FASTER = 0.6
 """A candidate under this share of eager's time is faster without further rounds: requests wait while it is timed. Its
@@ -38,7 +38,7 @@ class Trials:
 
     Args:
         queue: the device worker's.
-        max_batch: most rows of a batch.
+        max_batch: maximum rows of a batch.
     """
 
     def __init__(self, queue: Queue, max_batch: int) -> None:

@@ -23,7 +23,7 @@ from service.machine import processor
 from service.settings import Settings
 
 KEPT = 1000
-"""Most verdicts in a cache, of half a kilobyte each; the oldest are removed first."""
+"""Maximum verdicts in a cache, of half a kilobyte each; the oldest are removed first."""
 
 
 class Verdicts:

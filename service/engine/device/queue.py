@@ -55,8 +55,8 @@ class Queue:
     """Waiting items, in a queue for each key; safe to use from several threads.
 
     Args:
-        max_rows: most rows in a batch.
-        max_bytes: most predicted bytes in a batch, unless a single row takes more.
+        max_rows: maximum rows in a batch.
+        max_bytes: maximum predicted bytes in a batch, unless a single row takes more.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:

@@ -17,10 +17,10 @@ from fxcore.tensors import raw_bytes
 from service.engine.device.threads import alone
 
 LARGEST = 64 * 1024**2
-"""Most bytes that are kept for each input of a model; larger batches are allocated."""
+"""Maximum bytes that are kept for each input of a model; larger batches are allocated."""
 
 _COPIED_WITH_GIL = 1024**2
-"""Most bytes that are copied while holding the GIL, which is quicker than getting it back."""
+"""Maximum bytes that are copied while holding the GIL, which is quicker than getting it back."""
 
 _CACHED_VIEWS = 64
 

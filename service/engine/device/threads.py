@@ -34,8 +34,8 @@ _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 _SPARE = 8
 """Threads that the system must have left for a build."""
 
-MOST_THREADS = 256
-"""Most threads that all compiled models may have together."""
+MAX_THREADS = 256
+"""Maximum threads that all compiled models may have together."""
 
 
 def thread_trouble() -> str | None:

@@ -39,7 +39,7 @@ class Adoption:
         self._running: dict[str, asyncio.Task[ExtractorRecord]] = {}
 
     async def look_up(self, id_or_name: str, miss_seconds: float = 0.0) -> ExtractorRecord | None:
-        """The extractor of that id or name in the store, whose build is started here; None if there is none.
+        """The extractor of that id or name in the store, whose build is started here, or None.
 
         Args:
             id_or_name: what to look for.

@@ -61,7 +61,7 @@ class Extractors:
         allowed: the only models served; None for all.
         compiled: how many extractors OpenVINO may run at a time.
         store: the extractors that other processes know too.
-        most_stored: extractors that the store may have.
+        max_stored: extractors that the store may have.
 
     Attributes:
         eviction: keeps them under the memory budget.
@@ -82,7 +82,7 @@ class Extractors:
         *,
         compiled: CompiledLimits,
         store: Store | None = None,
-        most_stored: int = 1,
+        max_stored: int = 1,
     ) -> None:
         self._deleted = Deleted(pool)
         self._device = device
@@ -101,7 +101,7 @@ class Extractors:
         self._adoption: Adoption | None = None
         if store is not None:
             self.store_health = StoreHealth(store.objects.url, metrics)
-            self.sharing = Sharing(store, self.store_health, most_stored)
+            self.sharing = Sharing(store, self.store_health, max_stored)
             self._watcher = Watcher(
                 store, self.store_health, self.sharing, self._known_of_store, self._forget_deleted, records.free_name
             )

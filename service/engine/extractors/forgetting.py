@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from service.engine.record import ExtractorRecord
 
 REMEMBERED_RECORDS = 1024
-"""Most records of extractors that failed, or were evicted and have no name."""
+"""Maximum records of extractors that failed, or were evicted and have no name."""
 
 REMEMBERED_BYTES = 64 * 1024**2
-"""Most bytes of the records of extractors that are not in memory, those with a name included."""
+"""Maximum bytes of the records of extractors that are not in memory, those with a name included."""
 
 
 def forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str], int]) -> list[ExtractorRecord]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import chain, islice
 
-MOST_NAMES = 32
-"""Most names of one extractor, so that naming it again and again takes no memory."""
+MAX_NAMES = 32
+"""Maximum names of one extractor, so that naming it again and again takes no memory."""
 
 _NAME_BYTES = 300
 """Bytes of a name in the two dictionaries, beside its letters."""
@@ -17,7 +17,7 @@ COMPARED = 256
 
 
 class Names:
-    """Maps names to ids of extractors. An id keeps the last :data:`MOST_NAMES` that it was given."""
+    """Maps names to ids of extractors. An id keeps the last :data:`MAX_NAMES` that it was given."""
 
     def __init__(self) -> None:
         # Both in the order the names were given.
@@ -38,7 +38,7 @@ class Names:
         self._ids[name] = id
         own = self._names.setdefault(id, {})
         own[name] = None
-        if len(own) > MOST_NAMES:
+        if len(own) > MAX_NAMES:
             self.free(next(iter(own)))
 
     def forget(self, id: str) -> None:

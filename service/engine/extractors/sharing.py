@@ -42,7 +42,7 @@ class Sharing:
     Args:
         store: what is shared.
         health: whether it can be used; failed writes and damaged objects are noted there.
-        limit: most extractors in the store, about: processes that save at the same time may exceed it.
+        limit: maximum extractors in the store, about: processes that save at the same time may exceed it.
 
     Attributes:
         stored: how many extractors the store has, by the last sweep and what this process saved and deleted since.

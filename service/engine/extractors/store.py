@@ -42,9 +42,9 @@ from service.schemas.v1 import ExtractorSpec
 NOTICE_SECONDS = 24 * 3600.0
 """How long the notice of a deletion is kept."""
 
-MOST_NOTICES = 4096
-"""Most notices, of which each process reads the names at every poll. The oldest go first, but none of the last minutes,
-which others may not have seen."""
+MAX_NOTICES = 4096
+"""Maximum notices, of which each process reads the names at every poll. The oldest go first, but none of the last
+minutes, which others may not have seen."""
 
 _UNSEEN_SECONDS = 300.0
 _PRUNED_NAMES = 100
@@ -173,7 +173,7 @@ class Store:
         return None if content is None else _stored(path, content)
 
     def find(self, id_or_name: str) -> Stored | None:
-        """The extractor of that id or name; None if there is none.
+        """The extractor of that id or name, or None.
 
         Raises:
             StoreError: the store is unavailable.
@@ -338,7 +338,7 @@ def _old_notices(notices: Iterable[str]) -> list[str]:
     subjects: set[tuple[str, str]] = set()
     for notice in sorted(notices, key=written_at, reverse=True):
         age, subject = now - written_at(notice), kind_and_subject(notice)
-        useless = age > NOTICE_SECONDS or subject in subjects or len(subjects) >= MOST_NOTICES
+        useless = age > NOTICE_SECONDS or subject in subjects or len(subjects) >= MAX_NOTICES
         if useless and age > min(_UNSEEN_SECONDS, NOTICE_SECONDS):
             old.append(notice)
         subjects.add(subject)

@@ -36,7 +36,7 @@ _WINDOW = 10.0
 _SHORTEST, _LONGEST = 1.0, 60.0
 """Bounds on the seconds that a refused client is told to wait."""
 
-_MOST_AWAITED = 8
+_MAX_AWAITED = 8
 """Refused requests whose retries are scheduled for a client, as a multiple of those that may be admitted."""
 
 _SHARE = 8
@@ -47,9 +47,9 @@ class Admission:
     """Counts requests and their bytes, by client. For one event loop: no locks.
 
     Args:
-        max_requests: most requests at a time.
-        max_bytes: most bytes that the requests may claim together.
-        max_turns: most requests that are worked on at a time; the others wait for their client's turn.
+        max_requests: maximum requests at a time.
+        max_bytes: maximum bytes that the requests may claim together.
+        max_turns: maximum requests that are worked on at a time; the others wait for their client's turn.
     """
 
     def __init__(self, max_requests: int, max_bytes: int, max_turns: int = 64) -> None:
@@ -61,7 +61,7 @@ class Admission:
         self._requests_of: dict[str, int] = {}
         self._bytes_of: dict[str, int] = {}
         self._departures: deque[float] = deque(maxlen=1024)
-        self._returns = Returns(_MOST_AWAITED * max_requests)
+        self._returns = Returns(_MAX_AWAITED * max_requests)
         self._busy = 0.0
         self._busy_since: float | None = None
         self._turns = 0

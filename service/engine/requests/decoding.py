@@ -66,7 +66,7 @@ class Decoding:
         job: fails with the error of the first part, in the order sent, that fails.
         queue: where the rows go.
         row_bytes: predicted bytes that a row of each shape takes while it is computed.
-        at_once: most parts that are decoded at a time; the request has claimed memory for so many.
+        at_once: maximum parts that are decoded at a time; the request has claimed memory for so many.
     """
 
     def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int], at_once: int = 1) -> None:

@@ -21,7 +21,7 @@ Inputs = Sequence[bytes] | Mapping[str, Tensor]
 FLOAT_BYTES = 4
 
 _PARTS = 16
-"""Most parts that a request's images are split into: enough to share among threads, few enough to cost little."""
+"""Maximum parts that a request's images are split into: enough to share among threads, few enough to cost little."""
 
 _SMALL_BYTES = 64 * 1024
 

@@ -17,8 +17,8 @@ from service.engine.requests.sizes import row_size
 from service.engine.requests.tensor_plan import plan_tensors
 from service.engine.runtime import Runtime
 
-_MOST_SAMPLES = 2**31
-"""Most values of maps that the boxes of a request may sample: others wait while they are pooled."""
+_MAX_SAMPLES = 2**31
+"""Maximum values of maps that the boxes of a request may sample: others wait while they are pooled."""
 
 
 def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()) -> Plan:
@@ -28,7 +28,7 @@ def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, hea
         runtime: the extractor.
         inputs: of the request.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
-        max_pixels: most pixels of an image.
+        max_pixels: maximum pixels of an image.
         headers: of the images, where :func:`~service.engine.requests.image_plan.check_takes_images` and
             :func:`~service.engine.requests.image_plan.read_headers` were called already.
 
@@ -76,9 +76,9 @@ def regions(runtime: Runtime, planned: Plan, boxes: Boxes, size: int) -> Regions
             if (grid := row.grids.get(info.key)) is not None:
                 channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
                 samples += channels * grid.samples(of_image, size)
-    if samples > _MOST_SAMPLES:
+    if samples > _MAX_SAMPLES:
         raise BadBox(
-            f"pooling these boxes takes {samples:,} values of the maps, and at most {_MOST_SAMPLES:,} are taken in one "
+            f"pooling these boxes takes {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are taken in one "
             "request: send fewer or smaller boxes, or ask for a coarser level"
         )
     return Regions(carried, [row.grids for row in rows])

@@ -138,7 +138,7 @@ async def _embed(
     if vectors.numel() <= _INLINE_VALUES:
         parts = embeddings.write(*writing)
     else:
-        reservation_of(request.scope).claim(json.most_bytes(vectors))
+        reservation_of(request.scope).claim(json.max_bytes(vectors))
         parts = await state.engine.run_in_encoder(embeddings.write, *writing)
     timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
     return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))

@@ -44,7 +44,7 @@ def blended(colour: tuple[int, int, int]) -> np.ndarray:
 def test_what_is_large_is_drawn_smaller(
     monkeypatch: pytest.MonkeyPatch, model: str | None, height: int, width: int, size: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(heatmap, "MOST_PIXELS", 15_000)
+    monkeypatch.setattr(heatmap, "MAX_PIXELS", 15_000)
     tensor = torch.zeros(1, 5, 4, 4)
     tensor[..., 2:] = 1.0
     preprocessing = None if model is None else get_model(model).preprocessing()
@@ -58,11 +58,11 @@ def test_what_is_large_is_drawn_smaller(
 def test_no_image_is_drawn_larger_than_a_screen(height: int, width: int) -> None:
     drawn = heatmap.smaller(height, width)
     assert min(drawn) >= 1
-    assert 0.99 * heatmap.MOST_PIXELS < drawn[0] * drawn[1] <= heatmap.MOST_PIXELS
+    assert 0.99 * heatmap.MAX_PIXELS < drawn[0] * drawn[1] <= heatmap.MAX_PIXELS
 
 
 def test_memory_is_for_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heatmap, "MOST_PIXELS", 15_000)
+    monkeypatch.setattr(heatmap, "MAX_PIXELS", 15_000)
     data = png(1000, 1000)
     tracemalloc.start()
     try:

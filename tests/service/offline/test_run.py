@@ -224,9 +224,9 @@ def test_a_faster_backend_is_looked_for_if_that_saves_time(
 
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
-    monkeypatch.setattr("service.offline.run._MOST_COUNTED", 4)
+    monkeypatch.setattr("service.offline.run._MAX_COUNTED", 4)
     assert backend("few") == "eager"
-    monkeypatch.setattr("service.offline.run._MOST_COUNTED", 3)
+    monkeypatch.setattr("service.offline.run._MAX_COUNTED", 3)
     assert backend("many") == "openvino"
     assert backend("not at all", SETTINGS) == "eager"
 

@@ -124,7 +124,7 @@ async def _infer(
         parts, length = v2.write(document, outputs, requested)
     else:
         reservation_of(request.scope).claim(
-            sum(json.most_bytes(outputs[key]) for key, binary in requested.items() if not binary)
+            sum(json.max_bytes(outputs[key]) for key, binary in requested.items() if not binary)
         )
         parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, requested)
     headers = {"Vary": "Accept-Encoding"}

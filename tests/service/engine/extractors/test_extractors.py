@@ -13,7 +13,7 @@ from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
-from service.engine.extractors.names import MOST_NAMES
+from service.engine.extractors.names import MAX_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until
 
@@ -122,11 +122,11 @@ async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
     async with engine() as running:
         other = await built(running, nodes=["features.3"], name="other")
         record = await built(running)
-        names = [f"name-{number}" for number in range(MOST_NAMES + 3)]
+        names = [f"name-{number}" for number in range(MAX_NAMES + 3)]
         for name in [*names, names[3]]:
             assert (await running.extractor(spec(name=name)))[0] is record
             assert record.name == name
-        assert [running.records.known(name) for name in names] == [None] * 3 + [record] * MOST_NAMES
+        assert [running.records.known(name) for name in names] == [None] * 3 + [record] * MAX_NAMES
         assert running.records.known("other") is other
         await running.extractor(spec(name="another"))
         assert [running.records.known(names[3]), running.records.known(names[4])] == [record, None]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.engine.extractors.names import MOST_NAMES, Names
+from service.engine.extractors.names import MAX_NAMES, Names
 from service.schemas.v1 import ExtractorSpec
 
 
@@ -29,4 +29,4 @@ def test_a_name_goes_from_one_to_another() -> None:
 
 
 def test_how_many_are_kept_is_documented() -> None:
-    assert f"keeps the last {MOST_NAMES} names" in str(ExtractorSpec.model_fields["name"].description)
+    assert f"keeps the last {MAX_NAMES} names" in str(ExtractorSpec.model_fields["name"].description)

@@ -188,7 +188,7 @@ def test_notices_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     store.prune()
     assert set(store.notices()) == kept
     few = {notice("extractor", id, 600 - place) for place, id in enumerate(IDS[1:9])}
-    monkeypatch.setattr(store_module, "MOST_NOTICES", 4)
+    monkeypatch.setattr(store_module, "MAX_NOTICES", 4)
     store.prune()
     assert kept < set(store.notices())
     assert len(set(store.notices()) & few) == 2
