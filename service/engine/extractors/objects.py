@@ -2,17 +2,14 @@
 
 Objects are created exclusively and atomically, and never change: a reader never sees half of one, and of two processes
 that create the same one, one succeeds. On a local folder that is a hard link to a complete file; on S3, GCS and Azure a
-conditional PUT. With other drivers, a process first announces in ``parts`` what it is about to create, and goes on only
-if no other has announced the same.
+conditional PUT. Other drivers are refused.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import random
 import secrets
 import time
 from collections.abc import Iterator
@@ -27,9 +24,6 @@ from fxcore.errors import summarize
 
 VERSION = 1
 """The format of the objects that are written, and the newest that can be read."""
-
-STALE_SECONDS = 60.0
-"""After which a process that announced an object is taken to have died before it created it."""
 
 _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"))
 """Protocols whose drivers create an object only where there is none."""
@@ -58,7 +52,7 @@ class Objects:
         local: whether it is a folder.
 
     Raises:
-        ValueError: there is no driver for the URL, or it is not installed.
+        ValueError: there is no driver for the URL, it is not installed, or it cannot create objects exclusively.
     """
 
     def __init__(self, url: str) -> None:
@@ -73,7 +67,11 @@ class Objects:
             raise ValueError(f"FXSERVE_EXTRACTORS={url}: {summarize(error)}") from error
         self._root = root.rstrip("/")
         self.local = isinstance(self._fs, LocalFileSystem)
-        self._conditional = scheme in _CONDITIONAL
+        if not self.local and scheme not in _CONDITIONAL:
+            raise ValueError(
+                f"FXSERVE_EXTRACTORS={url}: {scheme} has no writes that fail where an object exists; use a shared "
+                "folder, or a bucket of S3, GCS or Azure"
+            )
 
     def make_folders(self, *folders: str) -> None:
         """Make folders on a local disk; other drivers need none."""
@@ -123,8 +121,6 @@ class Objects:
         target = self._path(path)
         if self.local:
             return _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
-        if not self._conditional:
-            return self._create_announced(target, data)
         try:
             self._fs.pipe_file(target, data, mode="create")
         except FileExistsError:
@@ -134,33 +130,6 @@ class Objects:
                 return False
             raise
         return True
-
-    def _create_announced(self, target: str, data: bytes) -> bool:
-        """:meth:`create` with a driver that has no conditional writes.
-
-        Each process announces its object before it looks for announcements of others, so that of two at least one sees
-        the other's, and tries again later.
-        """
-        self._fs.makedirs(self._path("parts"), exist_ok=True)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        which = hashlib.sha256(target.encode()).hexdigest()[:16]
-        for _ in range(100):
-            if self._fs.exists(target):
-                return False
-            own = unique_name("creating", which)
-            self._fs.pipe_file(self._path(f"parts/{own}"), b"{}")
-            try:
-                announced = (text for text in self.names_in("parts") if text != own)
-                others = [text for text in announced if kind_and_subject(f"{text}.")[1] == which]
-                if all(written_at(f"{text}.") < time.time() - STALE_SECONDS for text in others):
-                    if self._fs.exists(target):
-                        return False
-                    self._fs.pipe_file(target, data)
-                    return True
-            finally:
-                self.remove(f"parts/{own}")
-            time.sleep(random.uniform(0.005, 0.1))
-        raise TimeoutError(f"others have been creating {target} for too long")
 
     def remove(self, path: str) -> None:
         """Remove an object, if it exists."""
@@ -175,9 +144,6 @@ class Objects:
 
     def prune_parts(self, before: float) -> None:
         """Remove what writers that died left behind before ``before``, in seconds since the epoch."""
-        for text in self.names_in("parts"):
-            if text.startswith("creating-") and written_at(f"{text}.") < before:
-                self.remove(f"parts/{text}")
         if self.local:
             for part in Path(self._root, "parts").iterdir():
                 with suppress(FileNotFoundError):

@@ -15,7 +15,6 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.extractors import objects
 from service.engine.extractors import store as store_module
 from service.engine.extractors.objects import DamagedObject, StoreError, kind_and_subject, written_at
 from service.engine.extractors.store import Store, Stored
@@ -35,12 +34,11 @@ def put(store: Store, id: str) -> Stored:
     return store.put(id, SPEC, "IMAGENET1K_V1", NODES, "fingerprint")[0]
 
 
-@pytest.fixture(params=["folder", "folder without hard links", "s3", "driver without conditions"])
+@pytest.fixture(params=["folder", "folder without hard links", "s3", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
-    if request.param == "driver without conditions":
-        monkeypatch.setattr(objects, "_CONDITIONAL", frozenset())
+    if request.param == "memory":
         return f"memory://{tmp_path}"
     if request.param == "folder without hard links":
 
@@ -233,6 +231,7 @@ def _refused(prepare: Callable[[Path], str], tmp_path: Path) -> str:
 def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "Protocol not known: nosuch" in _refused(lambda path: "nosuch://x", tmp_path)
     assert "gcsfs" in _refused(lambda path: "gs://bucket/x", tmp_path)  # not installed here
+    assert "no writes that fail where an object exists" in _refused(lambda path: "https://host/x", tmp_path)
     (tmp_path / "file").write_text("")
     assert "cannot be opened" in _refused(lambda path: str(path / "file"), tmp_path)
     (tmp_path / "newer").mkdir()
