@@ -16,7 +16,7 @@ const shell = (text) => `'${text.replaceAll("'", `'\\''`)}'`
 /** @param {string} text */
 const python = (text) => JSON.stringify(text)
 
-/** @param {string} name */
+/** A name for the file that curl writes. @param {string} name */
 const fileName = (name) => name.replaceAll(/[^A-Za-z0-9._-]+/g, "-")
 
 /** @param {Request} request */
@@ -32,7 +32,7 @@ export function curl(request) {
     ...(request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []),
     `  -H ${shell(`Content-Type: ${request.type}`)}`,
     "  -H 'Accept: application/x-safetensors'",
-    `  --data-binary ${shell(`@${fileName(request.file)}`)}`,
+    `  --data-binary ${shell(`@${request.file}`)}`,
     `  ${shell(address(request))}`,
     `  -o ${shell(`${fileName(request.key)}.safetensors`)}`,
   ].join(" \\\n")
@@ -54,7 +54,7 @@ answer = httpx.post(
     ${python(new URL(request.path, document.baseURI).toString())},
     params={${Object.entries(request.query).map(([name, value]) => `${python(name)}: ${python(value)}`).join(", ")}},
     headers={${headers.join(", ")}},
-    content=Path(${python(fileName(request.file))}).read_bytes(),
+    content=Path(${python(request.file)}).read_bytes(),
     timeout=60,
 )
 answer.raise_for_status()
