@@ -28,18 +28,15 @@ function histogram({ counts, min, max, count }) {
   // On a square-root scale: the many zeros of a ReLU would flatten all else.
   const most = Math.sqrt(Math.max(...counts, 1))
   const bars = counts.map((number, i) => {
-    const bar = document.createElementNS(SVG, "rect")
     const height = number ? Math.max(1, (Math.sqrt(number) / most) * HEIGHT) : 0
-    for (const [name, value] of Object.entries({ x: i, y: HEIGHT - height, width: 0.86, height })) bar.setAttribute(name, String(value))
-    return bar
+    return drawn("rect", { x: i, y: HEIGHT - height, width: 0.86, height })
   })
-  const drawing = document.createElementNS(SVG, "svg")
-  drawing.setAttribute("viewBox", `0 0 ${counts.length} ${HEIGHT}`)
-  drawing.setAttribute("preserveAspectRatio", "none")
-  drawing.setAttribute("role", "img")
-  drawing.setAttribute("aria-label", `Histogram of ${count} values from ${short(min)} to ${short(max)}`)
+  const drawing = drawn("svg", {
+    viewBox: `0 0 ${counts.length} ${HEIGHT}`, preserveAspectRatio: "none", role: "img",
+    "aria-label": `Histogram of ${count} values from ${short(min)} to ${short(max)}`,
+  })
   drawing.append(...bars)
-  return h("figure", { class: "histogram" }, /** @type {any} */ (drawing),
+  return h("figure", { class: "histogram" }, drawing,
     h("figcaption", {}, h("span", {}, short(min)), h("span", {}, "height: √count"), h("span", {}, short(max))))
 }
 
@@ -49,12 +46,26 @@ export async function valuesView({ slot, shape }) {
   return h("div", {}, h("h3", {}, "Largest values"), bars(await reduce("values", { slot, most: MOST_VALUES })))
 }
 
-/** @param {Float32Array} values @param {number} most */
+/** The largest values, each with a bar from zero. @param {Float32Array} values @param {number} [most] */
 function bars(values, most = 12) {
-  const order = [...values.keys()].sort((a, b) => Math.abs(values[b]) - Math.abs(values[a])).slice(0, most)
-  const largest = Math.abs(values[order[0]]) || 1
-  return h("ol", { class: "bars plain-list" }, ...order.map((i) => {
-    const bar = h("meter", { min: 0, max: largest, value: Math.abs(values[i]), "aria-label": `Value ${i}` })
-    return h("li", {}, h("span", { class: "dim" }, String(i)), bar, h("span", {}, short(values[i])))
-  }))
+  const order = [...values.keys()].filter((i) => Number.isFinite(values[i])).sort((a, b) => values[b] - values[a]).slice(0, most)
+  const low = Math.min(0, ...order.map((i) => values[i])), high = Math.max(0, ...order.map((i) => values[i]))
+  return h("ol", { class: "bars plain-list" }, ...order.map((i) => h("li", {},
+    h("span", { class: "dim" }, String(i)), bar(values[i], low, high), h("span", {}, short(values[i])))))
+}
+
+/** A bar from zero to a value, on a scale from `low` to `high`. @param {number} value @param {number} low @param {number} high */
+function bar(value, low, high) {
+  const scale = 100 / (high - low || 1)
+  const drawing = drawn("svg", { viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" })
+  drawing.append(drawn("rect", { x: (Math.min(0, value) - low) * scale, y: 0, width: Math.abs(value) * scale, height: 1 }))
+  if (value < 0) drawing.setAttribute("class", "negative")
+  return drawing
+}
+
+/** An element of SVG. @param {string} tag @param {Record<string, string | number>} attributes */
+function drawn(tag, attributes) {
+  const element = document.createElementNS(SVG, tag)
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value))
+  return element
 }

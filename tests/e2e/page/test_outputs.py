@@ -1,4 +1,4 @@
-"""What the page says of a node's output, and the request for it."""
+"""What the page says of a node's output: its shape, its cost, its largest values, and the request for it."""
 
 import shlex
 import subprocess
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.e2e.page.seen import CHELSEA, asked, shown, shown_channels
+from tests.e2e.page.seen import CHELSEA, TILES, asked, shown, shown_channels
+
+DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
 
 
 @pytest.mark.exhaustive
@@ -30,3 +32,47 @@ def test_the_copied_request_names_the_file_as_it_was_chosen(open_server, visit, 
     program = page.locator(".request code").inner_text()
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout == f"{maps.shape} float32\n"
+
+
+@pytest.mark.exhaustive
+def test_the_largest_values_of_a_vector_are_in_order_with_bars_from_zero(open_server, visit):
+    page = visit(open_server.url).go()
+    rows = """async (values) => {
+        const { reduce } = await import("/page/reductions.js")
+        const { valuesView } = await import("/page/statistics.js")
+        const bytes = new TextEncoder().encode(JSON.stringify(
+          { v: { dtype: "F32", shape: [1, values.length], data_offsets: [0, 4 * values.length] } }).padEnd(96))
+        const buffer = new ArrayBuffer(8 + bytes.length + 4 * values.length)
+        new DataView(buffer).setBigUint64(0, BigInt(bytes.length), true)
+        new Uint8Array(buffer, 8).set(bytes)
+        new Float32Array(buffer, 8 + bytes.length).set(values)
+        await reduce("open", { slot: "test", key: "v", layout: null, tokens: null, buffer }, [buffer])
+        const view = await valuesView({ slot: "test", shape: [1, values.length] })
+        return [...view.querySelectorAll("li")].map((row) => {
+          const bar = row.querySelector("rect")
+          return [...row.querySelectorAll("span")].map((span) => Number(span.textContent))
+            .concat(["x", "width"].map((name) => Number(bar.getAttribute(name))))
+        })
+    }"""
+    # A class's number, its value, where its bar begins and how long it is, of a hundred from -692 to 508.
+    assert page.evaluate(rows, [-692, 508, 0, -92]) == [
+        [1, 508, pytest.approx(100 * 692 / 1200), pytest.approx(100 * 508 / 1200)],
+        [2, 0, pytest.approx(100 * 692 / 1200), 0],
+        [3, -92, 50, pytest.approx(100 * 92 / 1200)],
+        [0, -692, 0, pytest.approx(100 * 692 / 1200)],
+    ]
+    page = visit(open_server.url).go("m=resnet18&n=fc")
+    page.get_by_text("Largest values").wait_for()
+    values = asked(open_server, "resnet18", "fc", "random")[0]
+    said = [int(row.split()[0]) for row in page.locator(".bars li").all_inner_texts()]
+    assert said == np.argsort(-values, kind="stable")[:12].tolist()
+
+
+@pytest.mark.exhaustive
+def test_tiles_have_the_aspect_of_their_maps(open_server, visit):
+    page = visit(open_server.url).go(f"m={DETECTOR}&w=random&n=P5")
+    page.wait_for_selector(TILES)
+    tall, wide = asked(open_server, DETECTOR, "P5", "random").shape[2:]
+    assert tall != wide
+    box = page.locator(f"{TILES} canvas").first.bounding_box()
+    assert box["width"] / box["height"] == pytest.approx(wide / tall, rel=0.03)
