@@ -7,6 +7,7 @@ import { kind } from "./tree.js"
 
 /** @typedef {import("./model.js").NodeInfo} NodeInfo */
 
+const FLOPS_MEANING = "A multiplication and an addition are two FLOPs: twice the multiply-adds that torchvision lists. Convolutions and products of matrices are counted."
 /** The most nodes named as inputs or as users: DenseNet's last layers read dozens. */
 const MOST_ENDS = 4
 
@@ -16,16 +17,19 @@ const MOST_ENDS = 4
  * @param {string} name what was chosen: the node, or a module that ends with it
  * @param {(path: string) => void} choose
  * @param {(weights: string) => void} load
+ * @param {number[] | null} shape of its output for the photo; null before that is known
  */
-export function heading(model, node, name, choose, load) {
+export function heading(model, node, name, choose, load, shape) {
   const inside = model.nodes.filter((other) => other === node || holds(name, other.name))
-  const facts = [kind(node), shapeText(node.shape), node.layout, node.stride ? `stride ${node.stride}` : null, node.dtype]
+  const facts = [kind(node), shapeText(shape ?? node.shape), node.layout, node.stride ? `stride ${node.stride}` : null, node.dtype]
   const count = inside.length > 1 ? `${inside.length} nodes, ` : ""
   const [operations, weights] = [sum(inside, "flops"), sum(inside, "params")]
+  const other = shape && node.shape && String(shape.slice(1)) !== String(node.shape.slice(1))
+  const nominal = other && operations ? ` for an input of ${shapeText(model.inputs[0].shape)}` : ""
   return [
     h("div", { class: "title-row" }, h("h2", { class: "node" }, node.name), node.level ? h("span", { class: "pill" }, node.level) : null),
     h("p", { class: "dim" }, facts.filter(Boolean).join(" · ")),
-    operations || weights ? h("p", { class: "dim" }, `${count}${flops(operations)}, ${parameters(weights)}`) : "",
+    operations || weights ? h("p", { class: "dim", title: FLOPS_MEANING }, `${count}${flops(operations)}${nominal}, ${parameters(weights)}`) : "",
     edges("From", inside.flatMap(({ args }) => args)),
     edges("To", inside.flatMap(({ users }) => users)),
     model.weights === "random" ? untrained(model, load) : "",

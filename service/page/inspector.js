@@ -60,10 +60,11 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.body, this.foot)
-    keepFocus(this.head, () => this.head.replaceChildren(...(node ? heading(model, node, name, this.choose, (w) => this.go({ w })) : [])))
     keepFocus(this.picker, () => this.picker.replaceChildren(model.takesPhotos && node ? photoPicker(place, this.go, this.take) : ""))
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? ""].join("\n")
-    if (wanted === this.#requested) return this.#show()
+    const known = wanted === this.#requested
+    this.#describe(model, name, known ? this.#answers[0] : null)
+    if (known) return this.#show()
     this.stop()
     const why = unanswerable(model, node, name)
     if (why) {
@@ -73,6 +74,13 @@ export class Inspector {
     if (model.totals.params > LARGE_MODEL && !this.#confirmed.has(model.name)) return this.#confirm(model, place)
     this.#requested = wanted
     await this.#request(model, name, place)
+  }
+
+  /** Describe the chosen node above its output. @param {Model} model @param {string} name @param {Answer | null} answer */
+  #describe(model, name, answer) {
+    const node = model.resolve(name)
+    keepFocus(this.head, () => this.head.replaceChildren(
+      ...(node ? heading(model, node, name, this.choose, (w) => this.go({ w }), answer?.shape ?? null) : [])))
   }
 
   /** Abort the request under way. */
@@ -106,6 +114,7 @@ export class Inspector {
       this.#answers = answers
       clearTimeout(late)
       request(answers[0])
+      this.#describe(model, name, answers[0])
       await this.#show()
     } catch (error) {
       if (stop.signal.aborted) return

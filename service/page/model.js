@@ -46,7 +46,7 @@ export class Model {
     /** @type {string | null} */ this.defaultWeights = detail.default_weights
     /** @type {Record<string, {node: string, channels: number, stride: number}>} */ this.levels = graph.levels ?? detail.levels
     /** @type {any} */ this.preprocessing = detail.preprocessing
-    /** @type {{name: string, layout: string}[]} */ this.inputs = detail.inputs
+    /** @type {{name: string, layout: string, shape: Array<number | null>}[]} */ this.inputs = detail.inputs
     /** @type {{path: string, reason: string}[]} */ this.closed = detail.closed
     /** @type {{params: number, flops: number, nodes: number}} */ this.totals = graph.totals
     /** @type {NodeInfo[]} */ this.nodes = graph.nodes

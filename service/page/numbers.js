@@ -7,8 +7,8 @@ function scaled(value, unit) {
   return `${value} ${unit}`.trim()
 }
 
-/** @param {number} value */
-export const flops = (value) => scaled(value, "FLOPs")
+/** Those of convolutions and products of matrices; zero where a node has neither. @param {number} value */
+export const flops = (value) => (value ? scaled(value, "FLOPs") : "FLOPs not counted")
 
 /** @param {number} value */
 export const parameters = (value) => `${scaled(value, "").trim()} parameters`

@@ -7,10 +7,12 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
+import torchvision
 
-from tests.e2e.page.seen import CHELSEA, TILES, asked, shown, shown_channels
+from tests.e2e.page.seen import CHELSEA, TILES, asked, shown, shown_channels, until
 
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
+TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 @pytest.mark.exhaustive
@@ -69,6 +71,18 @@ def test_the_largest_values_of_a_vector_are_in_order_with_bars_from_zero(open_se
 
 
 @pytest.mark.exhaustive
+def test_the_heading_gives_the_shape_of_the_output_and_says_what_flops_are_for(open_server, visit):
+    page = visit(open_server.url).go(f"m={DETECTOR}&w=random&n=P5")
+    page.wait_for_selector(TILES)
+    shape = asked(open_server, DETECTOR, "P5", "random").shape
+    facts = page.locator(".features .pane-head .dim").all_inner_texts()
+    assert TIMES.join(map(str, shape)) in facts[0]
+    detail = open_server.http.get(f"/v1/models/{DETECTOR}").json()
+    size = TIMES.join(map(str, detail["inputs"][0]["shape"][1:]))
+    assert f"N{TIMES}{size}," in facts[1]
+
+
+@pytest.mark.exhaustive
 def test_tiles_have_the_aspect_of_their_maps(open_server, visit):
     page = visit(open_server.url).go(f"m={DETECTOR}&w=random&n=P5")
     page.wait_for_selector(TILES)
@@ -76,3 +90,18 @@ def test_tiles_have_the_aspect_of_their_maps(open_server, visit):
     assert tall != wide
     box = page.locator(f"{TILES} canvas").first.bounding_box()
     assert box["width"] / box["height"] == pytest.approx(wide / tall, rel=0.03)
+
+
+@pytest.mark.exhaustive
+def test_flops_that_are_not_counted_are_not_called_zero(open_server, visit):
+    page = visit(open_server.url).go("m=vit_b_16&w=random&n=encoder.ln")
+    shown(page, "encoder.ln")
+    facts = page.locator(".features .pane-head")
+    size = torchvision.models.vit_b_16().encoder.ln.weight.numel() * 2
+    assert f"FLOPs not counted, {size / 1e3:.2f} k parameters" in facts.inner_text()
+    page.get_by_role("button", name="Parts of encoder", exact=True).wait_for()
+    page.goto(f"{open_server.url}/#m=resnet18&n=conv1")
+    until(page, "document.querySelector('.node')?.textContent === 'conv1'")
+    # A convolution's multiply-adds, counted twice.
+    assert f"{2 * 64 * 3 * 7 * 7 * 112 * 112 / 1e6:.0f} MFLOPs" in facts.inner_text()
+    assert "two FLOPs" in facts.locator("[title]").first.get_attribute("title")
