@@ -128,7 +128,7 @@ function tree(nodes) {
  * @param {AbortSignal} signal
  */
 export async function loadModel(name, weights, signal) {
-  const detail = await askJson(modelPath(name), { signal })
+  const detail = await askJson(modelPath(name, "", weights ? { weights } : {}), { signal })
   const there = detail.default_weights && detail.weights[detail.default_weights]?.cached
   const chosen = weights ?? (there ? detail.default_weights : "random")
   const graph = await askJson(modelPath(name, "/graph", { format: "json", weights: chosen }), { signal })

@@ -99,17 +99,25 @@ async def list_models(
     "/{model}",
     response_model=ModelDetail,
 )
-@declares("read", problems.UnknownModel, problems.Unsupported, problems.InvalidRequest, *LOOKUP_PROBLEMS)
+@declares(
+    "read",
+    problems.UnknownModel,
+    problems.Unsupported,
+    problems.UnknownWeights,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+)
 async def show_model(
     state: Shared,
     model: Model,
+    weights: Weights = "DEFAULT",
     categories: Annotated[
         bool, Query(description="Also list the names of the classes of each set of weights.", examples=[True])
     ] = False,
 ) -> Response:
-    """Show a model: its weights, and for its default weights the inputs, preprocessing and pyramid levels."""
+    """Show a model: every set of its weights, and the inputs, preprocessing and pyramid levels of the chosen ones."""
     entry = await state.model(model)
-    return _json(await state.in_thread(lambda: _detail(entry, state.settings.preprocess, categories)))
+    return _json(await state.in_thread(lambda: _detail(entry, weights, state.settings.preprocess, categories)))
 
 
 @router.get(
@@ -232,8 +240,8 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
-def _detail(entry: ModelEntry, preprocess: str, categories: bool) -> bytes:
-    graph = model_graph(entry, entry.structure())
+def _detail(entry: ModelEntry, chosen: str, preprocess: str, categories: bool) -> bytes:
+    graph = model_graph(entry, entry.structure(chosen))
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
         info = entry.weights_info(name)
@@ -255,7 +263,7 @@ def _detail(entry: ModelEntry, preprocess: str, categories: bool) -> bytes:
             "default_weights": entry.default_weights,
             "weights": weights,
             "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
-            "preprocessing": entry.preprocessing().describe(),
+            "preprocessing": entry.preprocessing(chosen).describe(),
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": _levels(graph),
             "closed": graph_formats.closed_parts(graph),

@@ -83,6 +83,23 @@ def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_serv
 
 
 @pytest.mark.exhaustive
+def test_the_photo_under_a_map_is_what_the_chosen_weights_see_of_it(start, visit):
+    server = start(models="mobilenet_v2")
+    chosen = torchvision.models.MobileNet_V2_Weights.IMAGENET1K_V1  # not the default ones, which resize to 232
+    torch.manual_seed(0)
+    state = torchvision.models.mobilenet_v2(weights=None).state_dict()
+    torch.save(state, server.log.parent / "hub/checkpoints" / chosen.url.rpartition("/")[2])
+    page = visit(server.url).go(f"m=mobilenet_v2&w={chosen.name}&n=features.13&v=mean")
+    stage = page.locator('.stage[aria-label="Heat-map of features.13 over chelsea.jpg"]')
+    stage.wait_for()
+    page.get_by_label("Opacity of the map").fill("0")
+    seen = chosen.transforms(mean=(0, 0, 0), std=(1, 1, 1))
+    wanted = seen(PIL.Image.open(CHELSEA)).permute(1, 2, 0).numpy() * 255
+    found = PIL.Image.fromarray(pixels(stage)[..., :3].astype("uint8")).resize((224, 224), PIL.Image.Resampling.BOX)
+    assert np.abs(np.asarray(found) - wanted).mean() < 4
+
+
+@pytest.mark.exhaustive
 def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}")
     tokens = asked(open_server, VIT, BLOCK, "random")[0, 1:]  # without the class token

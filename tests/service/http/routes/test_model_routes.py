@@ -71,6 +71,22 @@ def test_one_model_agrees_with_torchvisions_own_words(client):
     assert set(detail["levels"]) == {"C1", "C2", "C3", "C4", "C5"}
 
 
+def test_one_model_with_other_weights_has_their_preprocessing(client):
+    default = client.get("/v1/models/resnet50").json()
+    assert client.get("/v1/models/resnet50?weights=IMAGENET1K_V2").json() == default
+    assert client.get("/v1/models/resnet50?weights=random").json() == default
+    detail = client.get("/v1/models/resnet50?weights=IMAGENET1K_V1").json()
+    assert detail["preprocessing"]["resize_size"] == [256]
+    assert {**detail, "preprocessing": None} == {**default, "preprocessing": None}
+    detail = client.get("/v1/models/vit_b_16?weights=IMAGENET1K_SWAG_E2E_V1").json()
+    preset = torchvision.models.ViT_B_16_Weights.IMAGENET1K_SWAG_E2E_V1.transforms()
+    assert detail["preprocessing"]["crop_size"] == preset.crop_size == [384]
+    assert detail["inputs"][0]["shape"] == [None, 3, 384, 384]
+    assert detail["default_weights"] == "IMAGENET1K_V1"
+    problem = client.get("/v1/models/resnet50?weights=IMAGENET1K_V9")
+    assert (problem.status_code, problem.json()["type"]) == (422, "/problems/unknown-weights")
+
+
 @pytest.mark.parametrize("preprocess", ["default", "pil", "fast"])
 def test_what_default_preprocessing_means_on_this_server(make_client, photos, preprocess):
     client = make_client(preprocess=preprocess)
