@@ -1,5 +1,6 @@
 // Pan and zoom by mouse, touch and keys.
 
+/** Zooming out ends here, or where a larger drawing fits. */
 const LEAST_SCALE = 0.04
 const MOST_SCALE = 3
 const CLICK_DISTANCE = 4
@@ -28,6 +29,11 @@ export class Camera {
     canvas.addEventListener("wheel", (event) => this.#wheel(event), { passive: false })
   }
 
+  /** Where it is, to be compared with where it was. */
+  get position() {
+    return [this.x, this.y, this.scale].join(" ")
+  }
+
   /** A place on the canvas in the drawing's pixels. @param {number} x @param {number} y */
   inside(x, y) {
     return [(x - this.x) / this.scale, (y - this.y) / this.scale]
@@ -35,7 +41,7 @@ export class Camera {
 
   /** Zoom by a factor, keeping a place of the canvas where it is. @param {number} factor @param {number} [x] @param {number} [y] */
   zoom(factor, x = this.canvas.clientWidth / 2, y = this.canvas.clientHeight / 2) {
-    const scale = Math.min(MOST_SCALE, Math.max(LEAST_SCALE, this.scale * factor))
+    const scale = Math.min(MOST_SCALE, Math.max(Math.min(LEAST_SCALE, this.scale), this.scale * factor))
     this.x = x - ((x - this.x) * scale) / this.scale
     this.y = y - ((y - this.y) * scale) / this.scale
     this.scale = scale
@@ -53,7 +59,7 @@ export class Camera {
    * Show a drawing of that size as a whole; where that takes a scale below `least`, the middle of its top.
    * @param {number} width @param {number} height @param {number} [least]
    */
-  fit(width, height, least = LEAST_SCALE) {
+  fit(width, height, least = 0) {
     const { clientWidth, clientHeight } = this.canvas
     const wanted = Math.min(clientWidth / width, clientHeight / height, 1.25)
     this.scale = Math.max(wanted, least)

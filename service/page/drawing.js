@@ -86,7 +86,7 @@ export function draw(context, layout, camera, { colours, chosen, found, heat }) 
   layout.boxes.forEach((box, i) => {
     if (!visible(box)) return
     if (box.kind !== "frame") drawBox(context, box, colours, readable, heat && heat[i])
-    if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, i === chosen ? 2.5 : 1.5)
+    if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, (i === chosen ? 2.5 : 1.5) / Math.min(1, camera.scale / READABLE))
     if (readable) drawKnob(context, box, colours)
   })
 }
@@ -107,13 +107,14 @@ function drawFrame(context, box, colours, readable) {
 /** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable @param {number | null} share */
 function drawBox(context, box, colours, readable, share) {
   rounded(context, box, RADIUS)
-  context.fillStyle = colours.surface
+  // Without its text a white box on white could not be seen.
+  context.fillStyle = readable ? colours.surface : colours.dim
   context.fill()
   if (share) {
     context.save()
     context.clip()
     context.fillStyle = colour(0.25 + 0.6 * share)
-    context.globalAlpha = 0.12 + 0.3 * share
+    context.globalAlpha = readable ? 0.12 + 0.3 * share : 1
     context.fillRect(box.x, box.y, box.width, box.height)
     context.globalAlpha = 1
     context.fillRect(box.x, box.y, 4, box.height)

@@ -20,9 +20,12 @@ export class GraphView {
   /** @type {Model | null} */ model = null
   /** @type {string | null} */ chosen = null
   /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
+  #size = { width: 0, height: 0 }
   #query = ""
   #colouring = ""
   #drawing = false
+  /** The smallest scale of the last fit, and where that left the camera. */
+  #fitted = { least: 0, at: "" }
   /** @type {number[] | null} */ #heat = null
   /** @type {Set<number>} */ #found = new Set()
   /** @type {string | null} the box that keeps its position on the screen when the layout changes */ #anchor = null
@@ -76,8 +79,11 @@ export class GraphView {
     this.wait(false)
     this.#recolour()
     this.#search()
-    if (fresh) this.#fitLegibly()
-    else if (before && after) this.camera.pan((before.x - after.x) * this.camera.scale, (before.y - after.y) * this.camera.scale)
+    if (fresh) {
+      this.#resize()
+      this.fit(LEGIBLE)
+    }
+    if (!fresh && before && after) this.camera.pan((before.x - after.x) * this.camera.scale, (before.y - after.y) * this.camera.scale)
     this.redraw()
   }
 
@@ -117,13 +123,11 @@ export class GraphView {
     this.canvas.setAttribute("aria-busy", String(busy))
   }
 
-  fit() {
-    if (this.layout) this.camera.fit(this.layout.width, this.layout.height)
-  }
-
-  /** Fit the graph, but no smaller than its text can be read. */
-  #fitLegibly() {
-    if (this.layout) this.camera.fit(this.layout.width, this.layout.height, LEGIBLE)
+  /** Show the whole graph, or its top where that takes a scale below `least`. @param {number} [least] */
+  fit(least = 0) {
+    if (!this.layout) return
+    this.camera.fit(this.layout.width, this.layout.height, least)
+    this.#fitted = { least, at: this.camera.position }
   }
 
   redraw() {
@@ -178,10 +182,13 @@ export class GraphView {
   #resize() {
     const { clientWidth, clientHeight } = this.canvas
     const ratio = devicePixelRatio || 1
-    const before = this.canvas.width
+    const before = this.#size
+    this.#size = { width: clientWidth, height: clientHeight }
     this.canvas.width = Math.round(clientWidth * ratio)
     this.canvas.height = Math.round(clientHeight * ratio)
-    if (!before || !clientWidth) this.#fitLegibly()
+    // It has no width while another pane is shown.
+    if (clientWidth && this.#fitted.at === this.camera.position) this.fit(this.#fitted.least)
+    else this.camera.pan((clientWidth - before.width) / 2, (clientHeight - before.height) / 2)
     this.redraw()
   }
 

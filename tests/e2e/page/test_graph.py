@@ -1,0 +1,88 @@
+"""The graph in its pane: all of it is in sight after Fit, at every size of the window."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.e2e.page.seen import GRAPH, pixels, until
+
+LEAST_SCALE = 0.04  # that the + and - buttons reach
+
+
+def drawn(page):
+    """The graph's pixels, ``[H, W, 4]``."""
+    page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
+    return pixels(page.locator(GRAPH))
+
+
+def darkness(page, layout):
+    """How dark, 0 to 255, the middle of each box is if the whole graph is fitted into the pane."""
+    seen = drawn(page)
+    found = (255 - seen[..., :3].mean(axis=-1)) * seen[..., 3] / 255
+    height, width = found.shape
+    scale = min(width / layout["width"], height / layout["height"], 1.25)
+    left, top = (width - layout["width"] * scale) / 2, max(0, (height - layout["height"] * scale) / 2)
+    boxes = [box for box in layout["boxes"] if box["kind"] != "frame"]
+    rows = [int(top + scale * (box["y"] + box["height"] / 2)) for box in boxes]
+    columns = [int(left + scale * (box["x"] + box["width"] / 2)) for box in boxes]
+    return scale, found[rows, columns]
+
+
+def layout_of(server, model, **query):
+    return server.http.get(
+        f"/v1/models/{model}/graph", params={"format": "layout", "weights": "random", **query}
+    ).json()
+
+
+def settled(page):
+    page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_fit_shows_the_whole_of_a_long_graph_so_that_it_is_seen(open_server, visit):
+    layout = layout_of(open_server, "vit_b_16")
+    tab = visit(open_server.url)
+    tab.page.set_viewport_size({"width": 1280, "height": 420})
+    page = tab.go("m=vit_b_16&w=random&n=x")
+    settled(page)
+    with page.expect_response("**/graph?format=layout*"):
+        page.get_by_role("button", name="Expand all").click()
+    settled(page)
+    page.get_by_role("button", name="Fit").click()
+    scale, found = darkness(page, layout)
+    assert scale < LEAST_SCALE
+    assert (found > 60).mean() > 0.9
+    before = drawn(page)
+    page.get_by_role("button", name="Zoom out").click()  # is far out already
+    assert (drawn(page) == before).all()
+    page.set_viewport_size({"width": 1000, "height": 520})
+    until(page, f"document.querySelector('{GRAPH}').width < 500")
+    _, found = darkness(page, layout)
+    assert (found > 60).mean() > 0.9
+
+
+@pytest.mark.exhaustive
+def test_the_toolbar_and_the_middle_of_the_graph_stay_in_sight_at_every_width(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3")
+    settled(page)
+    page.locator(".stage").wait_for()
+    page.locator(GRAPH).hover()
+    page.mouse.wheel(0, 30)  # a place of one's own
+    for narrow, tall in itertools.product((1200, 1100, 1024, 900), (800, 700)):
+        before = drawn(page)
+        page.set_viewport_size({"width": narrow, "height": tall})
+        until(page, f"document.querySelector('{GRAPH}').width === document.querySelector('{GRAPH}').clientWidth")
+        pane = page.locator("section.graph").bounding_box()
+        for button in page.locator(".toolbar button").all():
+            box = button.bounding_box()
+            assert pane["x"] <= box["x"], narrow
+            assert box["x"] + box["width"] <= pane["x"] + pane["width"], narrow
+        after = drawn(page)
+        parts = [
+            one[one.shape[0] // 2 - 60 : one.shape[0] // 2 + 60, one.shape[1] // 2 - 60 : one.shape[1] // 2 + 60]
+            for one in (before, after)
+        ]
+        assert parts[0].any()
+        # Moved by half a pixel at most, which smooths lines.
+        assert np.abs(parts[0][..., 3] - parts[1][..., 3]).mean() < 12, narrow
