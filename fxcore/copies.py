@@ -102,7 +102,7 @@ def own_modules(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
 
 
 def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
-    """A shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
+    """Return a shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
 
     Where the class of ``model`` has its own ``__call__``, that takes them. torch.fx makes an input of every argument,
     even of ``mask=None``, whose proxy is not None.
@@ -133,6 +133,6 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
 
 
 def has_own_call(kind: type) -> bool:
-    """Whether a class that is not torch's defines ``__call__``, which runs in place of its forward."""
+    """Return whether a class that is not torch's defines ``__call__``, which runs in place of its forward."""
     home = next(base for base in kind.__mro__ if "__call__" in vars(base))
     return home.__module__.split(".")[0] != "torch"

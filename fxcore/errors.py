@@ -28,7 +28,7 @@ class FxError(Exception):
         self.extra = extra
 
     def __copy__(self) -> Self:
-        """A copy without traceback, which would keep frames and their variables alive."""
+        """Return a copy without traceback, which would keep frames and their variables alive."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other
@@ -91,7 +91,7 @@ class BadTensor(FxError):
 
 
 def summarize(error: BaseException, limit: int = 300) -> str:
-    """The type of an exception and the first line of its message, at most ``limit`` characters of that."""
+    """Return the type of an exception and the first line of its message, at most ``limit`` characters of that."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__
 

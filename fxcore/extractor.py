@@ -177,7 +177,8 @@ def whole_module(graph: ModelGraph, model: nn.Module, dtype: torch.dtype = torch
 def _bound(
     graph: ModelGraph, model: nn.Module, dtype: torch.dtype, with_output: bool
 ) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """A copy of ``graph`` without in-place operations, for the device of ``model``; and its nodes by public name."""
+    """Return a copy of ``graph`` without in-place operations, for the device of ``model``; and its nodes by public
+    name."""
     copies: dict[fx.Node, fx.Node] = {}
     whole = fx.Graph()
     source = graph.graph

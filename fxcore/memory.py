@@ -46,7 +46,7 @@ def give_back() -> None:
 
 
 def _of_libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library; None if it has none of this name, as on musl and macOS."""
+    """Return a function of the C library; None if it has none of this name, as on musl and macOS."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 

@@ -17,7 +17,7 @@ except ImportError:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in ``value``, in order.
+    """Return all tensors in ``value``, in order.
 
     >>> import torch
     >>> [t.ndim for t in tensors_in({"a": [torch.zeros(2), None], "b": (torch.zeros(2, 2), 1)})]

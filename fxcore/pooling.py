@@ -28,7 +28,7 @@ _GEM_FLOOR = 1e-6
 
 
 def channel_dim(layout: str | None, ndim: int) -> int:
-    """The dimension of the channels.
+    """Return the dimension of the channels.
 
     Without a known layout, sequences ``[N, L, C]`` are taken to have channels last, and other tensors in dimension 1.
     """
@@ -103,7 +103,7 @@ def check_poolable(
 
 
 def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]:
-    """The shape of the result of :func:`pool` for a tensor of ``shape``."""
+    """Return the shape of the result of :func:`pool` for a tensor of ``shape``."""
     if len(shape) <= 2:
         return shape
     return [shape[0], shape[channel_dim(layout, len(shape)) if method != "cls" else 2]]
@@ -171,6 +171,6 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
 
 
 def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
-    """The shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``."""
+    """Return the shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``."""
     channels = shape[channel_dim(layout, len(shape))]
     return [1, channels] if size == 1 else [1, channels, size, size]

@@ -47,7 +47,7 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
 
 
 def holds_int8(module: nn.Module) -> bool:
-    """Whether ``module`` has torch's int8 layers, whose packed weights only torch can read."""
+    """Return whether ``module`` has torch's int8 layers, whose packed weights only torch can read."""
     return any(type(part).__module__.startswith("torch.ao.nn.") for part in module.modules())
 
 

@@ -59,6 +59,6 @@ def quiet() -> Iterator[None]:
 
 
 def _filters() -> list[Any]:
-    """The list that ``warnings`` goes through; ``catch_warnings`` replaces it."""
+    """Return the list that ``warnings`` goes through; ``catch_warnings`` replaces it."""
     filters: Any = warnings.filters
     return filters  # type: ignore[no-any-return]

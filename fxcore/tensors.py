@@ -21,7 +21,7 @@ _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2,
 
 
 def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an extractor returns a node's values.
+    """Return the dtype in which an extractor returns a node's values.
 
     Args:
         made: of the values, in a graph that is annotated in float32.
@@ -50,12 +50,12 @@ class TensorSpec:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, such as ``float32``."""
+    """Return the name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The row-major little-endian bytes of a CPU tensor; no copy if it is contiguous."""
+    """Return the row-major little-endian bytes of a CPU tensor; no copy if it is contiguous."""
     # By NumPy: each call into torch releases the GIL and has to acquire it again.
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

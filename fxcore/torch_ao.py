@@ -8,7 +8,8 @@ MISSING = "torch's own int8 needs torch.ao, which this torch does not have"
 
 
 def available() -> bool:
-    """Whether :mod:`fxcore.int8.graph_mode` and torchvision's quantized models can be imported; imports neither."""
+    """Return whether :mod:`fxcore.int8.graph_mode` and torchvision's quantized models can be imported; imports
+    neither."""
     try:
         return importlib.util.find_spec("torch.ao.quantization.quantize_fx") is not None
     except (ImportError, ValueError, AttributeError):

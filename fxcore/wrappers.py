@@ -31,7 +31,7 @@ _NAMES = {
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model in ``module`` if that is a wrapper, or a wrapper of one, else ``module``.
+    """Return the model in ``module`` if that is a wrapper, or a wrapper of one, else ``module``.
 
     Wrappers with hooks stay, and subclasses with a forward of their own: they compute something else.
 

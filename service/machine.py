@@ -26,7 +26,8 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes of memory available to this process: the machine's, or its control group's ``memory.max`` if lower."""
+    """Return bytes of memory available to this process: the machine's, or its control group's ``memory.max`` if
+    lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read(cgroup / "memory.max")
     return min(total, int(limit)) if limit.isdigit() else total

@@ -75,7 +75,7 @@ class Problem(FxserveError):
         return self.detail or f"{self.status} {self.title}"
 
     def __copy__(self) -> Self:
-        """A copy without traceback, which would keep frames and their variables alive."""
+        """Return a copy without traceback, which would keep frames and their variables alive."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other

@@ -287,7 +287,7 @@ class _Comparing(Interpreter):
 
 
 def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncertain: set[fx.Node]) -> str | None:
-    """The node of the first returned value that differs; None if none does."""
+    """Return the node of the first returned value that differs; None if none does."""
     before, after = _tensors(expected), _tensors(found)
     output = next(iter(traced.graph.find_nodes(op="output")))
     returned = flat(output.args[0])
@@ -308,7 +308,7 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose values depend on random numbers."""
+    """Return nodes whose values depend on random numbers."""
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         drawn = FROZEN in node.meta and node.meta[FROZEN].random

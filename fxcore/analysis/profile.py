@@ -58,7 +58,7 @@ class Profile:
     runs: int
 
     def slowest(self, count: int = 10) -> list[NodeProfile]:
-        """The nodes that take longest."""
+        """Return the nodes that take longest."""
         return sorted(self.nodes, key=lambda n: n.milliseconds, reverse=True)[:count]
 
 
@@ -125,7 +125,7 @@ class Profiler:
                 self._whole.append(1000 * (time.perf_counter() - start))
 
     def result(self) -> Profile:
-        """The medians over the runs that count, of which there must be at least one."""
+        """Return the medians over the runs that count, of which there must be at least one."""
         watcher = self._watcher
         medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
         total = sum(medians.values()) or 1.0
@@ -191,7 +191,7 @@ class _Watcher(Interpreter):
         self.live[node] = sum({**held, **own}.values())
 
     def _storages(self, values: list[Any]) -> dict[int, int]:
-        """Bytes of each storage of tensors in ``values``, by address."""
+        """Return bytes of each storage of tensors in ``values``, by address."""
         found = {}
         for tensor in tensors_in(values):
             storage = tensor.untyped_storage()

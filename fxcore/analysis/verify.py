@@ -82,7 +82,7 @@ class Verification:
         return min((o.cosine for o in self.outputs.values()), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for JSON; NaN and infinity become None."""
+        """Return the result for JSON; NaN and infinity become None."""
         outputs = {key: finite(asdict(errors)) for key, errors in self.outputs.items()}
         return {
             "allclose": self.allclose,
@@ -171,7 +171,8 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _first_divergence(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], rtol: float, atol: float
 ) -> str | None:
-    """The first node of ``original`` whose value differs from that of the node of the same name in ``transformed``."""
+    """Return the first node of ``original`` whose value differs from that of the node of the same name in
+    ``transformed``."""
     if not isinstance(original, fx.GraphModule) or not isinstance(transformed, fx.GraphModule):
         return None
     both = {public_name(n) for n in original.graph.nodes} & {public_name(n) for n in transformed.graph.nodes}
@@ -253,7 +254,7 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
 
 
 def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
-    """The elements of ``tensor`` in float64; of complex ones, both parts."""
+    """Return the elements of ``tensor`` in float64; of complex ones, both parts."""
     plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
     return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
 

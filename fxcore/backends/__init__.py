@@ -29,7 +29,7 @@ __all__ = ["BACKENDS", "Backend", "Lowered", "LoweringFailed", "Options", "faste
 
 
 def first_choice(device: torch.device, precision: str) -> Backend:
-    """The backend to start with: eager, or for int8 OpenVINO where it is installed."""
+    """Return the backend to start with: eager, or for int8 OpenVINO where it is installed."""
     openvino = BACKENDS["openvino"]
     return openvino if precision == "int8" and openvino.unavailable(device, precision) is None else BACKENDS["eager"]
 

@@ -16,7 +16,7 @@ MISSING = "inductor needs torch._inductor with aoti_compile_and_package, which t
 
 
 def available() -> bool:
-    """Whether torch has the compiler."""
+    """Return whether torch has the compiler."""
     try:
         if importlib.util.find_spec("torch._inductor") is None:
             return False

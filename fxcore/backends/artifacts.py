@@ -141,7 +141,7 @@ def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tens
 
 
 def _configured(module: nn.Module) -> str:
-    """A module's settings as text: its attributes except tensors and submodules, or a GraphModule's code."""
+    """Return a module's settings as text: its attributes except tensors and submodules, or a GraphModule's code."""
     if isinstance(module, fx.GraphModule):
         return module.code
     return _stable_repr({name: value for name, value in vars(module).items() if name not in _COMMON_ATTRIBUTES})

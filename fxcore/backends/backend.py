@@ -64,7 +64,7 @@ class Lowered(Protocol):
         ...
 
     def storages(self) -> dict[int, int]:
-        """Bytes of the storages that it holds beside those of the original module, by address: storages that two
+        """Return bytes of the storages that it holds beside those of the original module, by address: storages that two
         lowered modules share have one address. They stay the same as long as it is used."""
         ...
 
@@ -81,7 +81,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
-        """A clause that says why it cannot be used on ``device`` in ``precision``; None if it can."""
+        """Return a clause that says why it cannot be used on ``device`` in ``precision``; None if it can."""
         ...
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> Lowered:
@@ -128,5 +128,5 @@ def tensors_of(module: torch.nn.Module) -> list[Tensor]:
 
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of the storages of ``tensors`` by address."""
+    """Return bytes of the storages of ``tensors`` by address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -87,6 +87,7 @@ class GraphedModule:
 
 
 def captured_size(rows: int) -> int:
-    """The smallest power of two, or three times one, that holds ``rows`` rows; at most a third of it is padding."""
+    """Return the smallest power of two, or three times one, that holds ``rows`` rows; at most a third of it is
+    padding."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if rows <= power * 3 // 4 else power

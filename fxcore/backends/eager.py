@@ -112,7 +112,7 @@ def _run(module: fx.GraphModule, inputs: Inputs, channels_last: bool) -> dict[st
 
 
 def has_2d_convolutions(module: nn.Module) -> bool:
-    """Whether ``module`` has 2D convolutions, which are faster on channels_last input."""
+    """Return whether ``module`` has 2D convolutions, which are faster on channels_last input."""
     return any(isinstance(m, (nn.Conv2d, PackedConv2d)) for m in module.modules())
 
 

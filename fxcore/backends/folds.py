@@ -116,7 +116,7 @@ def _retarget(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -
 
 
 def _shared_fold(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
-    """The one module that replaces ``first``, and ``norm`` after it; None if nothing can be folded or packed."""
+    """Return the one module that replaces ``first``, and ``norm`` after it; None if nothing can be folded or packed."""
     sources = (first,) if norm is None else (first, norm)
     return _folds.get_or_make(tuple(map(weakref.ref, sources)), lambda: _fold(first, norm))
 

@@ -102,7 +102,7 @@ class _Compiled:
         return [np.empty(shape, dtype) for shape, dtype in self.outputs]
 
     def has_rows_of(self, rows: int) -> bool:
-        """Whether each output has as many rows, or several for each of them."""
+        """Return whether each output has as many rows, or several for each of them."""
         return all(shape and shape[0] % rows == 0 for shape, _ in self.outputs)
 
 
@@ -170,7 +170,7 @@ class OpenVINOModule:
         return scratch + len(fixed) * (int(self._bytes * _PACKED) + _OBJECTS)
 
     def _parts(self, shapes: Shapes) -> list[tuple[range, _Compiled]]:
-        """The batch in one or several parts: their rows, and the fixed model of each; empty if one has none."""
+        """Return the batch in one or several parts: their rows, and the fixed model of each; empty if one has none."""
         rows = shapes[0][0]
         if rows <= self._part or any(shape[0] != rows for shape in shapes):
             fixed = self._fixed.get(shapes)
@@ -220,7 +220,7 @@ class OpenVINOModule:
         return arrays
 
     def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
-        """The inputs as the model takes them, in torch's memory where it has that layout."""
+        """Return the inputs as the model takes them, in torch's memory where it has that layout."""
         # By NumPy: each call into torch releases the GIL and has to wait for it again.
         arrays = [(x.detach() if x.requires_grad else x).numpy() for x in inputs]
         placed = zip(arrays, self._channels_last, strict=True)
@@ -252,11 +252,12 @@ class _FixedModels:
         self._compiled: dict[Shapes, _Compiled] = {}
 
     def get(self, shapes: Shapes) -> _Compiled | None:
-        """The model for inputs of ``shapes``, compiled now if it is not yet; None where a limit does not allow it."""
+        """Return the model for inputs of ``shapes``, compiled now if it is not yet; None where a limit does not allow
+        it."""
         return self._compiled.get(shapes) or self._compile(shapes)
 
     def compiled(self) -> list[_Compiled]:
-        """A list of its own: another thread may compile meanwhile."""
+        """Return a list of its own: another thread may compile meanwhile."""
         return list(self._compiled.values())
 
     def _compile(self, shapes: Shapes) -> _Compiled | None:
@@ -330,7 +331,7 @@ def _reshape(model: Any, shapes: Sequence[torch.Size]) -> None:
 
 
 def _largest(model: Any) -> int:
-    """Bytes of the largest value that ``model`` computes; 0 if its sizes are dynamic."""
+    """Return bytes of the largest value that ``model`` computes; 0 if its sizes are dynamic."""
     computed = (op for op in model.get_ops() if op.get_type_name() not in ("Constant", "Parameter"))
     values = (output for op in computed for output in op.outputs())
     return max((value.tensor.size for value in values if value.partial_shape.is_static), default=0)

@@ -49,7 +49,7 @@ _NAMES: dict[Any, str] = {
 
 
 def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether :class:`PackedConv2d` can replace ``module``: a float32 convolution without hooks, on x86."""
+    """Return whether :class:`PackedConv2d` can replace ``module``: a float32 convolution without hooks, on x86."""
     return (
         type(module) is nn.Conv2d
         and not hooked(module)
@@ -119,12 +119,13 @@ class PackedConv2d(nn.Module):
         return made
 
     def storages(self) -> dict[int, int]:
-        """Bytes of the weight by address. Packed, it takes as many but for padding, and a few weights take a second
-        format."""
+        """Return bytes of the weight by address. Packed, it takes as many but for padding, and a few weights take a
+        second format."""
         return {id(self): self._bytes}
 
     def _unfused(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
-        """The same by torch's public operations, for inputs that oneDNN's do not take, and for their error messages."""
+        """Return the same by torch's public operations, for inputs that oneDNN's do not take, and for their error
+        messages."""
         padding, stride, dilation, groups = self._geometry
         made = F.conv2d(x, self._dense(), self.bias, stride, padding, dilation, groups)
         return ACTIVATIONS[activation].function(made if other is None else made + other)
@@ -161,14 +162,15 @@ class PackedConv2d(nn.Module):
         return made
 
     def _dense(self) -> Tensor:
-        """The weight for torch's own convolution."""
+        """Return the weight for torch's own convolution."""
         plain = self._plain
         dense = next(iter(self._formats.values())).to_dense() if plain is None else plain
         return dense.contiguous(memory_format=torch.channels_last)
 
 
 def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether ``other`` is a tensor of this dtype and shape, which needs no broadcasting or conversion to be added."""
+    """Return whether ``other`` is a tensor of this dtype and shape, which needs no broadcasting or conversion to be
+    added."""
     return isinstance(other, Tensor) and other.dtype == dtype and other.shape == shape
 
 
@@ -201,7 +203,7 @@ def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _is_free(module: fx.GraphModule, argument: object) -> bool:
-    """Whether ``argument`` is a packed convolution with a single reader and nothing fused to it yet."""
+    """Return whether ``argument`` is a packed convolution with a single reader and nothing fused to it yet."""
     return (
         isinstance(argument, fx.Node)
         and argument.op == "call_module"

@@ -64,7 +64,7 @@ class Residents:
             self._known.add(resident)
 
     def reserve_fixed(self) -> bool:
-        """Whether one more fixed model is allowed; one that was idle for long may be dropped for it."""
+        """Return whether one more fixed model is allowed; one that was idle for long may be dropped for it."""
         with self._guard:
             fixed = [resident for resident in self._known if resident.drop is not None]
             if len(fixed) < FIXED_MODELS:

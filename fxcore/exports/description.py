@@ -35,12 +35,12 @@ def require_float(subject: Subject, format: str) -> None:
 
 
 def description_json(subject: Subject, int8: bool = False) -> bytes:
-    """The description of ``subject`` as a JSON file."""
+    """Return the description of ``subject`` as a JSON file."""
     return json.dumps(subject.description(int8), indent=2, default=str).encode() + b"\n"
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """A reproducible zip of ``files``, not compressed: weights do not compress."""
+    """Return a reproducible zip of ``files``, not compressed: weights do not compress."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sorted(files.items()):

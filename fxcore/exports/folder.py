@@ -165,13 +165,13 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
 
 
 def folder_zip(subject: Subject) -> bytes:
-    """The package as a zip."""
+    """Return the package as a zip."""
     package = re.sub(r"\W", "_", f"{subject.name}_extractor")
     return zipped({f"{package}/{name}": data for name, data in folder_files(subject, package).items()})
 
 
 def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
-    """The files of the package, by name."""
+    """Return the files of the package, by name."""
     require_float(subject, "fx")
     module, about = with_plain_weights(subject.module), subject.description()
     weights = f" ({about['weights']})" if about["weights"] else ""
@@ -244,7 +244,8 @@ def _attributes(module: fx.GraphModule) -> list[str]:
 
 
 def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
-    """A line of ``__init__`` for each layer and tensor; classes that are not torch.nn's are added to ``classes``."""
+    """Return a line of ``__init__`` for each layer and tensor; classes that are not torch.nn's are added to
+    ``classes``."""
     called = called_modules(module)
     lines = [f"_place(self, {target!r}, {_made(target, layer, classes)})" for target, layer in called.items()]
     for target in _attributes(module):
@@ -260,7 +261,7 @@ def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
 
 
 def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
-    """An expression that makes a layer like ``layer``, without its weights.
+    """Return an expression that makes a layer like ``layer``, without its weights.
 
     Raises:
         CannotExport: its class cannot be imported without this library, it has attributes that are not plain values, or
@@ -285,7 +286,7 @@ def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any] | None:
-    """The arguments that a layer of torch.nn was made with; None if its attributes do not show them."""
+    """Return the arguments that a layer of torch.nn was made with; None if its attributes do not show them."""
     kind = type(layer)
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -309,7 +310,7 @@ def _arguments(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def _assembled(target: str, layer: nn.Module, children: dict[str, str], classes: dict[str, type]) -> str:
-    """An expression that assembles a layer from its attributes and parts, as unpickling does."""
+    """Return an expression that assembles a layer from its attributes and parts, as unpickling does."""
     kind = type(layer)
     where = f"{target} ({kind.__module__}.{kind.__qualname__})"
     if kind.__module__.split(".")[0] in _OURS or "." in kind.__qualname__ or isinstance(layer, fx.GraphModule):
@@ -340,7 +341,7 @@ def _is_literal(value: object) -> bool:
 
 
 def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> list[str]:
-    """The import statements of the generated code.
+    """Return the import statements of the generated code.
 
     Raises:
         CannotExport: it uses something of this library, or something that cannot be imported by name.

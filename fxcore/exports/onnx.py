@@ -18,7 +18,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
 
 def export_onnx(extractor: Captured) -> bytes:
-    """The bytes of an ``.onnx`` file; its outputs have the extractor's keys as names.
+    """Return the bytes of an ``.onnx`` file; its outputs have the extractor's keys as names.
 
     Raises:
         CannotExport: onnxruntime's outputs differ from the extractor's.

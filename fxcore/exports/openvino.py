@@ -12,7 +12,7 @@ from fxcore.exports.program import exported
 
 
 def export_openvino(extractor: Captured) -> bytes:
-    """The bytes of the zip; inputs and outputs have the extractor's names."""
+    """Return the bytes of the zip; inputs and outputs have the extractor's names."""
     import openvino
 
     model = converted(exported(extractor.module, extractor.inputs), extractor.module, extractor.calibration)

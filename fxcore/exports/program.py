@@ -36,7 +36,7 @@ def rows_of(inputs: tuple[Tensor, ...]) -> list[bool]:
 
 
 def export_program(extractor: Captured) -> bytes:
-    """The bytes of a ``.pt2`` file for ``torch.export.load``; it returns the extractor's dict."""
+    """Return the bytes of a ``.pt2`` file for ``torch.export.load``; it returns the extractor's dict."""
     buffer = io.BytesIO()
     torch.export.save(exported(extractor.module, extractor.inputs), buffer)
     return buffer.getvalue()

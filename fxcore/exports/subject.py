@@ -47,7 +47,7 @@ class Subject:
     examples: Callable[[], tuple[Tensor, ...]]
 
     def description(self, int8: bool = False) -> dict[str, Any]:
-        """A description for users of the file, for JSON: inputs, preprocessing, outputs and their nodes.
+        """Return a description for users of the file, for JSON: inputs, preprocessing, outputs and their nodes.
 
         Args:
             int8: whether the export quantizes it.
@@ -142,7 +142,7 @@ def _output(key: str, node: fx.Node, rows: int) -> OutputInfo:
 
 
 def _free(value: Tensor, rows: int) -> tuple[int | None, ...]:
-    """The shape of ``value`` with None for a first dimension of ``rows``, which is dynamic."""
+    """Return the shape of ``value`` with None for a first dimension of ``rows``, which is dynamic."""
     shape: list[int | None] = list(value.shape)
     if shape and rows > 1 and shape[0] == rows:
         shape[0] = None

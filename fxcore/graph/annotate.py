@@ -189,7 +189,7 @@ def values_at(
     wanted: Collection[fx.Node],
     dtype: torch.dtype = torch.float32,
 ) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
+    """Return shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
     Other nodes are not run, and annotations stay as they are. Thread-safe.
 
@@ -239,7 +239,7 @@ def _mark_mixed(graph: fx.Graph) -> None:
 
 
 def _joins_batches(node: fx.Node) -> bool:
-    """Whether ``node`` gives whole batches one after the other."""
+    """Return whether ``node`` gives whole batches one after the other."""
     return node.target in _JOINING and node.meta["rows"] > max(n.meta.get("rows", 0) for n in node.all_input_nodes)
 
 

@@ -37,7 +37,8 @@ class AttentionGrid:
 
 
 def attention_grid(node: fx.Node) -> AttentionGrid | None:
-    """The grid of an annotated ``node`` of attention weights ``[N, heads, L, L]``, or ``[N, windows, heads, L, L]``.
+    """Return the grid of an annotated ``node`` of attention weights ``[N, heads, L, L]``, or ``[N, windows, heads, L,
+    L]``.
 
     None if its value is no such weights, or the graph does not show their positions.
     """

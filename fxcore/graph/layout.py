@@ -36,12 +36,12 @@ _PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
 
 
 def layout_name(axes: str | None) -> str | None:
-    """The public name of a layout: its letters, or ``tokens`` for ``[N, L, C]``."""
+    """Return the public name of a layout: its letters, or ``tokens`` for ``[N, L, C]``."""
     return TOKENS if axes == "NLC" else axes
 
 
 def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
-    """The axes of ``node``'s value, given those of its inputs under ``node.meta["axes"]``.
+    """Return the axes of ``node``'s value, given those of its inputs under ``node.meta["axes"]``.
 
     Args:
         node: a node whose inputs have been visited.
@@ -76,7 +76,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
 
 
 def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:
-    """The axes of the first input of the same shape."""
+    """Return the axes of the first input of the same shape."""
     for node in inputs:
         before = node.meta.get("value")
         if isinstance(before, Tensor) and before.shape == value.shape:
@@ -85,7 +85,7 @@ def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:
 
 
 def _with_kept_rank(axes: str, before: Any, value: Tensor, reshapes: bool) -> str | None:
-    """The axes of an input of the same rank. If the operation reshapes, only where the first two sizes stay."""
+    """Return the axes of an input of the same rank. If the operation reshapes, only where the first two sizes stay."""
     if len(axes) != value.ndim:
         return None
     kept = isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]
@@ -93,7 +93,7 @@ def _with_kept_rank(axes: str, before: Any, value: Tensor, reshapes: bool) -> st
 
 
 def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
-    """The axes of a sequence of positions, made of a map of the axes ``axes``."""
+    """Return the axes of a sequence of positions, made of a map of the axes ``axes``."""
     if value.ndim != 3 or not isinstance(before, Tensor):
         return None
     if axes in ("NCHW", "NCTHW"):
@@ -104,8 +104,8 @@ def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
 
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
-    """The axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel shuffles
-    and window attention. Or those of a map or tokens whose neighbours were merged."""
+    """Return the axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel
+    shuffles and window attention. Or those of a map or tokens whose neighbours were merged."""
     previous = node
     for _ in range(_WINDOW_NODES):
         tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
@@ -123,7 +123,7 @@ def _restored(node: fx.Node, value: Tensor) -> str | None:
 
 
 def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:
-    """Whether ``[N, L, C]`` becomes ``[N, L/k**2, C]`` or a multiple of C, as between the stages of Hiera."""
+    """Return whether ``[N, L, C]`` becomes ``[N, L/k**2, C]`` or a multiple of C, as between the stages of Hiera."""
     if len(before) != 3 or len(after) != 3 or before[0] != after[0] or not after[1] or not before[2]:
         return False
     if before[1] % after[1]:
@@ -132,7 +132,7 @@ def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:
 
 
 def _merges_patches(before: torch.Size, after: torch.Size) -> bool:
-    """Whether ``[N, H, W, C]`` becomes ``[N, H/k, W/k, k*k*C]``, as between the stages of Swin."""
+    """Return whether ``[N, H, W, C]`` becomes ``[N, H/k, W/k, k*k*C]``, as between the stages of Swin."""
     if len(before) != 4 or len(after) != 4 or before[0] != after[0] or not after[1] or not after[2]:
         return False
     sides = before[1] // after[1], before[2] // after[2]

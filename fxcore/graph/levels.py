@@ -78,7 +78,7 @@ def channels_of(node: fx.Node) -> int | None:
 def find_levels(
     name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, int], maps: Sequence[FeatureMap] = ()
 ) -> dict[str, Level]:
-    """The levels of an annotated graph.
+    """Return the levels of an annotated graph.
 
     Args:
         name: the model's name, for the families that are listed.
@@ -116,7 +116,7 @@ def find_levels(
 
 
 def _declared(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
-    """The levels that the model declares: of each module, the last node that makes as many channels."""
+    """Return the levels that the model declares: of each module, the last node that makes as many channels."""
     found: dict[str, Level] = {}
     for declared in maps:
         inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
@@ -131,7 +131,7 @@ def _level(node: fx.Node, stride: int) -> Level:
 
 
 def _backbone_end(graph: fx.Graph) -> fx.Node | None:
-    """The last tensor of the module ``backbone`` where the model has one, else of the graph."""
+    """Return the last tensor of the module ``backbone`` where the model has one, else of the graph."""
     tensors: list[fx.Node] = [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("value"), Tensor)]
     for part in ("backbone.body", "backbone"):
         inside = [n for n in tensors if _inside(n.meta.get(PATH, ""), part)]
@@ -145,7 +145,8 @@ def _inside(path: str, module: str) -> bool:
 
 
 def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
-    """Nodes that lie on every path from the inputs to ``sink``, in order. Only edges that carry tensors count."""
+    """Return nodes that lie on every path from the inputs to ``sink``, in order. Only edges that carry tensors
+    count."""
     above: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -191,7 +192,7 @@ def _outer_modules(path: str) -> list[str]:
 
 
 def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks: set[str]) -> fx.Node | None:
-    """The last of ``nodes`` that end an outermost module; modules with children come before leaves."""
+    """Return the last of ``nodes`` that end an outermost module; modules with children come before leaves."""
 
     def rank(node: fx.Node, path: str) -> tuple[bool, int]:
         leaf = node.op == "call_module" and path == node.target

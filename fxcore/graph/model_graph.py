@@ -170,7 +170,7 @@ class ModelGraph:
         return list(self.inputs[0].shape)
 
     def at(self, height: int, width: int) -> ModelGraph:
-        """The same graph, annotated for another input size.
+        """Return the same graph, annotated for another input size.
 
         Raises:
             BadTensor: the model does not take that size, or it is too large for a model that is run to be described.
@@ -191,7 +191,7 @@ class ModelGraph:
         return ModelGraph(self._traced, (height, width), self._module, self.fingerprint)
 
     def with_nodes_of(self, *transforms: str) -> ModelGraph:
-        """The same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.
+        """Return the same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.
 
         >>> graph = model_graph("vit_b_32").with_nodes_of("attention_maps")
         >>> graph.by_name["encoder.layers.encoder_layer_0.self_attention.attention"].meta["value"].shape
@@ -207,7 +207,7 @@ class ModelGraph:
             return self._derived[key]
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each input without its batch dimension."""
+        """Return the shape of each input without its batch dimension."""
         return [tuple(size or 1 for size in spec.shape[1:]) for spec in self.inputs]
 
     def _annotate(self) -> None:
@@ -231,7 +231,7 @@ class ModelGraph:
     def values_at(
         self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
     ) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Shape and dtype of the values of ``wanted`` nodes and of their ancestors, for one image.
+        """Return shape and dtype of the values of ``wanted`` nodes and of their ancestors, for one image.
 
         Cheaper than :meth:`at`: only these nodes are run, and annotations stay as they are.
 
@@ -270,7 +270,7 @@ class ModelGraph:
         return is_extractable(node)
 
     def shape_of(self, node: fx.Node) -> list[int | None] | None:
-        """Shape of the node's value with None for a first dimension that grows with the batch."""
+        """Return shape of the node's value with None for a first dimension that grows with the batch."""
         value = node.meta.get("value")
         if not isinstance(value, Tensor):
             return None
@@ -308,7 +308,7 @@ def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
 
 def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
-    """The graph of a model, traced at most once per structure and cached until :func:`forget_graph`.
+    """Return the graph of a model, traced at most once per structure and cached until :func:`forget_graph`.
 
     Args:
         model: a model's name or entry.
@@ -342,7 +342,7 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
 
 def kept_graphs() -> list[ModelGraph]:
-    """The cached graphs of :func:`model_graph`, the least recently used first."""
+    """Return the cached graphs of :func:`model_graph`, the least recently used first."""
     with _guard:
         return list(_cache.values())
 

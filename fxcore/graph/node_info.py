@@ -109,7 +109,8 @@ def describe(
 
 
 def is_extractable(node: fx.Node) -> bool:
-    """Whether an annotated node's value is a tensor with one or more rows per image, of a dtype that outputs have."""
+    """Return whether an annotated node's value is a tensor with one or more rows per image, of a dtype that outputs
+    have."""
     value = node.meta.get("value")
     if not isinstance(value, Tensor) or not node.meta.get("rows"):
         return False
@@ -117,7 +118,7 @@ def is_extractable(node: fx.Node) -> bool:
 
 
 def target_name(node: fx.Node) -> str:
-    """A node's target as text: a path, a method's name, or a function's qualified name."""
+    """Return a node's target as text: a path, a method's name, or a function's qualified name."""
     if isinstance(node.target, str):
         return node.target
     function = node.target
@@ -125,5 +126,5 @@ def target_name(node: fx.Node) -> str:
 
 
 def type_name(module: nn.Module) -> str:
-    """A module's class with its package, as ``torch.nn.modules.conv.Conv2d``."""
+    """Return a module's class with its package, as ``torch.nn.modules.conv.Conv2d``."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -43,7 +43,7 @@ class Named(Protocol):
         ...
 
     def extractable(self, node: fx.Node) -> bool:
-        """Whether the node's value can be extracted."""
+        """Return whether the node's value can be extracted."""
         ...
 
 
@@ -68,7 +68,7 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
 
 
 def resolve_one(graph: Named, name: str) -> str:
-    """The exact name of the node that ``name`` means: an exact name, a level, or the last node under a path.
+    """Return the exact name of the node that ``name`` means: an exact name, a level, or the last node under a path.
 
     Raises:
         UnknownNode: nothing of that name, or its value is not a tensor of the images.
@@ -140,7 +140,7 @@ def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
 
 
 def _extractable_near(graph: Named, exact: str, count: int = 3) -> list[str]:
-    """The extractable nodes nearest to a node in order of execution, the nearest first."""
+    """Return the extractable nodes nearest to a node in order of execution, the nearest first."""
     index = graph.eval_nodes.index(exact)
     order = sorted(range(len(graph.eval_nodes)), key=lambda i: (abs(i - index), i > index))
     return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:count]

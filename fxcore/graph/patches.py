@@ -22,7 +22,7 @@ class Patches(NamedTuple):
 
 
 def patches_of(node: fx.Node, value: Any, module: nn.Module | None) -> Patches | None:
-    """The patches that ``node``'s tokens stand for; None if it makes no tokens of images.
+    """Return the patches that ``node``'s tokens stand for; None if it makes no tokens of images.
 
     The patches are those of the only convolution in the module.
 
@@ -48,7 +48,7 @@ def patches_of(node: fx.Node, value: Any, module: nn.Module | None) -> Patches |
 
 
 def is_class_token(name: str) -> bool:
-    """Whether a parameter of this name or path is a class token.
+    """Return whether a parameter of this name or path is a class token.
 
     >>> is_class_token("embeddings.cls_token"), is_class_token("class_embedding"), is_class_token("classes.weight")
     (True, True, False)

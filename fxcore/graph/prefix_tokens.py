@@ -33,8 +33,8 @@ NO_PREFIX = PrefixTokens()
 
 
 def declared_prefix(model: nn.Module) -> PrefixTokens | None:
-    """The prefix tokens that ``model``, or a transformer in it, declares by timm's attributes; None if there is no such
-    declaration, or parts of the model differ.
+    """Return the prefix tokens that ``model``, or a transformer in it, declares by timm's attributes; None if there is
+    no such declaration, or parts of the model differ.
 
     timm's transformers have ``num_prefix_tokens``, and one or more of ``has_class_token``, ``num_reg_tokens`` and
     ``cls_token``. Their attention layers have the first only.
@@ -52,7 +52,7 @@ def declared_prefix(model: nn.Module) -> PrefixTokens | None:
 
 
 def adds_prefix(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether ``node`` reads a parameter that is called as class tokens and registers are.
+    """Return whether ``node`` reads a parameter that is called as class tokens and registers are.
 
     Args:
         module: the module that it calls; None for other nodes.

@@ -45,7 +45,7 @@ class TokenGrid:
 
 
 def token_grid(node: fx.Node) -> TokenGrid | None:
-    """The grid of an annotated ``node``'s tokens; None if its value is no tokens of an image.
+    """Return the grid of an annotated ``node``'s tokens; None if its value is no tokens of an image.
 
     For self-attention weights ``[N, heads, L, L]`` it is the grid of queries and keys.
     """
@@ -69,7 +69,7 @@ def token_grid(node: fx.Node) -> TokenGrid | None:
 
 
 def prefix_tokens(node: fx.Node) -> PrefixTokens:
-    """The tokens of an annotated ``node`` that stand for no position: none of values that are not ``[N, L, C]``.
+    """Return the tokens of an annotated ``node`` that stand for no position: none of values that are not ``[N, L, C]``.
 
     Without a grid of an image they are counted by the positions of a clip, or as the model declares them. Values of
     three dimensions and unknown layout are taken to be tokens.
@@ -95,7 +95,7 @@ def _are_tokens(node: fx.Node, axes: Collection[str | None] = ("NLC",)) -> bool:
 
 
 def _positions(length: int, areas: Collection[int], node: fx.Node) -> int | None:
-    """How many of ``length`` tokens stand for positions, of which there may be as many as any of ``areas``."""
+    """Return how many of ``length`` tokens stand for positions, of which there may be as many as any of ``areas``."""
     # Not those of the nearest map: the keys of some attention come from a smaller one.
     fitting = [area for area in areas if length - MAX_PREFIX <= area <= length]
     declared = node.meta.get(DECLARED)
@@ -105,8 +105,8 @@ def _positions(length: int, areas: Collection[int], node: fx.Node) -> int | None
 
 
 def _with_class_token(node: fx.Node, ancestors: Sequence[fx.Node]) -> bool:
-    """Whether the prefix tokens of ``node`` begin with a class token: as the model declares, or by the names of its
-    parameters. A single token need not be one: some models have a single register."""
+    """Return whether the prefix tokens of ``node`` begin with a class token: as the model declares, or by the names of
+    its parameters. A single token need not be one: some models have a single register."""
     declared = node.meta.get(DECLARED)
     return declared.class_token if declared is not None else any(map(_has_class_token, ancestors))
 
@@ -135,7 +135,7 @@ def _sizes(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def _volumes(node: fx.Node) -> list[int]:
-    """The number of positions of the node's clip, in a list; empty if it has none."""
+    """Return the number of positions of the node's clip, in a list; empty if it has none."""
     value = node.meta.get("value")
     if not isinstance(value, Tensor) or node.meta.get("axes") not in ("NCTHW", "NTHWC") or value.ndim != 5:
         return []

@@ -56,7 +56,7 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _items(data: bytes) -> Iterator[bytes]:
-    """The content of each item of the file."""
+    """Yield the content of each item of the file."""
     outer = list(_boxes(data, 0, len(data)))
     if data[8:12] == b"avis" and any(kind == b"moov" for kind, _, _ in outer):
         raise BadImage("this is an animated AVIF, which is not taken; send one frame of it as an image")
@@ -72,7 +72,8 @@ def _items(data: bytes) -> Iterator[bytes]:
 
 
 def _located(data: bytes, at: int, own: tuple[int, int]) -> Iterator[bytes]:
-    """The content of each item of an item location box, ISO/IEC 14496-12, 8.11.3; ``own`` is the box of item data."""
+    """Yield the content of each item of an item location box, ISO/IEC 14496-12, 8.11.3; ``own`` is the box of item
+    data."""
     version, sizes, more = data[at], data[at + 4], data[at + 5]
     offset_bytes, length_bytes, base_bytes = sizes >> 4, sizes & 15, more >> 4
     index_bytes = more & 15 if version in (1, 2) else 0

@@ -217,7 +217,7 @@ def _gif(data: bytes) -> tuple[bytes, int]:
 
 
 def _gif_table(flags: int) -> int:
-    """Bytes of the colour table that ``flags`` announce."""
+    """Return bytes of the colour table that ``flags`` announce."""
     return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
@@ -225,7 +225,7 @@ def _gif_table(flags: int) -> int:
 
 
 def _tiff(data: bytes) -> tuple[bytes, int]:
-    """The same file with another first directory, at its end."""
+    """Return the same file with another first directory, at its end."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in data[2:4]
     place, count, word, entry = (8, "Q", "Q", "HHQ8s") if big else (4, "H", "I", "HHI4s")
@@ -255,7 +255,7 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
 
 
 def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:
-    """The first value of each of ``tags`` that the first directory of a TIFF has, a short or long integer.
+    """Return the first value of each of ``tags`` that the first directory of a TIFF has, a short or long integer.
 
     Raises:
         struct.error, OverflowError: the file is damaged.

@@ -200,7 +200,7 @@ class Decoder:
 
 
 def _is_plain(preset: object) -> bool:
-    """Whether ``preset`` only resizes, crops and normalises, in a mode of :mod:`fxcore.images.resizing`."""
+    """Return whether ``preset`` only resizes, crops and normalises, in a mode of :mod:`fxcore.images.resizing`."""
     if type(preset) not in (ImageClassification, SemanticSegmentation):
         return False
     assert isinstance(preset, (ImageClassification, SemanticSegmentation))

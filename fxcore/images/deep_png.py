@@ -24,7 +24,7 @@ _LOWER = {_RGB: "RGB;16L", _RGBA: "RGBA;16L"}
 
 
 def is_deep(data: bytes) -> bool:
-    """Whether ``data`` is a PNG file with 16 bits per sample."""
+    """Return whether ``data`` is a PNG file with 16 bits per sample."""
     return data[:4] == _SIGNATURE and data[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
 
 

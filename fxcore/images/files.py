@@ -136,7 +136,7 @@ def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
 
 
 def is_image(head: bytes) -> bool:
-    """Whether a file is in one of :data:`FORMATS`, by its first :data:`HEAD_BYTES`; it may still be damaged.
+    """Return whether a file is in one of :data:`FORMATS`, by its first :data:`HEAD_BYTES`; it may still be damaged.
 
     >>> is_image(bytes.fromhex("89504e470d0a1a0a")), is_image(b"P2 is a format of images")
     (True, False)
@@ -190,7 +190,7 @@ def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | No
 
 
 def has_plain_header(data: bytes) -> bool:
-    """Whether :func:`plain_jpeg_header` can read the header of ``data``."""
+    """Return whether :func:`plain_jpeg_header` can read the header of ``data``."""
     try:
         return plain_jpeg_header(data, 0) is not None
     except ImageTooLarge:
@@ -240,7 +240,7 @@ def _rgb(image: PIL.Image.Image, turn: int) -> PIL.Image.Image:
 
 
 def damaged(format: str, error: Exception) -> BadImage:
-    """The error for a file of ``format`` whose decoder raised ``error``."""
+    """Return the error for a file of ``format`` whose decoder raised ``error``."""
     return BadImage(f"the {format} data is damaged or cut short: {error or type(error).__name__}")
 
 

@@ -64,7 +64,7 @@ def decode(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _table(data: bytes, at: int, flags: int) -> tuple[NDArray[np.uint8] | None, int]:
-    """The colour table that ``flags`` announce at ``at``, ``[256, 3]``, and where it ends."""
+    """Return the colour table that ``flags`` announce at ``at``, ``[256, 3]``, and where it ends."""
     if not flags & 0x80:
         return None, at
     colors = 2 ** ((flags & 7) + 1)

@@ -66,7 +66,7 @@ def described(data: bytes) -> tuple[str, str] | None:
 
 
 def _jpeg(data: bytes) -> tuple[str, str] | None:
-    """A JPEG by its frame's header (ITU-T T.81, B.2.2)."""
+    """Return a JPEG by its frame's header (ITU-T T.81, B.2.2)."""
     frame = _JPEG_FRAME.search(data)
     if frame is None:
         return None

@@ -44,7 +44,7 @@ def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
 
 
 def recognized(head: bytes, formats: Sequence[str]) -> bool:
-    """Whether a file that begins with ``head``, of some KB, has one of ``formats``.
+    """Return whether a file that begins with ``head``, of some KB, has one of ``formats``.
 
     Where Pillow goes by two bytes or less, which may be the first letters of a text, the header must be valid.
     """
@@ -71,7 +71,7 @@ def _accepts(format: str, data: bytes) -> bool:
 
 
 def over_limit(error: PIL.Image.DecompressionBombError) -> ImageTooLarge:
-    """The error for a file that one of Pillow's own classes refuses for its size."""
+    """Return the error for a file that one of Pillow's own classes refuses for its size."""
     limit = 2 * (PIL.Image.MAX_IMAGE_PIXELS or 0)
     return ImageTooLarge(
         f"Pillow opens GIF, TIFF and WebP files of at most {limit} pixels; PIL.Image.MAX_IMAGE_PIXELS = None lifts "

@@ -13,7 +13,7 @@ _IN_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
-    """The orientation, 1 to 8 (EXIF tag 0x0112); from 5 on, height and width are swapped.
+    """Return the orientation, 1 to 8 (EXIF tag 0x0112); from 5 on, height and width are swapped.
 
     The EXIF block's, or else the XMP packet's, as in Pillow; 1 where the block is damaged.
 
@@ -34,7 +34,7 @@ def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
 
 
 def _in_exif(block: bytes) -> int | None:
-    """The value of the tag in the first directory; 0 if it is invalid, None if there is none."""
+    """Return the value of the tag in the first directory; 0 if it is invalid, None if there is none."""
     start = 6 if block.startswith(b"Exif\0\0") else 0
     order = {b"II": "<", b"MM": ">"}.get(block[start : start + 2])
     if order is None or len(block) < start + _HEADER_BYTES:

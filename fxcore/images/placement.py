@@ -76,7 +76,8 @@ class Placement:
 
 
 def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, int]) -> Placement:
-    """The placement of an image that is resized and then centre-cropped or padded, as by torchvision's ``center_crop``.
+    """Return the placement of an image that is resized and then centre-cropped or padded, as by torchvision's
+    ``center_crop``.
 
     Args:
         image, resized, crop: height and width of the image, of the resized image, and of the crop.

@@ -54,7 +54,7 @@ class Preprocessing(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The parameters by torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
+        """Return the parameters by torchvision's names: sizes in pixels, mean and std for values in [0, 1]."""
 
     @abstractmethod
     def image(self, image: PIL.Image.Image) -> Tensor:
@@ -80,7 +80,7 @@ class Preprocessing(ABC):
         return self.output_size(height, width)
 
     def placement(self, height: int, width: int) -> Placement:
-        """Where the pixels of an image of that size are in the result of :meth:`image`."""
+        """Return where the pixels of an image of that size are in the result of :meth:`image`."""
         return cropped((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def held(self, height: int, width: int) -> int:
@@ -110,7 +110,7 @@ class Preprocessing(ABC):
         return None
 
     def without_normalization(self) -> Preprocessing:
-        """The same preprocessing without normalising, its last step: values are in [0, 1].
+        """Return the same preprocessing without normalising, its last step: values are in [0, 1].
 
         Raises:
             BadTensor: normalising is not the last step.
@@ -362,7 +362,7 @@ def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int
 
 
 def _not_normalizing(preset: Any) -> Any:
-    """A copy of one of torchvision's presets with mean 0 and std 1, which change no bit."""
+    """Return a copy of one of torchvision's presets with mean 0 and std 1, which change no bit."""
     made = copy.copy(preset)
     made.mean, made.std = [0.0] * len(preset.mean), [1.0] * len(preset.std)
     return made

@@ -134,13 +134,14 @@ def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], 
 
 
 def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
-    """Whether :func:`resize` leaves an image of the height and width ``have`` to torch, in three bytes a pixel."""
+    """Return whether :func:`resize` leaves an image of the height and width ``have`` to torch, in three bytes a
+    pixel."""
     scale = max(side / resized for side, resized in zip(have, size, strict=True))
     return scale > _MAX_SCALES[mode] or min(*size, *have) < _MIN_SIDE or not _kernels_agree()
 
 
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
-    """The resized pixels before rounding, ``[kept rows, kept columns * 4]``."""
+    """Return the resized pixels before rounding, ``[kept rows, kept columns * 4]``."""
     words = pixels[down.read, across.read].view(np.uint32)[..., 0]
     # Each column of the image is a row of the table, followed by its scale, 1, and its bias, 0.
     table = np.empty((words.shape[1], words.shape[0] + 2), np.uint32)
@@ -203,7 +204,8 @@ def _exact(
 
 @functools.lru_cache(_CACHED_SIDES)
 def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
-    """The sums of the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to ``resized``."""
+    """Return the sums of the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to
+    ``resized``."""
     begin, span = _windows(size, resized, start, stop, mode)
     first, weights = _without_zeros(begin, _weights(size, resized, start, stop, mode, begin, span))
     taps = weights.shape[1]
@@ -260,13 +262,13 @@ def _without_zeros(
 
 
 def _period(first: NDArray[np.int64], taps: int) -> int:
-    """The distance of two resized pixels whose sums of ``taps`` pixels from ``first`` on have none in common."""
+    """Return the distance of two resized pixels whose sums of ``taps`` pixels from ``first`` on have none in common."""
     return next((n for n in range(1, len(first)) if (first[n:] - first[:-n]).min() >= taps), len(first))
 
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Whether the embedding bags' sums of up to four values equal torch's to the bit."""
+    """Return whether the embedding bags' sums of up to four values equal torch's to the bit."""
     noise = np.random.default_rng(0).integers(0, 256, (60, 80, 4), np.uint8)
     sides = ((33, 44, "bilinear"), (41, 97, "bilinear"), (75, 101, "bicubic"))  # of two, three and four values
     try:

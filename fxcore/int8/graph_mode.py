@@ -65,7 +65,7 @@ def converted(
 
 
 def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
-    """The rounding that the observer called by ``node`` has calibrated; None if it calls no observer."""
+    """Return the rounding that the observer called by ``node`` has calibrated; None if it calls no observer."""
     observer = observed.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(observer, ObserverBase) or observer.dtype != torch.quint8:
         return None
@@ -92,7 +92,7 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:
-    """The kinds of nodes to which torch gives fixed ranges, without observers: sigmoid, tanh, softmax."""
+    """Return the kinds of nodes to which torch gives fixed ranges, without observers: sigmoid, tanh, softmax."""
     configs = mapping.object_type_qconfigs.items()
     return {target for target, config in configs if config and isinstance(config.activation(), FixedQParamsObserver)}
 

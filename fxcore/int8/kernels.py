@@ -32,7 +32,7 @@ _MAX_GROUPS = 100
 
 
 def ranges(module: fx.GraphModule) -> str:
-    """The engine whose default ranges of activations ``module`` needs.
+    """Return the engine whose default ranges of activations ``module`` needs.
 
     Without VNNI, x86 kernels add two products in 16 bits, so their default ranges use seven of eight bits to avoid
     overflow. oneDNN's use all eight, if its kernels with VNNI compute all of ``module``; FBGEMM's depthwise kernels
@@ -46,7 +46,7 @@ def ranges(module: fx.GraphModule) -> str:
 
 
 def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx.Node]:
-    """The nodes that this CPU's kernels compute wrongly, or whose values make the next kernel overflow.
+    """Return the nodes that this CPU's kernels compute wrongly, or whose values make the next kernel overflow.
 
     Args:
         module: the module to quantize.
@@ -64,24 +64,24 @@ def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[
 
 
 def kind_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """The class of the module that a node calls; of other nodes the target."""
+    """Return the class of the module that a node calls; of other nodes the target."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else node.target
 
 
 def _is_fbgemms(groups: int) -> bool:
-    """Whether FBGEMM, not oneDNN, computes a convolution with ``groups``."""
+    """Return whether FBGEMM, not oneDNN, computes a convolution with ``groups``."""
     engine = torch.backends.quantized.engine
     return engine == "fbgemm" or (engine == "x86" and (groups > _MAX_GROUPS or not _has_vnni()))
 
 
 def _has_vnni() -> bool:
-    """Whether the CPU has AVX-512 VNNI, which torch requires; False where torch is too old to say."""
+    """Return whether the CPU has AVX-512 VNNI, which torch requires; False where torch is too old to say."""
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_f") and capabilities.get("avx512_vnni"))
 
 
 def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether FBGEMM would write past the end of a convolution's packed weights: it packs groups of two or four
+    """Return whether FBGEMM would write past the end of a convolution's packed weights: it packs groups of two or four
     channels eight or four at a time with AVX-512, and allocates too little for the last, incomplete pack."""
     groups = _groups(module, node)
     if groups == 1 or not _is_fbgemms(groups):
@@ -94,7 +94,8 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a convolution or linear layer reads the value of ``node``, directly or through pooling or reshaping."""
+    """Return whether a convolution or linear layer reads the value of ``node``, directly or through pooling or
+    reshaping."""
     for user in node.users:
         reader = kind_of(module, user)
         if reader in (*_CONVOLUTIONS, nn.functional.linear):
@@ -118,7 +119,7 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> int:
 
 
 def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:
-    """The tensor of the module that ``node`` reads; None if the value is computed."""
+    """Return the tensor of the module that ``node`` reads; None if the value is computed."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     owner, _, name = str(node.target).rpartition(".")

@@ -60,7 +60,8 @@ class _NoModule(nn.Module):
 
 
 def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """The layer that ``node`` belongs to: a batch norm or ReLU belongs to the layer before it, which fuses it."""
+    """Return the layer that ``node`` belongs to: a batch norm or ReLU belongs to the layer before it, which fuses
+    it."""
     while len(node.all_input_nodes) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
@@ -77,5 +78,5 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def class_of(module: fx.GraphModule, node: fx.Node) -> type:
-    """The class of the module that a node calls; for other nodes that of ``module``."""
+    """Return the class of the module that a node calls; for other nodes that of ``module``."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)

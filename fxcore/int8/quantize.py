@@ -102,7 +102,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
 
 
 def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """The positional inputs of each calibration call; calls with a single row are batched.
+    """Return the positional inputs of each calibration call; calls with a single row are batched.
 
     Raises:
         CannotQuantize: there are none, or they do not match the arguments of ``module``.
@@ -125,7 +125,7 @@ def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
 
 
 def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """The positional inputs of each calibration call, checked."""
+    """Return the positional inputs of each calibration call, checked."""
     single = isinstance(calibration, Tensor) or (
         isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
     )
@@ -148,6 +148,6 @@ def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
 
 
 def _rows(call: Sequence[Tensor]) -> int | None:
-    """The size of the first dimension of all tensors of a call; None if they differ."""
+    """Return the size of the first dimension of all tensors of a call; None if they differ."""
     sizes = {part.shape[0] if part.ndim else None for part in call}
     return sizes.pop() if len(sizes) == 1 else None

@@ -84,7 +84,7 @@ class Rounding:
 def layer_errors(
     module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
 ) -> list[LayerError]:
-    """The error of each layer that is rounded, the largest first.
+    """Return the error of each layer that is rounded, the largest first.
 
     Args:
         module: in eval mode, float32. It does not change.
@@ -114,7 +114,7 @@ def layer_errors(
 
 
 def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> list[LayerError]:
-    """The error of each layer of ``module`` in int8, the largest first; ranges are those of ``calibration``.
+    """Return the error of each layer of ``module`` in int8, the largest first; ranges are those of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
     :func:`~fxcore.passes.keep_float.keep_float`.
@@ -156,7 +156,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
 
 
 def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
-    """Whether ``node`` is the output of ``layer``, an int8 layer or an input."""
+    """Return whether ``node`` is the output of ``layer``, an int8 layer or an input."""
     if all(computed_by(module, user) is layer for user in node.users):
         return False
     kind = kind_of(module, layer)

@@ -32,7 +32,7 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
 
 
 def list_models(source: Source | None = None) -> list[ModelEntry]:
-    """All models of torchvision, of packages (:mod:`fxcore.models.packaged_models`) and of users
+    """Return all models of torchvision, of packages (:mod:`fxcore.models.packaged_models`) and of users
     (:mod:`fxcore.models.descriptions`), sorted by name.
 
     Args:
@@ -60,7 +60,7 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
 
 
 def source_of(entry: ModelEntry) -> Source:
-    """The source of a model.
+    """Return the source of a model.
 
     >>> source_of(get_model("resnet18"))
     'torchvision'
@@ -73,7 +73,7 @@ def source_of(entry: ModelEntry) -> Source:
 
 
 def get_model(name: str) -> ModelEntry:
-    """The model called ``name``. The first call for one of timm's imports timm, which takes seconds.
+    """Return the model called ``name``. The first call for one of timm's imports timm, which takes seconds.
 
     Raises:
         UnknownModel: there is no model of that name; ``suggestions`` has similar names.

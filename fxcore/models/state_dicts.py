@@ -51,7 +51,7 @@ def read_cached(file: Path) -> StateDict:
 
 
 def damaged(file: Path, error: Exception) -> WeightsUnavailable:
-    """The error for a cached ``file`` that cannot be read."""
+    """Return the error for a cached ``file`` that cannot be read."""
     return WeightsUnavailable(
         f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is downloaded again, "
         "or use weights=random to try without",
@@ -180,11 +180,11 @@ def _fault(value: Tensor, expected: Tensor) -> str | None:
 
 
 def misfit(name: str, file: Path, reason: str) -> WeightsUnavailable:
-    """The error for a ``file`` whose tensors do not match the model ``name``."""
+    """Return the error for a ``file`` whose tensors do not match the model ``name``."""
     reason = " ".join(reason.split())[:300]
     return WeightsUnavailable(f"{file.name} does not fit {name}: {reason}", file=file.name, folder=str(file.parent))
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return (str(error) or type(error).__name__).splitlines()[0][:200]

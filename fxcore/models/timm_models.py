@@ -77,7 +77,7 @@ class TimmEntry(ModelEntry):
             raise misfit(self.name, file, str(error)) from error
 
     def _build_with(self, weights: str, file: Path) -> nn.Module:
-        """The model with published ``weights``, read from ``file`` and fitted by timm itself, in eval mode.
+        """Return the model with published ``weights``, read from ``file`` and fitted by timm itself, in eval mode.
 
         Raises:
             Exception: whatever timm raises for a file that is damaged or of another model.
@@ -114,7 +114,7 @@ class TimmEntry(ModelEntry):
 
 
 def installed() -> bool:
-    """Whether timm can be imported; it is not imported for this."""
+    """Return whether timm can be imported; it is not imported for this."""
     try:
         return importlib.util.find_spec("timm") is not None
     except ValueError:  # it is None in sys.modules
@@ -122,12 +122,12 @@ def installed() -> bool:
 
 
 def imported() -> bool:
-    """Whether timm's models have been asked for, so that asking again takes no time."""
+    """Return whether timm's models have been asked for, so that asking again takes no time."""
     return timm_models.cache_info().currsize > 0
 
 
 def timm_model(name: str) -> TimmEntry:
-    """The model called ``name``, which begins with :data:`PREFIX`.
+    """Return the model called ``name``, which begins with :data:`PREFIX`.
 
     Raises:
         UnknownModel: timm has none of that name; the error suggests the nearest.
@@ -152,7 +152,7 @@ def timm_model(name: str) -> TimmEntry:
 
 @functools.cache
 def timm_models() -> dict[str, TimmEntry]:
-    """All of timm's models, by name.
+    """Return all of timm's models, by name.
 
     Raises:
         Unsupported: timm is not installed.

@@ -53,11 +53,11 @@ class TorchvisionEntry(ModelEntry):
     """A model of torchvision."""
 
     def is_quantized(self, weights: str) -> bool:
-        """Whether ``weights`` are int8 weights, whose model has other modules than the float model."""
+        """Return whether ``weights`` are int8 weights, whose model has other modules than the float model."""
         return self.task == "quantization" and weights in self.published
 
     def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """The preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given.
+        """Return the preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given.
 
         Raises:
             UnknownWeights: the model has no published weights, and so no preprocessing.
@@ -139,7 +139,7 @@ class TorchvisionEntry(ModelEntry):
 
 
 def _detector_transform(entry: ModelEntry) -> Any:
-    """The transform of a built detector, whose sizes and means are the builder's defaults."""
+    """Return the transform of a built detector, whose sizes and means are the builder's defaults."""
     return copy.deepcopy(_weightless_detector(entry.name).transform)
 
 
@@ -177,5 +177,5 @@ def _entry(name: str) -> TorchvisionEntry:
 
 @functools.cache
 def torchvision_models() -> dict[str, ModelEntry]:
-    """All of torchvision's models, by name, sorted."""
+    """Return all of torchvision's models, by name, sorted."""
     return {name: _entry(name) for name in tv.list_models()}

@@ -123,7 +123,7 @@ class UserEntry(ModelEntry):
         return self.build() if file is None else self.filled(weights, read_file(file.name, file.parent), file)
 
     def file(self, weights: str) -> Path | None:
-        """The file of ``weights``; None for the builder's own."""
+        """Return the file of ``weights``; None for the builder's own."""
         info = self.published[weights]
         return info.path if isinstance(info, FileWeights) else None
 
@@ -224,13 +224,13 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the first floating-point parameter; float32 without one."""
+    """Return the dtype of the first floating-point parameter; float32 without one."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> int:
-    """The channels of the images that a weightless ``model`` takes: three if it runs with them, else those of its first
-    convolution, or of a linear layer over all values of an image."""
+    """Return the channels of the images that a weightless ``model`` takes: three if it runs with them, else those of
+    its first convolution, or of a linear layer over all values of an image."""
     convolutions = [part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)]
     linear = next((part.in_features for part in model.modules() if isinstance(part, nn.Linear)), 0)
     values = size[0] * size[1]
@@ -241,7 +241,7 @@ def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> in
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether ``model`` takes an input of ``shape``; False too if it does not run on the meta device."""
+    """Return whether ``model`` takes an input of ``shape``; False too if it does not run on the meta device."""
     try:
         with torch.no_grad():
             model(torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device))

@@ -68,7 +68,7 @@ def download_weights(entry: ModelEntry, weights: str) -> None:
 
 
 def missing_weights(entry: ModelEntry, weights: str) -> WeightsInfo | None:
-    """The published weights ``weights`` if their file is not cached, else None.
+    """Return the published weights ``weights`` if their file is not cached, else None.
 
     >>> from fxcore import get_model
     >>> missing_weights(get_model("squeezenet1_1"), "random") is None

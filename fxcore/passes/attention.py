@@ -179,8 +179,8 @@ def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bo
 
 
 def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
-    """Whether ``weights``, the result of a softmax, are multiplied with values, perhaps after a dropout, or after a
-    linear layer over the heads, which are permuted to the last dimension for it."""
+    """Return whether ``weights``, the result of a softmax, are multiplied with values, perhaps after a dropout, or
+    after a linear layer over the heads, which are permuted to the last dimension for it."""
     permuted = _permutes(weights)
     for user in weights.users:
         if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):

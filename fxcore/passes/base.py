@@ -144,7 +144,7 @@ def transform(
 
 
 def applied(module: nn.Module) -> tuple[Applied, ...]:
-    """The passes that ``module`` went through, in order.
+    """Return the passes that ``module`` went through, in order.
 
     >>> from fxcore.transforms import out_of_place, remove
     >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(inplace=True), nn.Dropout()).eval())
@@ -237,7 +237,7 @@ def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
 
 
 def constant(module: fx.GraphModule, argument: Any) -> Any:
-    """The value of an argument that does not depend on the input: a parameter, a buffer or a literal.
+    """Return the value of an argument that does not depend on the input: a parameter, a buffer or a literal.
 
     Raises:
         LookupError: it depends on the input.
@@ -315,8 +315,8 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether ``module`` has forward hooks or a forward of its own, and so may compute something else than its class
-    does."""
+    """Return whether ``module`` has forward hooks or a forward of its own, and so may compute something else than its
+    class does."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -336,7 +336,7 @@ def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
 
 
 def source_of(node: fx.Node) -> Any:
-    """A node's first argument."""
+    """Return a node's first argument."""
     return node.args[0] if node.args else node.kwargs.get("input")
 
 

@@ -10,14 +10,14 @@ from fxcore.passes.base import hooked, source_of
 
 
 def reads_shape(node: fx.Node) -> bool:
-    """Whether ``node`` reads the shape of its input only, which a batch norm does not change."""
+    """Return whether ``node`` reads the shape of its input only, which a batch norm does not change."""
     return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
         node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
     )
 
 
 def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether ``node`` reshapes its input in a way that may keep channels apart, or passes it on."""
+    """Return whether ``node`` reshapes its input in a way that may keep channels apart, or passes it on."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
@@ -26,7 +26,7 @@ def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: int) -> bool:
-    """Whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
+    """Return whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
     convolution = path[-1]
     return all(_keeps_channels(module, node, convolution, channels) for node in path[:-1])
 
@@ -54,7 +54,8 @@ def _module_keeps_channels(called: nn.Module) -> bool:
 
 
 def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
-    """Whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its input's)."""
+    """Return whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its
+    input's)."""
     if not isinstance(size, fx.Node):
         return False
     sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}

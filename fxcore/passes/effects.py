@@ -36,7 +36,8 @@ _EFFECTS = {"backward", "register_hook", "register_post_accumulate_grad_hook", "
 
 
 def train_mode(module: nn.Module, node: fx.Node) -> str | None:
-    """The argument, such as ``training=True``, by which ``node`` calls a function in train mode; None in eval mode.
+    """Return the argument, such as ``training=True``, by which ``node`` calls a function in train mode; None in eval
+    mode.
 
     Dropout with rate zero counts as eval mode.
 
@@ -57,7 +58,7 @@ def train_mode(module: nn.Module, node: fx.Node) -> str | None:
 
 
 def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, defaults included."""
     assert callable(node.target)
     with contextlib.suppress(Exception):  # ambiguous overloads; a signature that cannot be read
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
@@ -71,7 +72,7 @@ def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
 
 
 def is_random(module: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` may return different values for the same arguments.
+    """Return whether ``node`` may return different values for the same arguments.
 
     >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x) + x.bernoulli() + torch.relu(x))
     >>> [node.name for node in model.graph.nodes if is_random(model, node)]
@@ -87,7 +88,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    """Whether torch tags an operator of that name as drawing from a random generator."""
+    """Return whether torch tags an operator of that name as drawing from a random generator."""
     packet = getattr(torch.ops.aten, name, None) if name and name.isidentifier() else None
     return packet is not None and any(
         torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
@@ -95,7 +96,7 @@ def _is_seeded(name: str) -> bool:
 
 
 def is_pure(module: nn.Module, node: fx.Node) -> bool:
-    """Whether ``node`` is deterministic and has no side effects.
+    """Return whether ``node`` is deterministic and has no side effects.
 
     True for torch's own functions and modules that neither draw random numbers nor write to memory. Other code is
     assumed to have side effects.
@@ -138,7 +139,7 @@ def _is_pure_module(module: nn.Module) -> bool:
 
 
 def called(module: nn.Module, node: fx.Node) -> nn.Module:
-    """The module that a ``call_module`` node calls."""
+    """Return the module that a ``call_module`` node calls."""
     return module.get_submodule(str(node.target))
 
 

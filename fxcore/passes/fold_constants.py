@@ -102,7 +102,7 @@ def _memory(value: Any) -> set[int]:
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes that are overwritten, and all nodes that may share memory with them."""
+    """Return nodes that are overwritten, and all nodes that may share memory with them."""
     modules = dict(module.named_modules())
     found = set()
     for node in module.graph.nodes:

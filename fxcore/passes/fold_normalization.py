@@ -97,14 +97,14 @@ def fold_normalization(
 
 
 def _finite(values: Any) -> bool:
-    """Whether ``values`` is a non-empty sequence of finite numbers."""
+    """Return whether ``values`` is a non-empty sequence of finite numbers."""
     numbers = isinstance(values, Sequence) and all(isinstance(v, Real) and math.isfinite(v) for v in values)
     return numbers and len(values) > 0
 
 
 def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Module] | None:
-    """The modules from the one that ``reader`` calls down to the first convolution in it; None if that is not the first
-    operation."""
+    """Return the modules from the one that ``reader`` calls down to the first convolution in it; None if that is not
+    the first operation."""
     if reader.op != "call_module" or len(reader.all_input_nodes) != 1:
         return None
     found = [module.get_submodule(str(reader.target))]

@@ -84,7 +84,7 @@ class _Aliases:
         return next(iter(self.storages[node]))
 
     def current(self, node: fx.Node) -> fx.Node:
-        """The node that holds the value of ``node`` now."""
+        """Return the node that holds the value of ``node`` now."""
         return self._replaced_by.get(node, node)
 
     def replace(self, node: fx.Node, by: fx.Node, storage: int) -> None:
@@ -214,7 +214,7 @@ class _Functionalizer:
         return copies
 
     def _read_after(self, node: fx.Node, storage: int) -> list[fx.Node]:
-        """Nodes of ``storage`` before ``node`` whose values are read after it, one for each value."""
+        """Return nodes of ``storage`` before ``node`` whose values are read after it, one for each value."""
         order = self._order()
         found: dict[fx.Node, fx.Node] = {}
         for m in self.aliases.sharing[storage]:
@@ -231,7 +231,7 @@ class _Functionalizer:
         return {node: self._views_from_root(node, storage, writer) for node in nodes}
 
     def _views_from_root(self, node: fx.Node, storage: int, writer: fx.Node) -> list[fx.Node]:
-        """The view operations that lead from the root of ``storage`` to ``node``, in order.
+        """Return the view operations that lead from the root of ``storage`` to ``node``, in order.
 
         Raises:
             CannotTransform: an operation on the way has several arguments in this storage, or it is not known which
@@ -297,13 +297,13 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _same_dtype(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the values of annotated nodes have one dtype; a single node has one."""
+    """Return whether the values of annotated nodes have one dtype; a single node has one."""
     values = [node.meta.get("value") for node in nodes]
     return len(nodes) == 1 or len({v.dtype if isinstance(v, Tensor) else object() for v in values}) == 1
 
 
 def _same_view(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two annotated values have the same shape, strides and offset."""
+    """Return whether two annotated values have the same shape, strides and offset."""
     a, b = one.meta.get("value"), other.meta.get("value")
     return (
         isinstance(a, Tensor)

@@ -78,7 +78,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
 
 
 def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
-    """The scale and shift of ``node`` if it is a batch norm with fixed statistics, else None."""
+    """Return the scale and shift of ``node`` if it is a batch norm with fixed statistics, else None."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
@@ -95,7 +95,7 @@ def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
 
 
 def affine_of_module(module: nn.Module) -> Affine | None:
-    """The scale and shift of ``module`` if it is a batch norm with fixed statistics, else None."""
+    """Return the scale and shift of ``module`` if it is a batch norm with fixed statistics, else None."""
     if type(module) not in _NORMS or hooked(module):
         return None
     # Without running statistics a batch norm uses the batch's own, in eval mode too.
@@ -133,7 +133,7 @@ def scaled(
 
 
 def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
-    """A copy of ``convolution`` with ``affine`` folded in."""
+    """Return a copy of ``convolution`` with ``affine`` folded in."""
     assert isinstance(convolution, ALL_CONVOLUTIONS)
     made = bare_copy(convolution)
     made.weight, made.bias = scaled(
@@ -143,7 +143,8 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether ``module`` is one of torch's convolutions itself: not a subclass, not parametrised, without hooks."""
+    """Return whether ``module`` is one of torch's convolutions itself: not a subclass, not parametrised, without
+    hooks."""
     return type(module) in ALL_CONVOLUTIONS and not hooked(module)
 
 
@@ -205,8 +206,8 @@ def _channels(convolution: nn.Module) -> int:
 
 
 def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
-    """Nodes from the one before ``norm`` back to a convolution with ``channels`` outputs, in that order; None if there
-    is none, or a node between the two has other readers."""
+    """Return nodes from the one before ``norm`` back to a convolution with ``channels`` outputs, in that order; None if
+    there is none, or a node between the two has other readers."""
     path: list[fx.Node] = []
     node = source_of(norm)
     while isinstance(node, fx.Node):
@@ -250,7 +251,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operation_of(node: fx.Node) -> tuple[Any, ...]:
-    """A key of the node's operation and fixed arguments: equal for two calls that differ in their input only."""
+    """Return a key of the node's operation and fixed arguments: equal for two calls that differ in their input only."""
     given = {} if node.op == "call_module" else _arguments(node)
     values = {k: str(v.target) if isinstance(v, fx.Node) else repr(v) for k, v in given.items() if k != "input"}
     return (node.op, str(node.target), *sorted(values.items()))

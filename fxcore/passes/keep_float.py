@@ -39,13 +39,13 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
 
 
 def named(node: fx.Node, name: str) -> bool:
-    """Whether ``name`` is the node's name or a path above it."""
+    """Return whether ``name`` is the node's name or a path above it."""
     path = public_name(node)
     return path == name or path.startswith(name + ".")
 
 
 def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether ``name`` is the path of a module inside the one that the node calls."""
+    """Return whether ``name`` is the path of a module inside the one that the node calls."""
     path = public_name(node) + "."
     if node.op != "call_module" or not name.startswith(path):
         return False

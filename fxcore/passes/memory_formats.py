@@ -53,12 +53,12 @@ def ignore_memory_formats(graph: fx.Graph, modules: dict[str, nn.Module]) -> Non
 
 
 def _by_dtype(node: fx.Node) -> bool:
-    """Whether ``view`` reinterprets the bytes of its argument."""
+    """Return whether ``view`` reinterprets the bytes of its argument."""
     return "dtype" in node.kwargs or any(isinstance(argument, torch.dtype) for argument in node.args)
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether the value of ``node``, or a view of it, is written to."""
+    """Return whether the value of ``node``, or a view of it, is written to."""
     return any(
         ON_COPY in user.meta or mutated_argument(user, {}) is node or (is_view(user, {}) and _is_written(user))
         for user in node.users
@@ -66,7 +66,7 @@ def _is_written(node: fx.Node) -> bool:
 
 
 def _is_foreign(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether ``node`` calls code that is neither torch's nor of a library that takes any memory format."""
+    """Return whether ``node`` calls code that is neither torch's nor of a library that takes any memory format."""
     if node.op == "call_function":
         homes = [str(getattr(node.target, "__module__", None) or "torch")]
     else:

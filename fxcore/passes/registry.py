@@ -69,7 +69,7 @@ register(
 
 
 def list_transforms() -> list[Transform]:
-    """All passes that can be run by name.
+    """Return all passes that can be run by name.
 
     >>> "fuse_conv_bn" in [t.name for t in list_transforms()]
     True
@@ -78,7 +78,7 @@ def list_transforms() -> list[Transform]:
 
 
 def get_transform(name: str) -> Transform:
-    """The pass called ``name``.
+    """Return the pass called ``name``.
 
     Raises:
         UnknownTransform: there is none of that name.

@@ -30,7 +30,7 @@ class NoPhotographs(FxError):
 
 
 def files() -> list[Path]:
-    """The JPEG files of the four photographs, sorted by name.
+    """Return the JPEG files of the four photographs, sorted by name.
 
     >>> [file.name for file in files()]
     ['astronaut.jpg', 'chelsea.jpg', 'coffee.jpg', 'rocket.jpg']
@@ -39,7 +39,7 @@ def files() -> list[Path]:
 
 
 def photos() -> list[PIL.Image.Image]:
-    """The four photographs, sorted by name."""
+    """Return the four photographs, sorted by name."""
     return [open_image(file.read_bytes()) for file in files()]
 
 

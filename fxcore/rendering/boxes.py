@@ -130,7 +130,7 @@ def _place(layers: list[list[Box]]) -> tuple[float, float]:
 
 
 def _lanes(edges: Sequence[tuple[Box, Box]]) -> list[int]:
-    """A lane for each edge, in which it overlaps no other; the shortest edges get the nearest lanes."""
+    """Return a lane for each edge, in which it overlaps no other; the shortest edges get the nearest lanes."""
     lanes: list[int] = [0] * len(edges)
     taken: list[list[tuple[int, int]]] = []
     for i in sorted(range(len(edges)), key=lambda i: edges[i][1].layer - edges[i][0].layer):

@@ -110,7 +110,7 @@ def _table(graph: fx.Graph) -> str:
 
 
 def _text(value: Any) -> str:
-    """An argument as torch.fx prints it, without the memory addresses in the reprs of functions."""
+    """Return an argument as torch.fx prints it, without the memory addresses in the reprs of functions."""
     if isinstance(value, fx.Node):
         return value.name
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ def _what(node: fx.Node, graph: fx.Graph) -> str:
 
 
 def _tensor(node: fx.Node) -> Any:
-    """An object with the shape and dtype of the node's value, if that is a tensor."""
+    """Return an object with the shape and dtype of the node's value, if that is a tensor."""
     value = node.meta.get("value", node.meta.get("tensor_meta"))
     return value if isinstance(value, (Tensor, TensorMetadata)) else None
 

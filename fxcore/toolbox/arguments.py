@@ -45,7 +45,7 @@ def normalize_arguments(module: fx.GraphModule) -> int:
 
 
 def _normalized(module: fx.GraphModule, node: fx.Node) -> ArgsKwargsPair | None:
-    """All arguments by name; None if the names are not known, or depend on types that are not known."""
+    """Return all arguments by name; None if the names are not known, or depend on types that are not known."""
     with contextlib.suppress(Exception):  # several overloads, or what no signature fits
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
         if found is not None:
@@ -72,7 +72,7 @@ def _only_by_name(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
 
 
 def _types(node: fx.Node, unknown: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The types of a call's arguments, positional and named.
+    """Return the types of a call's arguments, positional and named.
 
     Annotations say them; without, the first node is taken for a tensor, which is right for all of torch's functions
     with overloads, and others for ``unknown``.

@@ -67,7 +67,7 @@ def eliminate_dead_code(module: fx.GraphModule) -> int:
 
 
 def _key(value: Any) -> Any:
-    """A key that is equal for equal arguments only: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return a key that is equal for equal arguments only: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, (list, tuple)):
@@ -80,7 +80,7 @@ def _key(value: Any) -> Any:
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose values may change after they are computed, because something writes to their memory."""
+    """Return nodes whose values may change after they are computed, because something writes to their memory."""
     nodes = list(module.graph.nodes)
     modules = dict(module.named_modules())
     written: set[fx.Node] = set()

@@ -97,7 +97,7 @@ def _given_rule(node: fx.Node, rules: Mapping[Callable[..., Any] | str, Rule]) -
 
 
 def _own_rule(module: fx.GraphModule, node: fx.Node, wanted: Iterable[str]) -> Rule | None:
-    """The first of ``wanted`` that fits ``node``, as a function of the node's own arguments."""
+    """Return the first of ``wanted`` that fits ``node``, as a function of the node's own arguments."""
     for name in wanted:
         if name in ACTIVATIONS and is_activation(module, node, name) and _by_default(module, node, name):
             return lambda *args, **kwargs: RULES[name](args[0] if args else kwargs["input"])

@@ -73,7 +73,7 @@ def _fused(linear: nn.Linear, affine: Affine) -> nn.Linear:
 
 
 def _is_2d(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the node's value is known to be ``[N, C]``."""
+    """Return whether the node's value is known to be ``[N, C]``."""
     while True:
         value = node.meta.get("value", node.meta.get("tensor_meta"))
         shape = getattr(value, "shape", None)

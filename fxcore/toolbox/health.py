@@ -126,7 +126,7 @@ def check_health(
 
 
 def _cause(module: fx.GraphModule, node: fx.Node) -> str:
-    """The origin of the NaN or infinity in the value of ``node``, the first with one."""
+    """Return the origin of the NaN or infinity in the value of ``node``, the first with one."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -177,7 +177,7 @@ class _Watcher(Interpreter):
         return max(shares)
 
     def _kind(self, node: fx.Node) -> str | None:
-        """The bounded function that ``node`` applies; None if it applies none."""
+        """Return the bounded function that ``node`` applies; None if it applies none."""
         if node.op == "call_module":
             called = self.fetch_attr(str(node.target))
             return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))

@@ -14,7 +14,7 @@ from fxcore.tracing.names import PATH, public_name
 
 
 def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
-    """The node with the public or fx name ``name``.
+    """Return the node with the public or fx name ``name``.
 
     Args:
         transform: name of the pass, for the error.

@@ -73,7 +73,7 @@ class NotInvertible(CannotTransform):
 
 
 def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tensor | None = None) -> fx.GraphModule:
-    """The inverse of a function of one tensor.
+    """Return the inverse of a function of one tensor.
 
     The function must be a chain in which each step has an inverse: arithmetic with constants (numbers, parameters,
     buffers), exponentials, logarithms, trigonometric and hyperbolic functions, erf, sigmoid, leaky ReLU, softplus,
@@ -152,7 +152,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
-    """Nodes whose values depend on the values of the input, not on its shape alone."""
+    """Return nodes whose values depend on the values of the input, not on its shape alone."""
     found = {source}
     for node in graph.nodes:
         read = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
@@ -187,10 +187,10 @@ def _undo(
     tracer: Any,
     shapes: Mapping[fx.Node, torch.Size],
 ) -> Any:
-    """The input of ``node`` for its output ``value``."""
+    """Return the input of ``node`` for its output ``value``."""
 
     def fixed(argument: Any) -> Any:
-        """An argument that does not depend on the input, in the inverse's own graph."""
+        """Return an argument that does not depend on the input, in the inverse's own graph."""
         if not isinstance(argument, fx.Node):
             return argument
         if argument.op != "get_attr":
@@ -233,7 +233,7 @@ def _undo(
 def _undo_arithmetic(
     node: fx.Node, name: str, first: bool, number: Any, fixed: Callable[[Any], Any], alpha: Any, value: Any
 ) -> Any:
-    """The input of arithmetic with ``number`` for its output ``value``.
+    """Return the input of arithmetic with ``number`` for its output ``value``.
 
     Args:
         first: whether the input is the first argument.
@@ -256,8 +256,8 @@ def _undo_arithmetic(
 
 
 def _loses_input(name: str, first: bool, number: Any) -> bool:
-    """Whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` unless c is positive
-    and not 1."""
+    """Return whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` unless c is
+    positive and not 1."""
     if not isinstance(number, (int, float)):
         return False
     if name == "pow":

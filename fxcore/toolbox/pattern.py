@@ -114,8 +114,8 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
 
 
 def _matches(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> bool:
-    """Whether the value ``found`` of the graph matches ``wanted`` of the pattern: nodes, containers or literals. Nodes
-    that match are added to ``match``."""
+    """Return whether the value ``found`` of the graph matches ``wanted`` of the pattern: nodes, containers or literals.
+    Nodes that match are added to ``match``."""
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, (list, tuple)):
             same = isinstance(found, (list, tuple)) and len(wanted) == len(found)
@@ -152,14 +152,14 @@ def _matches(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> 
 
 
 def _has_node(value: Any) -> bool:
-    """Whether ``value`` is or contains a node."""
+    """Return whether ``value`` is or contains a node."""
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
     return bool(found)
 
 
 def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Whether nothing outside of the match reads its inner values, or what it overwrites."""
+    """Return whether nothing outside of the match reads its inner values, or what it overwrites."""
     inside = set(match.nodes.values())
     for node in inside - {anchor}:
         written = overwritten(module, node)

@@ -243,13 +243,14 @@ def redirect_readers(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The node whose value ``node`` overwrites, or None."""
+    """Return the node whose value ``node`` overwrites, or None."""
     called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
     return mutated_argument(node, called)
 
 
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Whether ``node`` applies the activation function ``name`` to a tensor, as a function, a method or a module."""
+    """Return whether ``node`` applies the activation function ``name`` to a tensor, as a function, a method or a
+    module."""
     named_function(name)
     if not isinstance(source_of(node), fx.Node):
         return False

@@ -103,7 +103,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:
-    """Nodes after ``node``; all nodes if it is None."""
+    """Return nodes after ``node``; all nodes if it is None."""
     found = []
     for one in reversed(graph.nodes):
         if one is node:

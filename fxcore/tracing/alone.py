@@ -13,7 +13,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def is_layer(root: object) -> bool:
-    """Whether ``root`` is one of torch.nn's own modules, but no container of others.
+    """Return whether ``root`` is one of torch.nn's own modules, but no container of others.
 
     >>> is_layer(nn.GRU(2, 3)), is_layer(nn.Sequential(nn.GRU(2, 3)))
     (True, False)
@@ -22,7 +22,8 @@ def is_layer(root: object) -> bool:
 
 
 def enclosed(layer: nn.Module) -> nn.Module:
-    """A module whose only part is ``layer``, under the name of its class in lower case; it takes the same arguments.
+    """Return a module whose only part is ``layer``, under the name of its class in lower case; it takes the same
+    arguments.
 
     >>> made = enclosed(nn.Linear(2, 3))
     >>> [path for path, _ in made.named_modules()], type(made).__name__

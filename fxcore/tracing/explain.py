@@ -47,7 +47,7 @@ class _Reason(NamedTuple):
 
 
 def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) -> NotTraceable:
-    """The error to raise for a trace that failed.
+    """Return the error to raise for a trace that failed.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
     ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``other``), ``module``
@@ -82,7 +82,7 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
 
 
 def called(model: nn.Module | Callable[..., Any]) -> str:
-    """A module's class or a function's name, for messages."""
+    """Return a module's class or a function's name, for messages."""
     return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
 
 
@@ -203,7 +203,7 @@ def _iteration(shown: str, code: str, statement: str, spot: _Spot | None) -> _Re
 
 
 def _keyword_dicts(spot: _Spot | None) -> list[str]:
-    """Names of the variables that refer to the ``**`` parameter of what is traced."""
+    """Return names of the variables that refer to the ``**`` parameter of what is traced."""
     scope = spot.frame.f_locals if spot else {}
     return [
         name for name, value in scope.items() if isinstance(value, fx.Proxy) and str(value.node.target).startswith("**")
@@ -216,7 +216,8 @@ def _calls(code: str, names: tuple[str, ...]) -> bool:
 
 
 def _outside(spot: _Spot | None) -> str | None:
-    """The name of the function that the expression calls, if it is not torch's, Python's, or in the model's source."""
+    """Return the name of the function that the expression calls, if it is not torch's, Python's, or in the model's
+    source."""
     called = _called(spot.expression) if spot else None
     if spot is None or called is None:
         return None
@@ -239,7 +240,8 @@ def _outside(spot: _Spot | None) -> str | None:
 
 
 def _own_function(spot: _Spot | None, model: Any) -> str | None:
-    """The name of the function that the spot is in, if it is one that the model's source defines outside a class."""
+    """Return the name of the function that the spot is in, if it is one that the model's source defines outside a
+    class."""
     name = spot.frame.f_code.co_name if spot else ""
     found = spot.frame.f_globals.get(name) if spot else None
     own = isinstance(found, FunctionType) and spot is not None and found.__code__ is spot.frame.f_code
@@ -247,7 +249,8 @@ def _own_function(spot: _Spot | None, model: Any) -> str | None:
 
 
 def _called(expression: str) -> str | None:
-    """The name of the function in a call expression; None for other expressions, even if they begin with a call."""
+    """Return the name of the function in a call expression; None for other expressions, even if they begin with a
+    call."""
     try:
         parsed = ast.parse(expression, mode="eval").body
     except SyntaxError:
@@ -257,7 +260,8 @@ def _called(expression: str) -> str | None:
 
 
 def _spot(error: BaseException, model: Any) -> _Spot | None:
-    """The innermost frame that is in the model's source, not in torch, Python or a library that the model calls."""
+    """Return the innermost frame that is in the model's source, not in torch, Python or a library that the model
+    calls."""
     parts = model.modules() if isinstance(model, nn.Module) else [model]
     packages = {str(getattr(type(m) if isinstance(m, nn.Module) else m, "__module__", "")).split(".")[0] for m in parts}
     walked = [*traceback.walk_tb(error.__traceback__)]
@@ -280,7 +284,7 @@ def _is_models(file: str, packages: set[str]) -> bool:
 
 
 def _expression(summary: traceback.FrameSummary) -> str:
-    """The expression that raised the error, by the columns in the traceback; empty if it spans lines."""
+    """Return the expression that raised the error, by the columns in the traceback; empty if it spans lines."""
     start, end = summary.colno, summary.end_colno
     if start is None or end is None or summary.lineno != summary.end_lineno or summary.line is None:
         return ""

@@ -128,11 +128,11 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._saved[place] = whole, whole.clone()
 
     def kept_in(self, tensor: Tensor) -> str | None:
-        """The parameter or buffer of a model in eval mode whose memory ``tensor`` is in, or None."""
+        """Return the parameter or buffer of a model in eval mode whose memory ``tensor`` is in, or None."""
         return None if self._training else self._state.get(tensor.untyped_storage()._cdata)
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
-        """The origin of ``tensor``; None if it was not recorded."""
+        """Return the origin of ``tensor``; None if it was not recorded."""
         found: Origin | None = self._origins.get(tensor)
         return found
 
@@ -150,7 +150,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def frozen(graph: fx.Graph) -> dict[str, Origin]:
-    """The constants that the model made while it was traced: attribute name → origin.
+    """Return the constants that the model made while it was traced: attribute name → origin.
 
     >>> from fxcore import trace
     >>> made = frozen(trace(lambda x: x + torch.arange(3)).graph)["_tensor_constant0"]
@@ -161,7 +161,7 @@ def frozen(graph: fx.Graph) -> dict[str, Origin]:
 
 
 def made_constants(graph: fx.Graph) -> list[str]:
-    """Names of the attributes that tracing adds for constants, in order of first use.
+    """Return names of the attributes that tracing adds for constants, in order of first use.
 
     torch.fx records operations on parameters; of operations on buffers it keeps the result only:
 
@@ -182,7 +182,7 @@ def made_constants(graph: fx.Graph) -> list[str]:
 
 
 def _line() -> str:
-    """The line of the model that is running, as ``file:line: code``."""
+    """Return the line of the model that is running, as ``file:line: code``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back

@@ -87,7 +87,8 @@ def _read(
 
 
 def _name(function: Callable[..., Any]) -> Any:
-    """A name under which the function is found, or the function itself where there is none; pickle decides about it."""
+    """Return a name under which the function is found, or the function itself where there is none; pickle decides about
+    it."""
     module = str(getattr(function, "__module__", None)).replace("torch._ops", "torch.ops")
     for home in (module, "builtins", "torch", "torch.nn.functional", "torch.Tensor"):
         name = f"{home}.{getattr(function, '__name__', '')}"
@@ -106,7 +107,7 @@ def _plain(value: Any) -> bool:
 
 
 def attribute(module: nn.Module, target: str) -> Any:
-    """The attribute that a ``get_attr`` node reads, by its target.
+    """Return the attribute that a ``get_attr`` node reads, by its target.
 
     >>> tuple(attribute(nn.Sequential(nn.Linear(2, 3)), "0.bias").shape)
     (3,)

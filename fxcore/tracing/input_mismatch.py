@@ -98,7 +98,8 @@ class _Locator(Interpreter):
 
 
 def _takes(layer: nn.Module | None) -> str | None:
-    """The dtype and shape that one of torch's layers takes; None for layers whose parameters do not decide it."""
+    """Return the dtype and shape that one of torch's layers takes; None for layers whose parameters do not decide
+    it."""
     if isinstance(layer, nn.Embedding):
         return f"integers from 0 to {layer.num_embeddings - 1}"
     if isinstance(layer, nn.Linear):

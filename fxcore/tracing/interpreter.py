@@ -34,7 +34,7 @@ Inputs = Sequence[Any] | Mapping[str, Any] | Tensor
 
 
 def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
-    """The arguments of one call of ``function`` by name.
+    """Return the arguments of one call of ``function`` by name.
 
     Raises:
         BadTensor: it takes other arguments.

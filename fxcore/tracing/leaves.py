@@ -73,7 +73,7 @@ _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 
 def _places(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> dict[int, list[_Place]]:
-    """All references to each of ``functions``, by its ``id``: globals of all modules and of the root's source,
+    """Return all references to each of ``functions``, by its ``id``: globals of all modules and of the root's source,
     attributes of the root if it is a module, and closure variables of its source."""
     parts = list(root.modules()) if isinstance(root, nn.Module) else []
     forwards = list(_functions(parts or [root]))
@@ -121,7 +121,7 @@ def _as_content(cell: CellType, value: Any) -> Iterator[None]:
 
 
 def _functions(parts: Sequence[nn.Module | Callable[..., Any]]) -> Iterator[FunctionType]:
-    """The forwards of modules that are not torch's own, the functions, and all functions in their closures."""
+    """Yield the forwards of modules that are not torch's own, the functions, and all functions in their closures."""
     kinds = {type(p) for p in parts if isinstance(p, nn.Module) and type(p).__module__.split(".")[0] != "torch"}
     run = [kind.forward for kind in kinds] + [p for p in parts if not isinstance(p, nn.Module)]
     waiting = [f for f in map(inspect.unwrap, run) if isinstance(f, FunctionType)]

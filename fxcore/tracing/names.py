@@ -23,12 +23,12 @@ _RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def untraceable_modules(graph: fx.Graph) -> dict[str, str]:
-    """The modules that ``leaf_modules="auto"`` kept whole: path → reason."""
+    """Return the modules that ``leaf_modules="auto"`` kept whole: path → reason."""
     return {str(n.target): n.meta[UNTRACEABLE] for n in graph.nodes if UNTRACEABLE in n.meta}
 
 
 def names(graph: fx.Graph) -> list[str]:
-    """Names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
+    """Return names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
 
     The output and parameters that the graph reads itself have no name.
     """

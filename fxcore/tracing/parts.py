@@ -105,7 +105,7 @@ def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[Untrace
 
 
 def _untraceable(model: nn.Module, traced: set[str]) -> list[UntraceablePart]:
-    """The outermost modules that contain none of ``traced``, each with the error of tracing it."""
+    """Return the outermost modules that contain none of ``traced``, each with the error of tracing it."""
     found = []
     for path, child in _outermost(model, traced):
         try:

@@ -16,7 +16,7 @@ from fxcore.copies import has_own_call, shallow_copy
 
 
 def called_otherwise(root: nn.Module) -> bool:
-    """Whether calling ``root`` runs more, or something else, than the forward of its class.
+    """Return whether calling ``root`` runs more, or something else, than the forward of its class.
 
     >>> model = nn.ReLU()
     >>> called_otherwise(model), called_otherwise(model.register_forward_hook(print) and model)
@@ -30,7 +30,7 @@ def called_otherwise(root: nn.Module) -> bool:
 
 
 def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A module to trace in place of ``root``, whose forward calls a copy of ``root``; and that copy.
+    """Return a module to trace in place of ``root``, whose forward calls a copy of ``root``; and that copy.
 
     Both have the submodules and tensors of ``root``.
 
@@ -48,7 +48,7 @@ def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]:
-    """A method that calls the expression ``called``, with the parameters by which ``root`` is called.
+    """Return a method that calls the expression ``called``, with the parameters by which ``root`` is called.
 
     Args:
         names: what the expression may name beside ``self``.
@@ -76,7 +76,8 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
 
 
 def _parameters(root: nn.Module) -> list[inspect.Parameter]:
-    """The parameters by which ``root`` is called: of its ``__call__`` or, where that takes any, of its forward."""
+    """Return the parameters by which ``root`` is called: of its ``__call__`` or, where that takes any, of its
+    forward."""
     found: list[Any] = [type(root).__call__] if has_own_call(type(root)) else []
     for function in (*found, type(root).forward):
         function = vars(root).get("forward", function) if function is type(root).forward else function

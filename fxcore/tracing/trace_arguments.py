@@ -30,7 +30,7 @@ class UnknownArgument(FxError):
 
 
 def default_leaf_modules() -> tuple[type[nn.Module], ...]:
-    """The leaf classes of torchvision's extractor besides torch.nn's: all modules of ``torchvision.ops``."""
+    """Return the leaf classes of torchvision's extractor besides torch.nn's: all modules of ``torchvision.ops``."""
     members = (getattr(torchvision.ops, name) for name in dir(torchvision.ops))
     return tuple(m for m in members if isinstance(m, type) and issubclass(m, nn.Module))
 

@@ -349,7 +349,7 @@ def record(
 
 
 def private(model: nn.Module, training: bool) -> nn.Module:
-    """A copy of ``model`` to trace in the mode ``training``, with the same parameters.
+    """Return a copy of ``model`` to trace in the mode ``training``, with the same parameters.
 
     Raises:
         NotTraceable: it is in another mode and cannot be copied.

@@ -53,7 +53,8 @@ def written(base: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
-    """The node whose value ``node`` overwrites by its name or arguments (``add_``, ``inplace=True``), or None."""
+    """Return the node whose value ``node`` overwrites by its name or arguments (``add_``, ``inplace=True``), or
+    None."""
     first = _first(node)
     if first is None:
         return None
@@ -74,7 +75,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
 
 
 def pure_target(node: fx.Node) -> Any:
-    """The out-of-place target for an in-place node; None if torch has none.
+    """Return the out-of-place target for an in-place node; None if torch has none.
 
     A ``call_module`` node keeps its target: being in-place is an attribute of the module.
 
@@ -138,7 +139,8 @@ def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """The node of which ``node`` is a view, by the names of the operations between them; itself if it is none."""
+    """Return the node of which ``node`` is a view, by the names of the operations between them; itself if it is
+    none."""
     while is_view(node, {}) and (first := _first(node)) is not None:
         node = first
     return node
@@ -156,7 +158,7 @@ def _clone_constant(graph: fx.Graph, target: str) -> None:
 
 
 def _may_cast(node: fx.Node, root: nn.Module) -> bool:
-    """Whether the operands of an in-place operator may differ in dtype: its result has that of the first."""
+    """Return whether the operands of an in-place operator may differ in dtype: its result has that of the first."""
     waiting = [argument for argument in node.all_input_nodes if argument is not node.args[0]]
     seen: set[fx.Node] = set()
     while waiting:
@@ -175,7 +177,7 @@ def _may_cast(node: fx.Node, root: nn.Module) -> bool:
 
 
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
-    """The storages that each node's value lies in, by number.
+    """Return the storages that each node's value lies in, by number.
 
     For annotated nodes they are known. For others the operation decides; one that may return a view counts as one.
     """
@@ -192,7 +194,7 @@ def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, f
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether the value of ``node`` is a size or computed from sizes alone, and so holds no memory."""
+    """Return whether the value of ``node`` is a size or computed from sizes alone, and so holds no memory."""
     if "carries" in node.meta:
         return not node.meta["carries"]
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -208,7 +210,7 @@ def _first(node: fx.Node) -> fx.Node | None:
 
 
 def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether ``node`` returns a view of its first argument, or may, by its name."""
+    """Return whether ``node`` returns a view of its first argument, or may, by its name."""
     if node.op == "call_module":
         return isinstance(modules.get(str(node.target)), _SAME)
     if node.target is getattr:

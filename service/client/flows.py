@@ -108,7 +108,7 @@ class Receiver:
         self._filled = end
 
     def response(self) -> Response:
-        """The complete response; call it after the last :meth:`feed`."""
+        """Return the complete response; call it after the last :meth:`feed`."""
         return Response(self._response.status_code, self._response.headers, self._content[: self._filled])
 
 
@@ -308,7 +308,8 @@ def _problem(response: Response) -> Problem:
 
 
 def _retry_after(response: Response) -> float | None:
-    """Seconds to wait before retrying, with jitter so that clients do not all return at once; None to not retry."""
+    """Return seconds to wait before retrying, with jitter so that clients do not all return at once; None to not
+    retry."""
     value = response.headers.get("retry-after", "").strip()
     if response.status not in (429, 503) or not value:
         return None

@@ -87,14 +87,14 @@ class Assembly:
                     self._parts.setdefault(key, {})[start] = part
 
     def arrays(self) -> dict[str, Any]:
-        """The outputs as NumPy arrays, with bfloat16 widened to float32.
+        """Return the outputs as NumPy arrays, with bfloat16 widened to float32.
 
         Each is an array, or a list of one array per image if their shapes differ.
         """
         return self._each(lambda name, array: _widened(array) if name == _BF16 else array)
 
     def tensors(self) -> dict[str, Any]:
-        """The outputs as torch tensors that share the memory of the arrays; bfloat16 is kept."""
+        """Return the outputs as torch tensors that share the memory of the arrays; bfloat16 is kept."""
         import torch
 
         def tensor(name: str, array: Array) -> torch.Tensor:

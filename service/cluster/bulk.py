@@ -154,7 +154,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _of_ours(error: BaseException | None) -> FxError | None:
-    """The error of this program that Ray has wrapped, if it is one."""
+    """Return the error of this program that Ray has wrapped, if it is one."""
     while error is not None and not isinstance(error, FxError | Problem):
         error = getattr(error, "cause", None) or error.__cause__
     return None if error is None else FxError(error.detail, **error.extra)
@@ -228,7 +228,7 @@ class _Engine:
     images: int
 
     async def start(self) -> tuple[LocalRunner, Rows]:
-        """The engine, and the features of an image that is always the same."""
+        """Return the engine, and the features of an image that is always the same."""
         runner = LocalRunner(self.settings, self.options, self.images)
         await runner.start(self.spec, self.backend)
         return runner, await probe(runner, self.options.pool)

@@ -27,7 +27,7 @@ SUFFIX = ".parquet"
 
 
 def schema_of(probe: Rows, about: Mapping[str, str]) -> pyarrow.Schema:
-    """The columns, where one image gives ``probe``; ``about`` is a few words about all of them."""
+    """Return the columns, where one image gives ``probe``; ``about`` is a few words about all of them."""
     fields = [pyarrow.field(PATH, pyarrow.string())]
     fields += [pyarrow.field(key, arrow_column(values).type) for key, values in probe.items()]
     return pyarrow.schema([*fields, pyarrow.field(ERROR, pyarrow.string())], metadata=dict(about))

@@ -36,7 +36,7 @@ _OWN = ("model", "nodes", "weights", "cpus", "gpus", "replicas", "max_replicas")
 
 
 def app(args: Mapping[str, Any]) -> Application:
-    """The application for ``serve run`` and the ``args`` of a config file.
+    """Return the application for ``serve run`` and the ``args`` of a config file.
 
     Args:
         args: ``model``, with ``nodes`` (its levels without them) and ``weights``, is built before a replica is ready;
@@ -109,7 +109,7 @@ class Replica:
 
 
 def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
-    """The application of one replica, which has started once it is ready."""
+    """Yield the application of one replica, which has started once it is ready."""
     from service.app import create_app
 
     settings = dict(given)

@@ -49,7 +49,7 @@ _REMEMBERED = 256
 def check(
     content_type: str | None, content_encoding: str | None, taken: tuple[str, ...] = TAKEN
 ) -> tuple[str, Mapping[str, str]]:
-    """A body's media type and its parameters, from its headers alone.
+    """Return a body's media type and its parameters, from its headers alone.
 
     Raises:
         Problem: 415 that lists what is ``taken``.

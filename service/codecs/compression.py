@@ -63,7 +63,7 @@ def compress(parts: Sequence[bytes | memoryview], encoding: str) -> list[bytes |
 
 
 def asked_encoding(accept_encoding: str | None) -> str | None:
-    """The encoding to answer in; None for none.
+    """Return the encoding to answer in; None for none.
 
     HTTP libraries list all encodings they know in every request, and a feature map takes longer to compress than to
     send. So only a client that names a single encoding gets it.

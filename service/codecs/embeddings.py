@@ -38,7 +38,7 @@ class Asked:
 
 
 def read(chunks: Sequence[bytes]) -> Asked:
-    """A body in OpenAI's shape.
+    """Return a body in OpenAI's shape.
 
     Raises:
         Problem: it is no such body, or an image in it is neither base64 nor a data URL.
@@ -55,7 +55,7 @@ def read(chunks: Sequence[bytes]) -> Asked:
 
 
 def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:
-    """The parts of a response.
+    """Return the parts of a response.
 
     Args:
         vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities, which JSON does not have, become

@@ -46,7 +46,8 @@ _IMAGE_SHARE = 0.35
 def write(
     data: bytes, preprocessing: Preprocessing | None, tensor: Tensor, layout: str | None
 ) -> list[bytes | memoryview]:
-    """A PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey image.
+    """Return a PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey
+    image.
 
     An image of more than :data:`MAX_PIXELS` is drawn smaller.
 
@@ -119,7 +120,7 @@ def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[
 
 
 def smaller(height: int, width: int) -> tuple[int, int]:
-    """The largest size of about these proportions that has at most :data:`MAX_PIXELS`."""
+    """Return the largest size of about these proportions that has at most :data:`MAX_PIXELS`."""
     scale = math.sqrt(MAX_PIXELS / (height * width))
     height = min(max(1, int(height * scale)), MAX_PIXELS)
     return height, min(max(1, int(width * scale)), MAX_PIXELS // height)

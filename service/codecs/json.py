@@ -23,7 +23,7 @@ _BYTES_A_STEP = 3 * 256 * 1024  # a multiple of 3: base64 of the pieces is base6
 def write(
     document: Mapping[str, object], nodes: Mapping[str, str], outputs: Mapping[str, Tensor], encoding: str
 ) -> list[bytes | memoryview]:
-    """The parts of ``document`` with ``outputs`` added.
+    """Return the parts of ``document`` with ``outputs`` added.
 
     Args:
         document: the fields before ``outputs``.
@@ -44,7 +44,7 @@ def write(
 
 
 def numbers(tensor: Tensor) -> Iterator[bytes]:
-    """The values of a tensor, flat, separated by commas; NaN and infinities become null."""
+    """Yield the values of a tensor, flat, separated by commas; NaN and infinities become null."""
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _NUMBERS_A_STEP):
         piece = flat[start : start + _NUMBERS_A_STEP]
@@ -60,7 +60,7 @@ def max_bytes(tensor: Tensor) -> int:
 
 
 def base64(tensor: Tensor) -> Iterator[bytes]:
-    """The little-endian bytes of a tensor as base64."""
+    """Yield the little-endian bytes of a tensor as base64."""
     view = raw_bytes(tensor)
     for start in range(0, len(view), _BYTES_A_STEP):
         yield pybase64.b64encode(view[start : start + _BYTES_A_STEP])

@@ -70,7 +70,7 @@ class _Files:
 
 
 async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> list[bytes]:
-    """The contents of every file field.
+    """Return the contents of every file field.
 
     Args:
         chunks: the body as it arrives.

@@ -14,7 +14,7 @@ _LONGEST_ACCEPT = 2048
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    """A Content-Type in lower case without its parameters, and the parameters.
+    """Return a Content-Type in lower case without its parameters, and the parameters.
 
     >>> media_type('Image/JPEG; Name="a;b.jpg"')
     ('image/jpeg', {'name': 'a;b.jpg'})
@@ -32,7 +32,7 @@ def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
 
 
 def choose(accept: str | None, offered: Sequence[str]) -> str:
-    """The offered type that ``accept`` prefers (RFC 9110, 12.5.1); among equals the first offered.
+    """Return the offered type that ``accept`` prefers (RFC 9110, 12.5.1); among equals the first offered.
 
     Raises:
         Problem: 406 that lists what is offered.
@@ -57,7 +57,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
 
 
 def _quality(candidate: str, ranges: Sequence[tuple[str, float]]) -> float:
-    """The quality of the most specific range that covers ``candidate``; 0 if none does."""
+    """Return the quality of the most specific range that covers ``candidate``; 0 if none does."""
     family = candidate.partition("/")[0]
     for wanted in (candidate, f"{family}/*", "*/*"):
         qualities = [quality for name, quality in ranges if name == wanted]

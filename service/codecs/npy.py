@@ -31,12 +31,12 @@ _STEP = 1024**2
 
 
 def write(tensor: Tensor) -> list[bytes | memoryview]:
-    """The parts of an npy file: its header, then the tensor's own memory, uncopied."""
+    """Return the parts of an npy file: its header, then the tensor's own memory, uncopied."""
     return [_npy_header(tensor), raw_bytes(tensor)]
 
 
 def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """An npz file, as ``numpy.savez`` makes it; written here because ``savez`` cannot take a key ``file``."""
+    """Return an npz file, as ``numpy.savez`` makes it; written here because ``savez`` cannot take a key ``file``."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for key, tensor in tensors.items():
@@ -49,7 +49,7 @@ def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def read(body: bytearray) -> Tensor:
-    """The array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
+    """Return the array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
 
     Raises:
         Problem: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not taken,
@@ -72,7 +72,7 @@ def read(body: bytearray) -> Tensor:
 
 
 def _header_bytes(body: bytearray) -> int:
-    """The offset of the data, by the length that the header gives of itself."""
+    """Return the offset of the data, by the length that the header gives of itself."""
     # Eight bytes of magic and version, and the length of the rest in two bytes, from version 2 in four.
     begin = 10 if body[6:7] <= b"\1" else 12
     return min(begin + int.from_bytes(body[8:begin], "little"), begin + _MAX_HEADER_BYTES)
@@ -80,7 +80,7 @@ def _header_bytes(body: bytearray) -> int:
 
 @functools.lru_cache(_REMEMBERED)
 def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """The shape, the order (True is Fortran's) and the dtype in a header.
+    """Return the shape, the order (True is Fortran's) and the dtype in a header.
 
     Raises:
         Problem: see :func:`read`.
@@ -98,7 +98,7 @@ def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def has_numpy_dtype(dtype: torch.dtype) -> bool:
-    """Whether numpy can hold the dtype: all of torch's that are served but bfloat16."""
+    """Return whether numpy can hold the dtype: all of torch's that are served but bfloat16."""
     return dtype is not torch.bfloat16
 
 

@@ -67,7 +67,7 @@ class Document:
             raise InvalidRequest(f"the body is not JSON: {error.msg}") from error
 
     def numbers(self, data: Any, count: int, datatype: str, where: str) -> NDArray[Any]:
-        """The ``count`` values of a ``data`` field, flat, as the numpy dtype of ``datatype``.
+        """Return the ``count`` values of a ``data`` field, flat, as the numpy dtype of ``datatype``.
 
         Raises:
             Problem: 422: other values than numbers that fit, or more or fewer of them.
@@ -116,7 +116,7 @@ class Document:
 
 
 def _end_of_run(body: bytearray, start: int, length: int) -> int:
-    """The end of the characters that an array of numbers consists of."""
+    """Return the end of the characters that an array of numbers consists of."""
     while start < length:
         other = _OTHER.search(body, start, min(start + _STEP, length))
         if other is not None:
@@ -126,7 +126,7 @@ def _end_of_run(body: bytearray, start: int, length: int) -> int:
 
 
 def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[Any]]:
-    """The numbers of a long array, some thousands at a time; their nesting is ignored."""
+    """Yield the numbers of a long array, some thousands at a time; their nesting is ignored."""
     while start < end:
         comma = body.find(b",", min(start + _STEP, end), end)
         stop = end if comma < 0 else comma

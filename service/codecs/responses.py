@@ -48,7 +48,7 @@ class Source:
 
 @functools.lru_cache(_REMEMBERED)
 def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) -> str:
-    """The media type to answer with; cached, as clients send the same header with every request.
+    """Return the media type to answer with; cached, as clients send the same header with every request.
 
     Args:
         accept: the header, or None.
@@ -80,7 +80,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
 def write(
     kind: str, source: Source, outputs: Mapping[str, Tensor], images: int, encoding: str
 ) -> list[bytes | memoryview]:
-    """The parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
+    """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
     if kind == safetensors.MEDIA_TYPE:
         return safetensors.write(outputs, source.metadata)
     if kind == npy.NPZ_MEDIA_TYPE:

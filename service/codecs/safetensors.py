@@ -32,7 +32,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
-    """The parts of a file that holds ``tensors``: one header, then each tensor's own memory, uncopied."""
+    """Return the parts of a file that holds ``tensors``: one header, then each tensor's own memory, uncopied."""
     entries = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
     head, order = _head(entries, tuple(metadata.items()))
     return [head, *(raw_bytes(tensors[key]) for key in order)]
@@ -42,7 +42,7 @@ def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[by
 def _head(
     tensors: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
 ) -> tuple[bytes, list[str]]:
-    """The header, and the order of the tensors' memory; cached, as images of one size have the same."""
+    """Return the header, and the order of the tensors' memory; cached, as images of one size have the same."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for key, dtype, shape in tensors:
         header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape)}
@@ -59,7 +59,7 @@ def _head(
 
 
 def read(body: bytearray) -> dict[str, Tensor]:
-    """The tensors of a file, sharing ``body``'s memory.
+    """Return the tensors of a file, sharing ``body``'s memory.
 
     Raises:
         Problem: 422 ``bad-tensor`` where the bytes are not a safetensors file: a header that is too long, no JSON, or

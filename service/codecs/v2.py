@@ -112,7 +112,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
 def write(
     document: Mapping[str, Any], outputs: Mapping[str, Tensor], binary: Mapping[str, bool]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    """The parts of a response, and the length of its JSON if raw tensors follow.
+    """Return the parts of a response, and the length of its JSON if raw tensors follow.
 
     Args:
         document: the fields before ``outputs``.
@@ -137,7 +137,8 @@ def write(
 def _inputs(
     request: InferRequest, document: Document, data: bytearray, position: int
 ) -> tuple[list[bytes] | None, dict[str, Tensor]]:
-    """The encoded images or the tensors of a request; raw ones begin at ``position`` and fill the rest of ``data``."""
+    """Return the encoded images or the tensors of a request; raw ones begin at ``position`` and fill the rest of
+    ``data``."""
     images: list[bytes] | None = None
     tensors: dict[str, Tensor] = {}
     for entry in request.inputs:

@@ -92,7 +92,7 @@ class Candidate:
         return self.state is CandidateState.AGREES
 
     def judge(self, other: Candidate) -> bool:
-        """Whether it is faster than ``other`` at some number of rows, and slower at none."""
+        """Return whether it is faster than ``other`` at some number of rows, and slower at none."""
         ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
         fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
         self.state = CandidateState.FASTER if fast else CandidateState.SLOWER
@@ -105,7 +105,7 @@ class Candidate:
         self.state, self.reason = CandidateState.FAILED, reason
 
     def figures(self) -> dict[str, Any]:
-        """The errors, for a problem."""
+        """Return the errors, for a problem."""
         return {
             "max_abs_error": self.max_abs_error,
             "max_rel_error": self.max_rel_error,

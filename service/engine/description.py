@@ -58,7 +58,7 @@ class Description:
         return precision_dtype(self.entry, self.spec.precision)
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of one row of each input, for the usual image size."""
+        """Return shapes of one row of each input, for the usual image size."""
         size = self.preprocessing.nominal_size()
         return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
 
@@ -69,5 +69,5 @@ class Description:
 
 
 def precision_dtype(entry: ModelEntry, precision: str) -> torch.dtype:
-    """The dtype of a model's weights and inputs: that of its builder where no other precision is asked for."""
+    """Return the dtype of a model's weights and inputs: that of its builder where no other precision is asked for."""
     return entry.dtype if precision == "float32" else PRECISIONS[precision]

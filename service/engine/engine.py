@@ -143,7 +143,7 @@ class Engine:
         self._preloading = background(self._preload())
 
     def accepted(self) -> AbstractContextManager[None]:
-        """The context that a request runs in until its response is sent.
+        """Return the context that a request runs in until its response is sent.
 
         :meth:`drain` waits for it, and :meth:`features` still works inside it. Once draining has begun, new requests
         get a context that does nothing.
@@ -182,7 +182,7 @@ class Engine:
         release()
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether requests can be served now, and if not, why."""
+        """Return whether requests can be served now, and if not, why."""
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
@@ -238,7 +238,7 @@ class Engine:
         keep: bool = False,
         trace_in: RunInThread | None = None,
     ) -> tuple[ExtractorRecord, bool]:
-        """The extractor that ``spec`` describes, made if there is none yet.
+        """Return the extractor that ``spec`` describes, made if there is none yet.
 
         Args:
             spec: what to build.

@@ -14,7 +14,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means too little memory, on the device or the host, which may pass."""
+    """Return whether ``error`` means too little memory, on the device or the host, which may pass."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -25,8 +25,8 @@ _SHORTAGE_NUMBERS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether ``error``, or its cause, means that the system is short of threads, processes, memory or open files,
-    which may pass."""
+    """Return whether ``error``, or its cause, means that the system is short of threads, processes, memory or open
+    files, which may pass."""
     while error is not None:
         if is_out_of_memory(error) or getattr(error, "errno", None) in _SHORTAGE_NUMBERS:
             return True
@@ -37,7 +37,7 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> NotReady:
-    """The response to a request that failed with ``error``, a shortage."""
+    """Return the response to a request that failed with ``error``, a shortage."""
     return NotReady(f"the system is short of threads or memory: {summarize(error)}")
 
 

@@ -66,12 +66,12 @@ class FeatureOptions:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
 
     def named(self) -> dict[str, str | int | None]:
-        """The options that clients give, by name."""
+        """Return the options that clients give, by name."""
         chosen: dict[str, str | int | None] = {name: getattr(self, name) for name in CHOICES}
         return {**chosen, "roi_size": self.roi_size} if self.pool == "roi" else chosen
 
     def wants(self, key: str) -> bool:
-        """Whether the output ``key`` is answered."""
+        """Return whether the output ``key`` is answered."""
         return self.keys is None or key in self.keys
 
     def check_boxes(self, given: bool) -> None:
@@ -114,7 +114,7 @@ class FeatureOptions:
             raise BadTensor(f"output {key!r}: normalize=l2 needs floating values and this node gives {dtype}", key=key)
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
-        """Shape and dtype that :meth:`finish` gives for a tensor of ``shape`` and ``dtype``."""
+        """Return shape and dtype that :meth:`finish` gives for a tensor of ``shape`` and ``dtype``."""
         if self.pool == "roi":
             shape = pooled_regions_shape(shape, layout, self.roi_size)
         elif self.pool != "none":

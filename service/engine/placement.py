@@ -35,7 +35,8 @@ class CompiledLimits(NamedTuple):
 
 
 def compiled_limits(compute_threads: int) -> CompiledLimits:
-    """The limits on this machine. With one thread, each computes on the calling thread and needs none of its own."""
+    """Return the limits on this machine. With one thread, each computes on the calling thread and needs none of its
+    own."""
     if compute_threads == 1:
         return CompiledLimits(MAX_THREADS, MAX_THREADS)
     limit = available_threads()
@@ -45,7 +46,7 @@ def compiled_limits(compute_threads: int) -> CompiledLimits:
 
 
 def pick_device(asked: str) -> torch.device:
-    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for on this machine.
+    """Return the device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for on this machine.
 
     Raises:
         ValueError: the machine does not have it.

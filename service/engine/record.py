@@ -21,8 +21,8 @@ MAX_RETRY_SECONDS = 60.0
 
 
 def retry_seconds(failures: int) -> float:
-    """How long to wait before trying again what failed, after ``failures`` earlier failures in a row: 1 s, and twice as
-    long each time, up to :data:`MAX_RETRY_SECONDS`."""
+    """Return how long to wait before trying again what failed, after ``failures`` earlier failures in a row: 1 s, and
+    twice as long each time, up to :data:`MAX_RETRY_SECONDS`."""
     return min(2.0 ** min(failures, 16), MAX_RETRY_SECONDS)
 
 

@@ -46,12 +46,12 @@ class Regions:
         return torch.repeat_interleave(torch.arange(len(self.boxes)), counts)
 
     def of(self, images: range) -> range:
-        """The indices of these images' boxes among all boxes."""
+        """Return the indices of these images' boxes among all boxes."""
         return range(self._ends[images.start], self._ends[images.stop])
 
 
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:
-    """The grid of an output's map; None where it is no map.
+    """Return the grid of an output's map; None where it is no map.
 
     The stride is the network's, a power of two, where it rounds to the map's size; else, as with patches of 14 pixels,
     the one that divides the input.

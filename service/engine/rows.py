@@ -49,12 +49,12 @@ def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
 
 
 def row_layout(info: OutputInfo) -> str | None:
-    """The layout of what :func:`by_image` gives, ``W`` being the windows of an image."""
+    """Return the layout of what :func:`by_image` gives, ``W`` being the windows of an image."""
     if info.rows_per_image == 1 or info.layout is None:
         return info.layout
     return "NWLC" if info.layout == TOKENS else "NW" + info.layout[1:]
 
 
 def several_rows(info: OutputInfo, rows: int, images: int) -> bool:
-    """Whether an output of ``rows`` rows for ``images`` images has several rows for each image."""
+    """Return whether an output of ``rows`` rows for ``images`` images has several rows for each image."""
     return info.rows_per_image > 1 or rows != images

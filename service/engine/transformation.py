@@ -19,8 +19,8 @@ class Transformed:
     precision: str
 
     def checks(self, backend: Mapping[str, Any]) -> dict[str, Any]:
-        """The errors for ``checks``. A backend's errors are measured from the transformed module, eager's from the
-        model itself; until they are, the errors of the transforms are given."""
+        """Return the errors for ``checks``. A backend's errors are measured from the transformed module, eager's from
+        the model itself; until they are, the errors of the transforms are given."""
         own = {
             "reference": "eager, not transformed",
             "applied": [{"name": a.name, "changes": a.changes} for a in self.applied],

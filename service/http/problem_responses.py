@@ -22,7 +22,7 @@ log = logging.getLogger("fxserve")
 
 
 def shape_of(path: str) -> Shape:
-    """The shape of errors on ``path``."""
+    """Return the shape of errors on ``path``."""
     if path == "/v2" or path.startswith("/v2/"):
         return v2.SHAPE
     return embeddings.SHAPE if path == embeddings.PATH else PROBLEM

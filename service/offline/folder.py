@@ -15,7 +15,7 @@ from service.offline.shards import write_text
 
 
 def is_url(text: str) -> bool:
-    """Whether ``text`` is a URL, such as ``s3://bucket/photos``, rather than a path."""
+    """Return whether ``text`` is a URL, such as ``s3://bucket/photos``, rather than a path."""
     return "://" in text
 
 

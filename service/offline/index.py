@@ -212,7 +212,7 @@ class Index:
 
 
 def boxes_changed(path: str) -> FxError:
-    """The error for an image that was extracted with other boxes than requested now."""
+    """Return the error for an image that was extracted with other boxes than requested now."""
     return FxError(f"{path} was extracted with other boxes; use a new folder")
 
 

@@ -331,7 +331,7 @@ def _add_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
 
 
 def is_image_error(error: Exception) -> bool:
-    """Whether a batch may have failed because of one of its images; so may one that failed in an unknown way."""
+    """Return whether a batch may have failed because of one of its images; so may one that failed in an unknown way."""
     if isinstance(error, (FxError, exceptions.FxserveError)):
         return isinstance(error, _IMAGE_ERRORS)
     return True

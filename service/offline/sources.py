@@ -108,12 +108,12 @@ def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Sour
 
 
 def _is_candidate(path: str) -> bool:
-    """Whether a file has the suffix of an image or an archive."""
+    """Return whether a file has the suffix of an image or an archive."""
     return path.lower().endswith((*suffixes(), *TAR_SUFFIXES))
 
 
 def _begins_as_image(path: str) -> bool:
-    """Whether a file is an image by its content; not if it cannot be read."""
+    """Return whether a file is an image by its content; not if it cannot be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe might never end
             return False
@@ -230,7 +230,8 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
 
 
 def _is_image_member(name: str, member: tarfile.TarInfo, stream: IO[bytes]) -> bool:
-    """Whether a member of the (decompressed) archive ``stream`` is an image by a name of it or by its content."""
+    """Return whether a member of the (decompressed) archive ``stream`` is an image by a name of it or by its
+    content."""
     if name.lower().endswith(suffixes()):
         return True
     stream.seek(member.offset_data)
@@ -265,7 +266,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
 
 @lru_cache(64)
 def _compressed(path: str) -> bool:
-    """Whether an archive is compressed, by its content."""
+    """Return whether an archive is compressed, by its content."""
     try:
         with open_binary(path) as file:
             tarfile.open(fileobj=file, mode="r:").close()

@@ -64,7 +64,7 @@ POLICIES = dict.fromkeys(PATHS, _STRICT)
 
 @functools.cache
 def read(path: str) -> File:
-    """The file at one of :data:`PATHS`."""
+    """Return the file at one of :data:`PATHS`."""
     content = PATHS[path].read_bytes()
     compressed = None if path.endswith(".jpg") else gzip.compress(content, mtime=0)
     etag = f'W/"{hashlib.sha256(content).hexdigest()[:32]}"'

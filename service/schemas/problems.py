@@ -68,7 +68,7 @@ class Shape:
     shows_retry_after: bool = False
 
     def status(self, status: int) -> int:
-        """The status of a problem whose own is ``status``."""
+        """Return the status of a problem whose own is ``status``."""
         return 400 if status == 422 and not self.has_422 else status
 
 
@@ -76,7 +76,7 @@ PROBLEM = Shape("application/problem+json", "Problem", lambda document: document
 
 
 def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str, dict[str, Any]]:
-    """The OpenAPI ``responses`` of a route for these problems, with an example of each."""
+    """Return the OpenAPI ``responses`` of a route for these problems, with an example of each."""
     responses: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         status = shape.status(kind.status)
@@ -138,5 +138,5 @@ def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping
 
 
 def _field(path: Sequence[Any]) -> str:
-    """A field's path without pydantic's names for the members of a union, such as ``list[str]``."""
+    """Return a field's path without pydantic's names for the members of a union, such as ``list[str]``."""
     return ".".join(str(part) for part in path if "[" not in str(part))

@@ -56,16 +56,16 @@ class Reference:
         return tuple(x.shape[1:] for x in self._rows[0])
 
     def batches(self) -> list[range]:
-        """The photographs of each batch to compare on: each alone, and a batch of two twice, since a backend may
+        """Return the photographs of each batch to compare on: each alone, and a batch of two twice, since a backend may
         compute the first batch of a size in another way than later ones."""
         return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
 
     def compare(self, lowered: Lowered, photographs: range) -> Verification:
-        """How far ``lowered`` is from the module on a batch of these photographs."""
+        """Return how far ``lowered`` is from the module on a batch of these photographs."""
         return verify(self._module, lowered, self._batch(photographs))
 
     def takes_another_size(self, lowered: Lowered) -> bool:
-        """Whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
+        """Return whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
         them."""
         larger = []
         for x in self._rows[0]:
@@ -81,17 +81,17 @@ class Reference:
         return found.relative <= TOLERANCE[self.precision]
 
     def timed(self, run: Lowered, rows: int) -> float:
-        """Seconds of one forward pass of ``rows`` rows."""
+        """Return seconds of one forward pass of ``rows`` rows."""
         return timed(run, self._batch(range(rows)))
 
     def _batch(self, photographs: range) -> Inputs:
-        """A batch with a row for each of ``photographs``, which are repeated as needed."""
+        """Return a batch with a row for each of ``photographs``, which are repeated as needed."""
         chosen = [self._rows[i % len(self._rows)] for i in photographs]
         return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
 
 
 def timed(run: Lowered, inputs: Inputs) -> float:
-    """Seconds of one forward pass."""
+    """Return seconds of one forward pass."""
     device = inputs[0].device
     with torch.inference_mode():
         if device.type == "cuda":
@@ -116,7 +116,7 @@ def example_rows(
 
 
 def check_photographs(description: Description, device: torch.device, count: int | None = None) -> list[Inputs]:
-    """The shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
+    """Return the shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
     size = description.preprocessing.nominal_size()
     rows = check_rows(description.preprocessing, description.inputs, photos()[:count], size)
     return [tuple(x.to(device, description.dtype) for x in row) for row in rows]

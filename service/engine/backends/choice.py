@@ -20,7 +20,7 @@ _NAMES = ("auto", "eager", "openvino", "inductor")
 
 
 def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
-    """The backend that a spec names; the one that answers first if it names none."""
+    """Return the backend that a spec names; the one that answers first if it names none."""
     if spec.backend != "auto":
         return BACKENDS[spec.backend]
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
@@ -57,14 +57,14 @@ def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, 
 
 
 def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
-    """Whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
+    """Return whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
     over = (record.runtime for record in known if record.runtime is not None and record.description.model_key == key)
     return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
 
 
 def has_place(known: Iterable[ExtractorRecord], usual: int) -> bool:
-    """Whether one more extractor may be compiled beside those in ``known``: there are fewer than ``usual``, or one that
-    was not used for long can be evicted for it."""
+    """Return whether one more extractor may be compiled beside those in ``known``: there are fewer than ``usual``, or
+    one that was not used for long can be evicted for it."""
     unused = time.monotonic() - BUSY_SECONDS
     compiled = [r for r in known if r.runtime is not None and (r.backend == "openvino" or _searched(r.runtime))]
     return len(compiled) < usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
@@ -80,5 +80,5 @@ def _check_served(field: str, value: str, available: Sequence[str]) -> None:
 
 
 def _keeps_floats(spec: ExtractorSpec) -> bool:
-    """Whether a spec names nodes to keep in float under int8, which only torch's own int8 can do."""
+    """Return whether a spec names nodes to keep in float under int8, which only torch's own int8 can do."""
     return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)

@@ -24,7 +24,7 @@ _SIMULATED_IMAGES = 8  # that ranges are taken from
 
 
 def int8_refusal(far: Candidate, layers: Sequence[LayerError]) -> BackendRefused:
-    """The error for a spec whose candidate ``far`` is too far from float32.
+    """Return the error for a spec whose candidate ``far`` is too far from float32.
 
     Args:
         layers: what each layer loses, the most first.
@@ -43,7 +43,7 @@ def int8_refusal(far: Candidate, layers: Sequence[LayerError]) -> BackendRefused
 
 
 def shown(layers: Sequence[LayerError]) -> dict[str, Any]:
-    """The layers that lose most, for an extractor's checks or a problem."""
+    """Return the layers that lose most, for an extractor's checks or a problem."""
     return {"layers": [asdict(layer) for layer in layers[:_SHOWN_LAYERS]]}
 
 
@@ -57,6 +57,6 @@ def simulation(description: Description, extractor: Extractor, folder: Path | No
 
 
 def int8_graph(runtime: Runtime) -> fx.GraphModule | None:
-    """The graph of torch's int8 kernels that serves ``runtime``, where eager does so in int8."""
+    """Return the graph of torch's int8 kernels that serves ``runtime``, where eager does so in int8."""
     run = runtime.run.lowered if isinstance(runtime.run, OneSize) else runtime.run
     return run.module if isinstance(run, EagerInt8) else None

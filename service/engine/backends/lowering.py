@@ -40,7 +40,7 @@ class Lowering:
         self._remade: set[tuple[str, str]] = set()
 
     def options(self, description: Description) -> Options:
-        """How to lower an extractor, for a backend."""
+        """Return how to lower an extractor, for a backend."""
         return Options(
             self._device, description.spec.precision, self._settings.compute_threads, self._settings.cache_dir
         )

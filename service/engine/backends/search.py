@@ -87,8 +87,8 @@ class Search:
             log.exception("looking for a faster backend for extractor %s failed", runtime.description.id)
 
     async def _is_faster(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> bool:
-        """Whether ``lowered`` agrees and is faster: by a cached verdict that one photograph confirms, else measured
-        now."""
+        """Return whether ``lowered`` agrees and is faster: by a cached verdict that one photograph confirms, else
+        measured now."""
         description, own = self._runtime.description, self._own
         # Not in the pool that lowers, where it would wait for the lowerings of others.
         known = await asyncio.to_thread(self._verdicts.read, description, candidate.backend)

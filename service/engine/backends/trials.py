@@ -67,7 +67,7 @@ class Trials:
                     return
 
     async def seconds_per_row(self, reference: Reference, run: Lowered) -> float:
-        """Seconds that ``run`` takes for a row of a large batch."""
+        """Return seconds that ``run`` takes for a row of a large batch."""
         rows = self._large_batch(await self._run(reference.timed, run, 1))
         return min([await self._run(reference.timed, run, rows) for _ in range(2)]) / rows
 

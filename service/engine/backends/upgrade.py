@@ -180,7 +180,7 @@ class Upgrades:
         return candidate
 
     async def _too_far(self, runtime: Runtime, far: Candidate, lowered: Lowered) -> BackendRefused:
-        """The error for a spec whose int8 is too far from float32."""
+        """Return the error for a spec whose int8 is too far from float32."""
         if isinstance(lowered, EagerInt8):
             return int8_refusal(far, lowered.layers)
         made, folder = (runtime.description, runtime.extractor), self._settings.calibration_dir
@@ -203,8 +203,8 @@ class Upgrades:
             self._full_until = now + _FULL_SECONDS
 
     async def pays(self, runtime: Runtime, images: int) -> bool:
-        """Whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or eager
-        takes over :data:`WORTH_SECONDS` for them."""
+        """Return whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or
+        eager takes over :data:`WORTH_SECONDS` for them."""
         description, eager, faster = runtime.description, runtime.run, self._faster(runtime)
         if not faster:
             return False
@@ -226,7 +226,7 @@ class Upgrades:
         return runtime.upgrade
 
     def _faster(self, runtime: Runtime) -> Sequence[Backend]:
-        """The backends that may run ``runtime`` faster than eager."""
+        """Return the backends that may run ``runtime`` faster than eager."""
         description = runtime.description
         spec, entry = description.spec, description.entry
         # int8's backend was chosen at the start, by the nodes to keep in float.

@@ -38,7 +38,8 @@ class Verdicts:
         self._settings = settings
 
     def read(self, description: Description, backend: str) -> list[Candidate] | None:
-        """The replaced candidate and that of ``backend``, as measured for an extractor; None if there is no verdict."""
+        """Return the replaced candidate and that of ``backend``, as measured for an extractor; None if there is no
+        verdict."""
         if self._folder is None:
             return None
         try:
@@ -61,8 +62,8 @@ class Verdicts:
                 old.unlink(missing_ok=True)
 
     def _name(self, description: Description, backend: str) -> str:
-        """A hash of what a verdict depends on. Of the weights it has only the name, which is why a photograph confirms
-        it."""
+        """Return a hash of what a verdict depends on. Of the weights it has only the name, which is why a photograph
+        confirms it."""
         packages = ("fxserve", "torch", "torchvision", backend)
         decisive = {
             "extractor": description.id,

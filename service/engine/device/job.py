@@ -76,7 +76,7 @@ class Job:
         self._future: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
 
     async def result(self) -> dict[str, Tensor]:
-        """The outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
+        """Return the outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
             Problem: the job failed, or its deadline has passed.
@@ -89,13 +89,13 @@ class Job:
             self._settled.set()
 
     def wanted(self) -> bool:
-        """Whether the caller still waits and the deadline has not passed."""
+        """Return whether the caller still waits and the deadline has not passed."""
         if not self._settled.is_set() and time.monotonic() > self.deadline:
             self.fail(DeadlineExceeded())
         return not self._settled.is_set()
 
     def output_rows(self, rows: range) -> range:
-        """The rows of the response that the rows ``rows`` of the input become."""
+        """Return the rows of the response that the rows ``rows`` of the input become."""
         return rows if self.regions is None else self.regions.of(rows)
 
     def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
@@ -202,7 +202,7 @@ class Item:
 
 
 def cannot_stack(key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor:
-    """The error for outputs of one request that do not form one tensor."""
+    """Return the error for outputs of one request that do not form one tensor."""
     shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
     return BadTensor(
         f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; send "

@@ -57,7 +57,7 @@ def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], 
 
 
 def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
-    """The deliveries to jobs, in the order of ``items``; consecutive items of one job are one delivery."""
+    """Return the deliveries to jobs, in the order of ``items``; consecutive items of one job are one delivery."""
     deliveries: list[tuple[Job, range]] = []
     for item in items:
         job, rows = deliveries[-1] if deliveries else (None, range(0))
@@ -71,7 +71,7 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 def finish(
     outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
 ) -> dict[str, Tensor]:
-    """A batch's outputs with ``options`` applied, by key, on the CPU.
+    """Return a batch's outputs with ``options`` applied, by key, on the CPU.
 
     Args:
         outputs: of the whole batch.
@@ -93,7 +93,7 @@ def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 
 def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """The boxes of each row of ``items``, which have one input shape, and the grid of the output ``key``."""
+    """Return the boxes of each row of ``items``, which have one input shape, and the grid of the output ``key``."""
     boxes = [regions.boxes[row] for item in items if (regions := item.job.regions) for row in item.rows]
     first = items[0].job.regions
     return boxes, None if first is None else first.grids[items[0].rows.start][key]

@@ -119,7 +119,7 @@ class Queue:
             item.job.fail(reason)
 
     def __len__(self) -> int:
-        """How many items wait."""
+        """Return how many items wait."""
         with self._changed:
             return sum(map(len, self._queues.values()))
 
@@ -175,7 +175,7 @@ class Queue:
 
 
 def usual_size(rows: int) -> int:
-    """The largest batch formed of ``rows`` rows: a power of two, or three times one.
+    """Return the largest batch formed of ``rows`` rows: a power of two, or three times one.
 
     Compilers and CUDA graphs prepare for each batch size, which makes the first batch of a size slow. Up to 32 there
     are only ten such sizes.

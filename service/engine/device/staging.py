@@ -38,7 +38,7 @@ class Staging:
         self._views: dict[Hashable, tuple[Tensor, memoryview]] = {}
 
     def inputs(self, parts: Sequence[tuple[Tensor, ...]], decoder: Decoder, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """A model's inputs on the device, valid until the next call.
+        """Return a model's inputs on the device, valid until the next call.
 
         Args:
             parts: of each of its rows, or of several, one tensor ``[n, ...]`` for each input. All have one shape, but
@@ -53,7 +53,7 @@ class Staging:
         )
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the reused memory, so that the next batch overwrites it."""
+        """Return whether ``tensor`` lies in the reused memory, so that the next batch overwrites it."""
         address = tensor.untyped_storage().data_ptr()
         return any(memory.untyped_storage().data_ptr() == address for memory in self._memory.values())
 
@@ -95,7 +95,7 @@ class Staging:
     def _taken(
         self, place: int, dtype: torch.dtype, shape: torch.Size, channels_last: bool = False
     ) -> tuple[Tensor, memoryview]:
-        """A tensor in reused memory, and its bytes in memory order."""
+        """Return a tensor in reused memory, and its bytes in memory order."""
         known = self._views.get((place, dtype, shape, channels_last))
         if known is not None:
             return known
@@ -115,7 +115,7 @@ class Staging:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy of a CPU tensor, made on the calling thread only.
+    """Return a contiguous copy of a CPU tensor, made on the calling thread only.
 
     torch splits a copy of over 32,768 values among its threads, and waits for the last of them, which may have no core
     while images are decoded.

@@ -191,7 +191,8 @@ class DeviceWorker:
             self._serve(half)
 
     def _is_usable(self) -> bool:
-        """Whether the device can be used after it raised an error; some, such as a failed kernel launch, do no harm."""
+        """Return whether the device can be used after it raised an error; some, such as a failed kernel launch, do no
+        harm."""
         try:
             torch.cuda.synchronize(self.device)
         except Exception:
@@ -235,7 +236,7 @@ class DeviceWorker:
         return Finished(items, outputs, frozenset(key for key, one in outputs.items() if self._staging.owns(one)))
 
     def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
-        """The outputs of ``run`` for a batch."""
+        """Return the outputs of ``run`` for a batch."""
         inputs = self._staging.inputs(
             [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
         )
@@ -289,7 +290,7 @@ def _rows(items: Sequence[Item]) -> int:
 
 
 def _error_for(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
-    """The error of a request whose rows failed with ``error``."""
+    """Return the error of a request whose rows failed with ``error``."""
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     if is_shortage(error):

@@ -39,7 +39,7 @@ class Adoption:
         self._running: dict[str, asyncio.Task[ExtractorRecord]] = {}
 
     async def look_up(self, id_or_name: str, miss_seconds: float = 0.0) -> ExtractorRecord | None:
-        """The extractor of that id or name in the store, whose build is started here, or None.
+        """Return the extractor of that id or name in the store, whose build is started here, or None.
 
         Args:
             id_or_name: what to look for.
@@ -58,7 +58,7 @@ class Adoption:
         return record
 
     async def _adopt(self, stored: Stored) -> ExtractorRecord:
-        """The record of ``stored``; concurrent callers share one."""
+        """Return the record of ``stored``; concurrent callers share one."""
         running = self._running.get(stored.id)
         if running is None:
             running = self._running[stored.id] = background(self._known(stored))

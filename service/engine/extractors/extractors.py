@@ -113,7 +113,7 @@ class Extractors:
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
     ) -> tuple[ExtractorRecord, bool]:
-        """The extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
+        """Return the extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
 
         Args:
             spec: what to build.
@@ -218,7 +218,7 @@ class Extractors:
             return None, True
 
     async def look_up(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name. If another process made it, its build is started here.
+        """Return the extractor of that id or name. If another process made it, its build is started here.
 
         Raises:
             UnknownExtractor: there is none.
@@ -230,7 +230,7 @@ class Extractors:
         return record or self._records.find(id_or_name)
 
     async def namesake(self, model: str) -> ExtractorRecord | None:
-        """The extractor that has a model's name, if there is one and the store can be read.
+        """Return the extractor that has a model's name, if there is one and the store can be read.
 
         Models are asked for often: a name that another process gave is noticed within :data:`NAMESAKE_SECONDS`.
         """
@@ -243,7 +243,7 @@ class Extractors:
         return record
 
     async def preload(self, spec: ExtractorSpec) -> ExtractorRecord | None:
-        """The extractor that ``spec`` describes; None if it was deleted in the last day and not made again.
+        """Return the extractor that ``spec`` describes; None if it was deleted in the last day and not made again.
 
         A process that replaces another must not restore deleted extractors.
 
@@ -257,7 +257,7 @@ class Extractors:
         return (await self.get(spec))[0]
 
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
-        """The extractors of the store that are not known here yet, each with one of its names."""
+        """Return the extractors of the store that are not known here yet, each with one of its names."""
         shared = [] if self.sharing is None else await self.sharing.all()
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
 

@@ -14,7 +14,7 @@ REMEMBERED_BYTES = 64 * 1024**2
 
 
 def forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str], int]) -> list[ExtractorRecord]:
-    """The records to forget before another is added, so that records cannot fill the memory.
+    """Return the records to forget before another is added, so that records cannot fill the memory.
 
     The least recently used go first; those with a name, by which clients address them, last.
 

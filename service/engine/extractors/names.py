@@ -25,11 +25,11 @@ class Names:
         self._names: dict[str, dict[str, None]] = {}
 
     def id(self, name: str) -> str | None:
-        """The id that ``name`` stands for."""
+        """Return the id that ``name`` stands for."""
         return self._ids.get(name)
 
     def last(self, id: str) -> str | None:
-        """The last name that ``id`` was given and still has."""
+        """Return the last name that ``id`` was given and still has."""
         return next(reversed(self._names.get(id, {})), None)
 
     def give(self, name: str, id: str) -> None:
@@ -47,7 +47,7 @@ class Names:
             del self._ids[name]
 
     def bytes(self, id: str) -> int:
-        """About the bytes that the names of ``id`` take."""
+        """Return about the bytes that the names of ``id`` take."""
         return sum(_NAME_BYTES + 2 * len(name) for name in self._names.get(id, ()))
 
     def near(self, wrong: str, ids: Iterable[str]) -> list[str]:

@@ -83,7 +83,7 @@ class Objects:
         return f"{self._root}/{path}"
 
     def names_in(self, folder: str) -> list[str]:
-        """Names of the objects in ``folder``; none if there is no such folder."""
+        """Return names of the objects in ``folder``; none if there is no such folder."""
         try:
             return [PurePosixPath(str(path)).name for path in self._fs.ls(self._path(folder), detail=False)]
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class Objects:
             return []
 
     def read(self, path: str) -> dict[str, Any] | None:
-        """An object; None if it does not exist.
+        """Return an object; None if it does not exist.
 
         Raises:
             DamagedObject: it is not as it was written, or a newer version wrote it.
@@ -162,7 +162,7 @@ class Objects:
 
 
 def unique_name(kind: str, subject: str) -> str:
-    """A name that no other object has, ``KIND-SUBJECT.MILLISECONDS.TOKEN``."""
+    """Return a name that no other object has, ``KIND-SUBJECT.MILLISECONDS.TOKEN``."""
     return f"{kind}-{subject}.{time.time() * 1000:.0f}.{secrets.token_hex(4)}"
 
 
@@ -177,8 +177,8 @@ def kind_and_subject(file: str) -> tuple[str, str]:
 
 
 def written_at(file: str) -> float:
-    """The time in a file's :func:`unique_name`, in seconds since the epoch by the writer's clock; now if there is
-    none."""
+    """Return the time in a file's :func:`unique_name`, in seconds since the epoch by the writer's clock; now if there
+    is none."""
     try:
         return int(file.rsplit(".", 3)[1]) / 1000
     except (IndexError, ValueError):

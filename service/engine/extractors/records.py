@@ -25,15 +25,15 @@ class Records:
         self._names = Names()
 
     def get(self, id: str) -> ExtractorRecord | None:
-        """The extractor of that id, if there is one."""
+        """Return the extractor of that id, if there is one."""
         return self._by_id.get(id)
 
     def known(self, id_or_name: str) -> ExtractorRecord | None:
-        """The extractor of that id or name, if there is one."""
+        """Return the extractor of that id or name, if there is one."""
         return self._by_id.get(id_or_name) or self._by_id.get(self._names.id(id_or_name) or "")
 
     def find(self, id_or_name: str) -> ExtractorRecord:
-        """The extractor of that id or name.
+        """Return the extractor of that id or name.
 
         Raises:
             UnknownExtractor: there is none; looking for suggestions takes longer than finding one.
@@ -46,11 +46,11 @@ class Records:
         return record
 
     def list(self) -> list[ExtractorRecord]:
-        """All extractors, in the order they were added."""
+        """Return all extractors, in the order they were added."""
         return list(self._by_id.values())
 
     def values(self) -> ValuesView[ExtractorRecord]:
-        """A view of all extractors, those added later included."""
+        """Return a view of all extractors, those added later included."""
         return self._by_id.values()
 
     def add(self, record: ExtractorRecord) -> None:

@@ -46,7 +46,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
 
 
 def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
-    """The id of the extractor that ``spec`` describes, with the full names of its weights and nodes."""
+    """Return the id of the extractor that ``spec`` describes, with the full names of its weights and nodes."""
     decisive = {
         "model": spec.model,
         "weights": weights,

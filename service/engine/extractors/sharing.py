@@ -75,7 +75,7 @@ class Sharing:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def find(self, id_or_name: str, miss_seconds: float = 0.0) -> Stored | None:
-        """The extractor of that id or name. Concurrent callers share one search.
+        """Return the extractor of that id or name. Concurrent callers share one search.
 
         An extractor that exists when this is called is found: a search that began earlier and found none is repeated.
 
@@ -98,7 +98,7 @@ class Sharing:
                 return found
 
     async def get(self, id: str) -> Stored | None:
-        """The extractor ``id``.
+        """Return the extractor ``id``.
 
         Raises:
             NotReady: see :meth:`find`.
@@ -107,7 +107,7 @@ class Sharing:
             return await in_pool(self._pool, self._store.get, id)
 
     async def owner(self, name: str) -> Stored | None:
-        """The extractor that has ``name``.
+        """Return the extractor that has ``name``.
 
         Raises:
             NotReady: see :meth:`find`.
@@ -189,7 +189,7 @@ class Sharing:
             self._deleting -= Counter((id,))
 
     async def all(self) -> list[tuple[Stored, str | None]]:
-        """All extractors, each with one of its names; none while the store is unavailable.
+        """Return all extractors, each with one of its names; none while the store is unavailable.
 
         One listing at a time, in a thread of its own and page by page, so that no other use of the store waits for it.
         """
@@ -207,11 +207,11 @@ class Sharing:
                 found += page
 
     def is_saving(self, id: str) -> bool:
-        """Whether the extractor ``id`` is being saved, so that its token may be out of date."""
+        """Return whether the extractor ``id`` is being saved, so that its token may be out of date."""
         return id in self._saving
 
     def is_deleting(self, id: str) -> bool:
-        """Whether a request is deleting the extractor ``id``."""
+        """Return whether a request is deleting the extractor ``id``."""
         return id in self._deleting
 
     async def _find(self, id_or_name: str) -> Stored | None:

@@ -166,14 +166,14 @@ class Store:
         raise StoreError(f"{path} in {self.objects.url} is made and deleted again and again")
 
     def get(self, id: str) -> Stored | None:
-        """The extractor ``id``; None if it does not exist."""
+        """Return the extractor ``id``; None if it does not exist."""
         path = f"specs/{id}.json"
         with self.objects.store_errors("read"):
             content = self.objects.read(path)
         return None if content is None else _stored(path, content)
 
     def find(self, id_or_name: str) -> Stored | None:
-        """The extractor of that id or name, or None.
+        """Return the extractor of that id or name, or None.
 
         Raises:
             StoreError: the store is unavailable.
@@ -184,7 +184,7 @@ class Store:
         return found
 
     def owner(self, name: str) -> Stored | None:
-        """The extractor that has ``name``; None if the name is free."""
+        """Return the extractor that has ``name``; None if the name is free."""
         if not _NAME.fullmatch(name):
             return None
         with self.objects.store_errors("read"):
@@ -235,17 +235,17 @@ class Store:
             return self.objects.names_in("deleted")
 
     def ids(self) -> set[str]:
-        """The ids of all extractors."""
+        """Return the ids of all extractors."""
         with self.objects.store_errors("read"):
             return {file.removesuffix(".json") for file in self.objects.names_in("specs")}
 
     def names(self) -> list[str]:
-        """The names that were given, those of extractors deleted lately included."""
+        """Return the names that were given, those of extractors deleted lately included."""
         with self.objects.store_errors("read"):
             return self.objects.names_in("names")
 
     def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
-        """All extractors that can be read, each with one of its names, in pages.
+        """Yield all extractors that can be read, each with one of its names, in pages.
 
         The names are read first, which gives empty pages: no step takes long, however many objects there are.
         """
@@ -284,7 +284,7 @@ class Store:
             self.objects.prune_parts(before)
 
     def _owner(self, name: str) -> tuple[int, Stored | None]:
-        """The highest number under ``name``, and the extractor that it gives the name to."""
+        """Return the highest number under ``name``, and the extractor that it gives the name to."""
         while True:
             last = max(self._numbers(name), default=0)
             if not last:
@@ -296,8 +296,8 @@ class Store:
             return last, owner if owner is not None and owner.token == entry["token"] else None
 
     def _named(self, name: str) -> tuple[str, str] | None:
-        """The id and the token that ``name`` was given to last, of an extractor that may be gone; None if it cannot be
-        read."""
+        """Return the id and the token that ``name`` was given to last, of an extractor that may be gone; None if it
+        cannot be read."""
         last = max(self._numbers(name), default=0)
         path = f"names/{name}/{last}.json"
         owner = self._owners.get(path)
@@ -310,7 +310,7 @@ class Store:
         return owner
 
     def _listed(self, id: str) -> Stored | None:
-        """The extractor ``id``, read once; None if it cannot be."""
+        """Return the extractor ``id``, read once; None if it cannot be."""
         stored = self._cached.get(id)
         if stored is None:
             with suppress(DamagedObject):
@@ -332,7 +332,7 @@ def _in_pages(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _old_notices(notices: Iterable[str]) -> list[str]:
-    """Those of ``notices`` that tell nothing any more, or are the oldest of too many."""
+    """Return those of ``notices`` that tell nothing any more, or are the oldest of too many."""
     now = time.time()
     old = []
     subjects: set[tuple[str, str]] = set()
@@ -346,7 +346,7 @@ def _old_notices(notices: Iterable[str]) -> list[str]:
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` is written as ids are."""
+    """Return whether ``text`` is written as ids are."""
     return _ID.fullmatch(text) is not None
 
 

@@ -46,7 +46,7 @@ class StoreHealth:
         return self.unavailable or self.unwritable or next(iter(self.damaged.values()), None)
 
     def in_time(self) -> asyncio.Timeout:
-        """The context of what the store has :data:`TIMEOUT_SECONDS` for."""
+        """Return the context of what the store has :data:`TIMEOUT_SECONDS` for."""
         return asyncio.timeout(TIMEOUT_SECONDS)
 
     def failed(self, operation: str, error: StoreError | TimeoutError) -> str:

@@ -105,7 +105,7 @@ class Watcher:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def was_deleted(self, id: str) -> bool:
-        """Whether ``id`` was deleted in the last day, and may have been made again since."""
+        """Return whether ``id`` was deleted in the last day, and may have been made again since."""
         return id in self._deleted
 
     async def _keep_polling(self) -> None:
@@ -193,8 +193,8 @@ class Watcher:
         return self._store.ids()
 
     def _gone(self, tokens: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Those of ``tokens`` whose extractor was deleted, or deleted and made again; one without a token is not gone
-        if the store has it."""
+        """Return those of ``tokens`` whose extractor was deleted, or deleted and made again; one without a token is not
+        gone if the store has it."""
         gone = {}
         for id, token in tokens.items():
             try:

@@ -67,7 +67,7 @@ class Builder:
         return runtime
 
     async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
-        """The extractor before its first backend is chosen, and what computes what the model itself does."""
+        """Return the extractor before its first backend is chosen, and what computes what the model itself does."""
         spec, entry = description.spec, description.entry
         graph = await in_pool(self.pool, graph_for, spec, entry, description.weights)
         if description.model_key not in self.models.loaded():

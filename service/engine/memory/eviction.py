@@ -67,7 +67,7 @@ class Eviction:
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:
-        """Bytes of the loaded models, the built extractors and the traced graphs."""
+        """Return bytes of the loaded models, the built extractors and the traced graphs."""
         models = sum(model.bytes for model in self._models.loaded().values())
         own = sum(record.runtime.own_bytes for record in self._records if record.runtime is not None)
         return models + self._ledger.bytes + own + graph_bytes(self._graphs())

@@ -12,7 +12,7 @@ from service.schemas.v1 import ExtractorSpec
 
 
 def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """The graph that ``spec`` names nodes of. Not for the event loop: the model may have to be traced.
+    """Return the graph that ``spec`` names nodes of. Not for the event loop: the model may have to be traced.
 
     Raises:
         NotTraceable: see there.
@@ -23,7 +23,7 @@ def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGr
 
 
 def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """The same graph for images of the size that ``spec`` asks for.
+    """Return the same graph for images of the size that ``spec`` asks for.
 
     Raises:
         BadTensor: the model does not take inputs of another size than its weights were made for.
@@ -38,13 +38,13 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
 
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:
-    """Bytes of the graphs ``held`` and of those that fxcore caches, each counted once."""
+    """Return bytes of the graphs ``held`` and of those that fxcore caches, each counted once."""
     graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.derived)}
     graphs.update((id(graph), graph) for graph in held)
     return sum(graph.bytes for graph in graphs.values())
 
 
 def idle_graphs(held: Iterable[ModelGraph]) -> list[ModelGraph]:
-    """The cached graphs that are not ``held``, the least recently used first."""
+    """Return the cached graphs that are not ``held``, the least recently used first."""
     used = {id(graph.traced_modules) for graph in held}
     return [graph for graph in kept_graphs() if id(graph.traced_modules) not in used]

@@ -42,14 +42,14 @@ _RUNS = 3
 
 
 def parameters(transform: Transform) -> dict[str, Any]:
-    """The parameters of a transform that a spec may set. Mean and std to fold are those of the extractor's
+    """Return the parameters of a transform that a spec may set. Mean and std to fold are those of the extractor's
     preprocessing."""
     return {} if transform.name == FOLD else described(transform)["parameters"]
 
 
 def steps(spec: ExtractorSpec) -> list[Step]:
-    """The transforms of ``spec``, normalised: each with its name and all its parameters, so that equal ones compare
-    equal.
+    """Return the transforms of ``spec``, normalised: each with its name and all its parameters, so that equal ones
+    compare equal.
 
     Raises:
         UnknownTransform, BadParameter: see there.
@@ -83,7 +83,7 @@ def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
 
 
 def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
-    """The preprocessing of an extractor with the transforms ``wanted``.
+    """Return the preprocessing of an extractor with the transforms ``wanted``.
 
     Raises:
         CannotTransform: the normalisation cannot be folded into the model.
@@ -151,7 +151,7 @@ def _verified(
     module: fx.GraphModule,
     wanted: Sequence[Step],
 ) -> Verification:
-    """How far ``module``, the result of ``wanted``, is from ``original`` on a photograph.
+    """Return how far ``module``, the result of ``wanted``, is from ``original`` on a photograph.
 
     Raises:
         CannotTransform: ``module`` cannot run, or an output changed though every transform is exact.

@@ -49,7 +49,7 @@ class ModelStore:
         self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
-        """The model of ``key``, loaded if it is not yet.
+        """Return the model of ``key``, loaded if it is not yet.
 
         Raises:
             WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call tries again.
@@ -69,7 +69,7 @@ class ModelStore:
         return self._loads.pop(key, None) is not None
 
     def loaded(self) -> dict[ModelKey, LoadedModel]:
-        """The models in memory now."""
+        """Return the models in memory now."""
         return {
             key: load.result()
             for key, load in self._loads.items()

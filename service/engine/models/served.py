@@ -9,7 +9,7 @@ from fxcore.errors import UnknownModel
 
 
 def is_served(name: str, allowed: Collection[str] | None) -> bool:
-    """Whether the model ``name`` is among ``allowed``; None allows all.
+    """Return whether the model ``name`` is among ``allowed``; None allows all.
 
     >>> is_served("timm.vit_tiny_patch16_224", ["resnet50", "timm.vit_*"]), is_served("resnet18", ["resnet50"])
     (True, False)
@@ -18,7 +18,7 @@ def is_served(name: str, allowed: Collection[str] | None) -> bool:
 
 
 def may_serve(prefix: str, allowed: Collection[str] | None) -> bool:
-    """Whether ``allowed`` may match a name that begins with ``prefix``.
+    """Return whether ``allowed`` may match a name that begins with ``prefix``.
 
     >>> may_serve("timm.", ["resnet*"]), may_serve("timm.", ["resnet*", "*_tiny"]), may_serve("timm.", ["timm.vit_*"])
     (False, True, True)

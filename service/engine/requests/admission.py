@@ -103,7 +103,7 @@ class Admission:
         return Reservation(self, client)
 
     def retry_after(self, client: str) -> float:
-        """Seconds until all requests in the server, and the retries before one of ``client``, will be done, at
+        """Return seconds until all requests in the server, and the retries before one of ``client``, will be done, at
         the recent drain rate.
 
         So requests that are refused together are retried one after another: if all were retried at once, most would be
@@ -119,7 +119,7 @@ class Admission:
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
 
     def _busy_time(self) -> float:
-        """Seconds in which there was a request to work on: an idle server drains nothing."""
+        """Return seconds in which there was a request to work on: an idle server drains nothing."""
         return self._busy + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
 
     async def _take_turn(self, client: str) -> None:

@@ -28,8 +28,8 @@ _SMALL_BYTES = 256 * 1024
 
 
 def is_quick(images: Sequence[bytes]) -> bool:
-    """Whether the headers can be read on the event loop: they are few and plain. PIL reads others, and walks through
-    the whole file."""
+    """Return whether the headers can be read on the event loop: they are few and plain. PIL reads others, and walks
+    through the whole file."""
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
 
@@ -53,7 +53,7 @@ def header_steps(count: int) -> list[range]:
 
 
 def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
-    """The headers of ``images`` at ``indices``.
+    """Return the headers of ``images`` at ``indices``.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`plan`.
@@ -68,7 +68,7 @@ def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> li
 def plan_images(
     description: Description, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
 ) -> Plan:
-    """The plan of encoded images; see :func:`service.engine.requests.planning.plan`."""
+    """Return the plan of encoded images; see :func:`service.engine.requests.planning.plan`."""
     preparation: _Preparation = (
         _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(description, preprocess, max_pixels)
     )
@@ -128,13 +128,13 @@ class _Preparation(Protocol):
         """Height and width of its row."""
 
     def placement(self, height: int, width: int) -> Placement:
-        """Where the image is in its row."""
+        """Return where the image is in its row."""
 
     def decoding_bytes(self, header: Header) -> int:
         """Peak bytes until the image is a row, beside its file."""
 
     def row(self, data: bytes) -> Tensor:
-        """Its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
+        """Return its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
 
 
 class _AsSent:

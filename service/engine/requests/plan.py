@@ -57,7 +57,7 @@ class Plan:
     placements: Callable[[], Sequence[Placement]] = tuple
 
     def is_small_tensor(self) -> bool:
-        """Whether there is one part, which is only converted to float32, and quickly."""
+        """Return whether there is one part, which is only converted to float32, and quickly."""
         return len(self.parts) == 1 and self.rows <= _SMALL_BYTES and not any(self.costs)
 
     def held(self, at_once: int) -> int:
@@ -65,8 +65,8 @@ class Plan:
         return self.rows + sum(nlargest(at_once, self.costs))
 
     def at_once(self, most: int, limit: int) -> int:
-        """How many parts to decode at a time: up to ``most``, as many as fit into a request's share of ``limit``, the
-        bytes of all requests; at least one."""
+        """Return how many parts to decode at a time: up to ``most``, as many as fit into a request's share of
+        ``limit``, the bytes of all requests; at least one."""
         most = max(1, min(most, len(self.parts)))
         return next((count for count in range(most, 1, -1) if self.held(count) <= _DECODING_SHARE * limit), 1)
 
@@ -78,7 +78,7 @@ def spread(count: int, size: int | None = None) -> list[range]:
 
 
 def bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """The largest size of an image while it is preprocessed.
+    """Return the largest size of an image while it is preprocessed.
 
     Raises:
         ImageTooLarge: it is over ``max_pixels``, and over what images of common aspect ratios need.

@@ -18,7 +18,7 @@ from service.problems import ResponseTooLarge
 
 
 def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
-    """The size of one row of ``shape`` in ``runtime``; cached for recent shapes.
+    """Return the size of one row of ``shape`` in ``runtime``; cached for recent shapes.
 
     Raises:
         BadTensor: the model does not take that shape.
@@ -52,8 +52,8 @@ def response_bytes(
     limit: int,
     boxes: Sequence[int] | None = None,
 ) -> int:
-    """Bytes of the response to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a row for
-    each box.
+    """Return bytes of the response to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a
+    row for each box.
 
     Raises:
         BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.

@@ -17,7 +17,7 @@ from service.engine.rows import RowShape
 
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
-    """The plan of tensors; see :func:`service.engine.requests.planning.plan`."""
+    """Return the plan of tensors; see :func:`service.engine.requests.planning.plan`."""
     specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
         raise BadTensor(

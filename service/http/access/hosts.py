@@ -35,7 +35,7 @@ class Hosts:
         self._known = lru_cache(256)(self._is_known)
 
     def allow(self, host: str) -> bool:
-        """Whether requests with this ``Host`` are allowed, whatever its port."""
+        """Return whether requests with this ``Host`` are allowed, whatever its port."""
         name = name_of(host)
         return len(name) <= _MAX_LENGTH and self._known(name)
 
@@ -53,7 +53,7 @@ def name_of(host: str) -> str:
 
 
 def is_own_origin(origin: str, host: str) -> bool:
-    """Whether ``origin``, such as ``https://example.org``, is the server's own by the request's ``host``.
+    """Return whether ``origin``, such as ``https://example.org``, is the server's own by the request's ``host``.
 
     The scheme is ignored, since a proxy may terminate TLS.
     """

@@ -25,6 +25,6 @@ def forbidden(key: Key, what: str) -> Problem:
 
 
 def may_build(request: Request) -> bool:
-    """Whether a request may build extractors and load weights, also implicitly."""
+    """Return whether a request may build extractors and load weights, also implicitly."""
     key: Key | None = request.scope.get(_KEY)
     return key is None or key.scope == "admin"

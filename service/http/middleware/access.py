@@ -78,7 +78,7 @@ class Access:
 
 
 def _key(scope: Scope, keys: Keys) -> Key:
-    """The key of a request.
+    """Return the key of a request.
 
     Raises:
         Unauthorized: it has none, or one that is not known.

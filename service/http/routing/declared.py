@@ -75,11 +75,12 @@ class DeclaredRoutes:
             self._by_operation |= {(route.path_format, method): declared for method in methods}
 
     def operation(self, path: str, method: str) -> Declared:
-        """The declaration of an operation of the OpenAPI document."""
+        """Return the declaration of an operation of the OpenAPI document."""
         return self._by_operation[path, method.upper()]
 
     def find(self, scope: Scope) -> Declared:
-        """The declaration of a request's route. Where there is no route, requests that write need scope admin."""
+        """Return the declaration of a request's route. Where there is no route, requests that write need scope
+        admin."""
         method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
         wanted = "GET" if method == "HEAD" else method
         other = _READ if method in READ_METHODS else _WRITE

@@ -99,7 +99,7 @@ class Parameters(Generic[Query]):
         return self._query.model_validate(dict(given))
 
     def documentation(self) -> list[dict[str, Any]]:
-        """The ``parameters`` of an operation of the OpenAPI document."""
+        """Return the ``parameters`` of an operation of the OpenAPI document."""
         query = self._query.model_json_schema()
         required = query.get("required", ())
         return [

@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LAST_SECONDS, self._end_if_idle)
 
     def _busy(self) -> bool:
-        """Whether a request waits for its response."""
+        """Return whether a request waits for its response."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _end_if_idle(self) -> None:
@@ -280,7 +280,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether the client has sent something that is not read yet, and has not closed its side."""
+    """Return whether the client has sent something that is not read yet, and has not closed its side."""
     closed = getattr(select, "POLLRDHUP", 0)  # Linux
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN | closed)
@@ -294,7 +294,7 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 
 def _written(why: Problem, *, with_body: bool) -> bytes:
-    """The last response of a connection, to a request whose path and id are not known."""
+    """Return the last response of a connection, to a request whose path and id are not known."""
     response = error_response("", why)
     status = HTTPStatus(response.status_code)
     fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]

@@ -61,12 +61,13 @@ class Supervisor(Multiprocess):
         return self._has_served and process.process.exitcode == STARTUP_FAILURE
 
     def exit_status(self) -> int:
-        """The status to exit with after :meth:`run`: a failure if a process could not start."""
+        """Return the status to exit with after :meth:`run`: a failure if a process could not start."""
         failed = any(process.process.exitcode == STARTUP_FAILURE for process in self.processes)
         return STARTUP_FAILURE if failed else 0
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
-        """Whether ``process`` runs and has answered its last ping, or still has time to, within ``timeout`` seconds."""
+        """Return whether ``process`` runs and has answered its last ping, or still has time to, within ``timeout``
+        seconds."""
         if not process.process.is_alive():
             return self._may_start_later(process)  # it has ended just now: the next turn replaces it
         try:
