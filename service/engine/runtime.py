@@ -117,6 +117,11 @@ class Runtime:
         return self.measured if self.transformed is None else self.transformed.checks(self.measured)
 
     @property
+    def searched(self) -> bool:
+        """Whether the search for a faster backend is going on."""
+        return self.upgrade is not None and not self.upgrade.done()
+
+    @property
     def busy(self) -> bool:
         """Whether requests, or a search for a faster backend, use it now."""
         return self._users > 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fxcore.backends import BACKENDS, Backend, first_choice
 from fxcore.models.entry import ModelEntry
-from service.engine.description import PRECISIONS, ModelKey
-from service.engine.placement import BUSY_SECONDS
-from service.engine.record import ExtractorRecord
-from service.engine.runtime import Runtime
+from service.engine.description import PRECISIONS
 from service.problems import Unsupported
 from service.schemas.v1 import ExtractorSpec
 
@@ -54,24 +50,6 @@ def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, 
     if spec.precision == "int8" and backend.name != "eager" and _keeps_floats(spec):
         why = "it quantizes every layer and takes no keep_float"
         raise Unsupported.choice("backend", spec.backend, ("auto", "eager"), why)
-
-
-def has_copy(known: Iterable[ExtractorRecord], key: ModelKey) -> bool:
-    """Return whether an extractor in ``known`` holds a lowered copy of the weights ``key``, or is about to."""
-    over = (record.runtime for record in known if record.runtime is not None and record.description.model_key == key)
-    return any(r.upgrade is not None and (r.backend != "eager" or not r.upgrade.done()) for r in over)
-
-
-def has_place(known: Iterable[ExtractorRecord], usual: int) -> bool:
-    """Return whether one more extractor may be compiled beside those in ``known``: there are fewer than ``usual``, or
-    one that was not used for long can be evicted for it."""
-    unused = time.monotonic() - BUSY_SECONDS
-    compiled = [r for r in known if r.runtime is not None and (r.backend == "openvino" or _searched(r.runtime))]
-    return len(compiled) < usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
-
-
-def _searched(runtime: Runtime) -> bool:
-    return runtime.upgrade is not None and not runtime.upgrade.done()
 
 
 def _check_served(field: str, value: str, available: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ import torch
 from fxcore.backends import Backend, Lowered, LoweringFailed, faster_than_eager
 from fxcore.backends.eager import EagerInt8
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
-from service.engine.backends.choice import chosen_backend, has_copy, has_place
+from service.engine.backends.choice import chosen_backend
 from service.engine.backends.fallback import OneSize
 from service.engine.backends.int8_advice import int8_refusal, shown, simulation
 from service.engine.backends.lowering import Lowering
@@ -31,9 +31,11 @@ from service.engine.backends.search import Search
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
+from service.engine.description import ModelKey
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import is_shortage, shortage
+from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
@@ -192,12 +194,12 @@ class Upgrades:
         runtime.images += images
         if not self._settings.lowering or runtime.upgrade is not None:
             return
-        if runtime.images < WORTH_A_COPY and has_copy(self._records, runtime.description.model_key):
+        if runtime.images < WORTH_A_COPY and self._has_copy(runtime.description.model_key):
             return
         now = time.monotonic()
         if now < self._full_until:
             return
-        if has_place(self._records, self._usual):
+        if self._has_place():
             self.improve(runtime)
         else:
             self._full_until = now + _FULL_SECONDS
@@ -224,6 +226,18 @@ class Upgrades:
         if runtime.upgrade is None and (faster := self._faster(runtime)):
             runtime.upgrade = background(self._improve(runtime, faster))
         return runtime.upgrade
+
+    def _has_copy(self, key: ModelKey) -> bool:
+        """Return whether an extractor holds a lowered copy of the weights ``key``, or is about to."""
+        over = (record.runtime for record in self._records if record.description.model_key == key)
+        return any(r is not None and r.upgrade is not None and (r.backend != "eager" or r.searched) for r in over)
+
+    def _has_place(self) -> bool:
+        """Return whether one more extractor may be compiled: there are fewer than usual, or one that was not used for
+        long can be evicted for it."""
+        unused = time.monotonic() - BUSY_SECONDS
+        compiled = [r for r in self._records if r.runtime and (r.backend == "openvino" or r.runtime.searched)]
+        return len(compiled) < self._usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
 
     def _faster(self, runtime: Runtime) -> Sequence[Backend]:
         """Return the backends that may run ``runtime`` faster than eager."""

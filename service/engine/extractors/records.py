@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import ValuesView
+from collections.abc import Callable, Iterable, ValuesView
 
 from prometheus_client import Counter
 
-from service.engine.extractors.forgetting import forgettable
 from service.engine.extractors.names import Names
 from service.engine.record import ExtractorRecord
 from service.problems import UnknownExtractor
+
+REMEMBERED_RECORDS = 1024
+"""Maximum records of extractors that failed, or were evicted and have no name."""
+
+REMEMBERED_BYTES = 64 * 1024**2
+"""Maximum bytes of the records of extractors that are not in memory, those with a name included."""
 
 
 class Records:
@@ -55,7 +60,7 @@ class Records:
 
     def add(self, record: ExtractorRecord) -> None:
         """Add ``record``; of the unused ones, those over the limits are forgotten."""
-        for unused in forgettable(self._by_id.values(), self._names.bytes):
+        for unused in _forgettable(self._by_id.values(), self._names.bytes):
             self.remove(unused)
             self._evictions.labels("record", "unused").inc()
         self._by_id[record.id] = record
@@ -84,3 +89,28 @@ class Records:
     def free_names(self, record: ExtractorRecord) -> None:
         """Free all names of ``record``."""
         self._names.forget(record.id)
+
+
+def _forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str], int]) -> list[ExtractorRecord]:
+    """Return the records to forget before another is added, so that records cannot fill the memory.
+
+    The least recently used go first; those with a name, by which clients address them, last.
+
+    Args:
+        records: all records.
+        names_bytes: the bytes that the names of an id take.
+    """
+    empty = [record for record in records if record.runtime is None and not record.pinned_or_active]
+    empty.sort(key=lambda record: (_has_name(record), record.last_used))
+    sizes = [record.bytes + names_bytes(record.id) for record in empty]
+    over = max(0, sum(not _has_name(record) for record in empty) - REMEMBERED_RECORDS + 1)
+    held = sum(sizes)
+    for place, size in enumerate(sizes):
+        if place >= over and held <= REMEMBERED_BYTES:
+            return empty[:place]
+        held -= size
+    return empty
+
+
+def _has_name(record: ExtractorRecord) -> bool:
+    return record.name is not None and record.state != "failed"

@@ -312,7 +312,7 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.extractors.forgetting.REMEMBERED_RECORDS", 4)
+    monkeypatch.setattr("service.engine.extractors.records.REMEMBERED_RECORDS", 4)
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
@@ -348,7 +348,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
         each = max(record.description_bytes for record in records.values()) + 1000
-        monkeypatch.setattr("service.engine.extractors.forgetting.REMEMBERED_BYTES", 4 * each)
+        monkeypatch.setattr("service.engine.extractors.records.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
         names = [record.name for record in running.records.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
@@ -390,7 +390,7 @@ async def test_extractors_in_use_are_not_replaced_by_others(
         assert [record.backend for record in records] == ["openvino", "openvino", "eager"]
         asked = await built(running, nodes=["features.6"], backend="openvino")
         assert [record.runtime is None for record in (*records, asked)] == [False] * 4
-        monkeypatch.setattr("service.engine.backends.choice.BUSY_SECONDS", 0.0)
+        monkeypatch.setattr("service.engine.backends.upgrade.BUSY_SECONDS", 0.0)
         monkeypatch.setattr("service.engine.memory.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])
