@@ -13,7 +13,7 @@ import orjson
 from service import problems
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.requests.admission import Admission, Ticket
-from service.http.access.clients import CLIENT
+from service.http.access.callers import Caller
 from service.problems import DeadlineExceeded
 
 Result = TypeVar("Result")
@@ -43,14 +43,14 @@ class Lookups:
         self._pool = Pool(threads, "fxserve-lookup", run_at_low_priority)
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[Place]:
-        """Take a place, and limit the time of the block.
+    async def place(self, caller: Caller) -> AsyncIterator[Place]:
+        """Take a place for a request of ``caller``, and limit the time of the block.
 
         Raises:
             AdmissionFull: all places, or this client's share of them, are taken.
             DeadlineExceeded: the block exceeded the time limit.
         """
-        with self._admission.enter(CLIENT.get()) as ticket:
+        with self._admission.enter(caller.client) as ticket:
             try:
                 async with asyncio.timeout(self._seconds) as limit:
                     yield Place(ticket, self._pool)

@@ -19,6 +19,7 @@ from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.device.threads import RunInThread
 from service.engine.models.served import is_served, may_serve, require_served
+from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
 from service.schemas.v1 import ExtractorSpec
@@ -79,7 +80,7 @@ class State:
         """List the models served, without timm's unless ``source`` is timm."""
         return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
 
-    async def timm_models(self) -> list[ModelEntry]:
+    async def timm_models(self, caller: Caller) -> list[ModelEntry]:
         """List the models of timm that are served. The first call imports timm, which takes seconds.
 
         Raises:
@@ -87,9 +88,9 @@ class State:
         """
         if not may_serve(PREFIX, self.settings.models):
             return []
-        return self.models("timm") if imported() else await self.in_thread(lambda: self.models("timm"))
+        return self.models("timm") if imported() else await self.in_thread(caller, lambda: self.models("timm"))
 
-    async def model(self, name: str) -> ModelEntry:
+    async def model(self, caller: Caller, name: str) -> ModelEntry:
         """Look up a model.
 
         Raises:
@@ -97,7 +98,7 @@ class State:
             Unsupported: it is timm's, and timm is not installed.
         """
         imports_timm = name.startswith(PREFIX) and not imported()
-        entry = await self.in_thread(lambda: get_model(name)) if imports_timm else get_model(name)
+        entry = await self.in_thread(caller, lambda: get_model(name)) if imports_timm else get_model(name)
         require_served(name, self.settings.models)
         return entry
 
@@ -120,31 +121,31 @@ class State:
             "X-Fxserve-Weights": _percent_encoded(record.description.weights),
         }
 
-    def trace_in(self, build: bool) -> RunInThread:
+    def trace_in(self, caller: Caller) -> RunInThread:
         """Return what runs the tracing of a request: the threads that build, so that no look-up delays inference.
 
-        Of a request that may not ``build``, tracing is a look-up, and limited as look-ups are.
+        Of a caller that may not build, tracing is a look-up, and limited as look-ups are.
         """
-        return self.engine.run_in_builder if build else self.in_thread
+        return self.engine.run_in_builder if caller.may_build else functools.partial(self.in_thread, caller)
 
-    async def extractor(self, spec: ExtractorSpec, build: bool) -> ExtractorRecord:
-        """Look up the extractor of a spec, or create it if the request may ``build``.
+    async def extractor(self, caller: Caller, spec: ExtractorSpec) -> ExtractorRecord:
+        """Look up the extractor of a spec, or create it if ``caller`` may.
 
         Raises:
-            Forbidden: there is none, and the request may not.
+            Forbidden: there is none, and ``caller`` may not.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
             FxError: see :meth:`Engine.extractor`.
         """
-        record, _ = await self.engine.extractor(spec, build=build, trace_in=self.trace_in(build))
+        record, _ = await self.engine.extractor(spec, build=caller.may_build, trace_in=self.trace_in(caller))
         return record
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
+    async def in_thread(self, caller: Caller, work: Callable[[], Result]) -> Result:
         """Run ``work``, which may trace a model, in a thread of :attr:`lookups`.
 
         Raises:
             AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
         """
-        async with self.lookups.place() as place:
+        async with self.lookups.place(caller) as place:
             result = await place.run(work)
         self.engine.extractors.eviction.make_room()
         return result

@@ -8,10 +8,9 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.http.access.clients import CLIENT
+from service.http.access.callers import Caller, set_caller
 from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
-from service.http.access.scopes import forbidden, set_key
 from service.http.headers import header, headers_of, joined_header
 from service.http.problem_responses import error_response
 from service.http.routing.declared import READ_METHODS, DeclaredRoutes
@@ -43,7 +42,7 @@ class Access:
             await self.app(scope, receive, send)
             return
         host = header(scope, b"host")
-        client = address(scope)
+        caller = Caller(address(scope))
         try:
             if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
                 raise _misdirected(host)
@@ -52,13 +51,12 @@ class Access:
             if self.keys is not None and (needed := self.routes.find(scope).access) != "open":
                 key = _key(scope, self.keys)
                 if needed == "admin" and key.scope != "admin":
-                    raise forbidden(key, f"{scope['method']} {scope['path']}"[:200])
-                set_key(scope, key)
-                client = f"key {key.name}"
+                    raise _forbidden(key, f"{scope['method']} {scope['path']}"[:200])
+                caller = Caller(f"key {key.name}", key.scope == "admin")
         except Problem as refusal:
             await error_response(scope["path"], refusal)(scope, receive, send)
             return
-        CLIENT.set(client)
+        set_caller(scope, caller)
         await self.app(scope, receive, send)
 
     def _check_origin(self, scope: Scope, host: str | None) -> None:
@@ -102,6 +100,13 @@ def _key(scope: Scope, keys: Keys) -> Key:
 def _misdirected(host: str) -> Problem:
     return Misdirected(
         f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists them",
+    )
+
+
+def _forbidden(key: Key, what: str) -> Problem:
+    return Forbidden(
+        f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
+        {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
     )
 
 

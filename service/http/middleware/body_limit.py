@@ -9,7 +9,7 @@ from typing import NoReturn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.requests.admission import Admission, Reservation
-from service.http.access.clients import CLIENT
+from service.http.access.callers import caller_of
 from service.http.headers import header
 from service.http.problem_responses import error_response
 from service.http.reservations import set_reservation
@@ -64,7 +64,7 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
             await self.app(scope, receive, send)
             return
-        with self.admission.reserve(CLIENT.get()) as reservation:
+        with self.admission.reserve(caller_of(scope).client) as reservation:
             set_reservation(scope, reservation)
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):

@@ -17,7 +17,7 @@ from service import problems
 from service.codecs import bodies, embeddings, json
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
-from service.http.access.scopes import may_build
+from service.http.access.callers import caller_of
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
@@ -84,8 +84,9 @@ async def embed(request: Request) -> Response:
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
     if ":" in model:
         spec = _spec(model)
-        await state.model(spec.model)  # raises if it is not served
-        return await state.extractor(spec, may_build(request))
+        caller = caller_of(request.scope)
+        await state.model(caller, spec.model)  # raises if it is not served
+        return await state.extractor(caller, spec)
     try:
         record = await state.engine.extractors.look_up(model)
     except problems.UnknownExtractor as error:

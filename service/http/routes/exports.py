@@ -14,6 +14,7 @@ from service.choices import ExportFormat
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime import Runtime
+from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
 from service.http.routing.declared import declares
@@ -53,6 +54,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 )
 async def download(
     state: Shared,
+    caller: Calling,
     extractor: IdOrName,
     format: Annotated[
         ExportFormat,
@@ -66,7 +68,7 @@ async def download(
 ) -> Response:
     """Export an extractor as a file: its graph with transforms and weights, before lowering by a backend."""
     record = await state.engine.extractors.look_up(extractor)
-    async with state.exports.place() as place:
+    async with state.exports.place(caller) as place:
         runtime = await load_extractor(state, record, DEFAULT_WAIT)
         with runtime.in_use():
             cancelled = threading.Event()

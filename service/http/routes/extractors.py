@@ -17,6 +17,7 @@ from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.runtime import Runtime
 from service.http import graph_formats
+from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
@@ -196,9 +197,9 @@ async def create_extractor(
 
 @router.get("", response_model=ExtractorList)
 @declares("read", problems.InvalidRequest, *LOOKUP_PROBLEMS)
-async def list_extractors(state: Shared) -> Response:
+async def list_extractors(state: Shared, caller: Calling) -> Response:
     """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
-    async with state.listings.place() as place:
+    async with state.listings.place(caller) as place:
         others = await state.engine.extractors.elsewhere()
         records = state.engine.records.list()
         content = await place.run(
@@ -252,6 +253,7 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
 async def show_graph(
     request: Request,
     state: Shared,
+    caller: Calling,
     extractor: IdOrName,
     format: Annotated[
         GraphFormat | None,
@@ -272,7 +274,7 @@ async def show_graph(
     if profile and chosen != "json":
         raise problems.InvalidRequest(f"profile=true needs JSON, not {chosen}; leave out one of the two")
     record = await state.engine.extractors.look_up(extractor)
-    content = await (_profile(state, record) if profile else _render(state, record, chosen, depth))
+    content = await (_profile(state, caller, record) if profile else _render(state, caller, record, chosen, depth))
     return graph_formats.response(content, chosen, format)
 
 
@@ -287,15 +289,15 @@ async def show_graph(
     },
 )
 @declares("read", problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS)
-async def show_code(state: Shared, extractor: IdOrName) -> Response:
+async def show_code(state: Shared, caller: Calling, extractor: IdOrName) -> Response:
     """Show the Python code that torch.fx generated for an extractor's forward."""
     record = await state.engine.extractors.look_up(extractor)
-    return Response(await _render(state, record, "code"), media_type="text/plain")
+    return Response(await _render(state, caller, record, "code"), media_type="text/plain")
 
 
-async def _profile(state: State, record: ExtractorRecord) -> bytes:
+async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
-    async with state.lookups.place() as place, state.profiling:
+    async with state.lookups.place(caller) as place, state.profiling:
         content = state.graphs.get(key)
         if content is None:
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
@@ -307,11 +309,13 @@ async def _profile(state: State, record: ExtractorRecord) -> bytes:
     return content
 
 
-async def _render(state: State, record: ExtractorRecord, format: GraphFormat, depth: int | None = None) -> bytes:
+async def _render(
+    state: State, caller: Caller, record: ExtractorRecord, format: GraphFormat, depth: int | None = None
+) -> bytes:
     key = ("extractor", record.id, format, depth)
     content = state.graphs.get(key)
     if content is None:
-        async with state.lookups.place() as place:
+        async with state.lookups.place(caller) as place:
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
                 part = runtime.extractor.module.graph

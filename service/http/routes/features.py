@@ -15,7 +15,7 @@ from service import problems
 from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission import Reservation
-from service.http.access.scopes import may_build
+from service.http.access.callers import caller_of
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
@@ -109,8 +109,8 @@ async def extract_in_one_step(request: Request) -> Response:
     """Compute features of one or more images at a model's nodes, creating the extractor if needed."""
     query, timeout = _OF_MODEL.parse(request)
     model = request.path_params["model"]
-    state = state_of(request)
-    await state.model(model)  # refuses unknown models before the spec is validated
+    state, caller = state_of(request), caller_of(request.scope)
+    await state.model(caller, model)  # refuses unknown models before the spec is validated
     spec = ExtractorSpec(
         model=model,
         weights=query.weights,
@@ -120,7 +120,7 @@ async def extract_in_one_step(request: Request) -> Response:
         image_size=query.image_size,
     )
 
-    return await _respond(request, state, lambda: state.extractor(spec, may_build(request)), query, timeout)
+    return await _respond(request, state, lambda: state.extractor(caller, spec), query, timeout)
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:

@@ -18,6 +18,7 @@ from fxcore.models.timm_models import installed
 from service import problems
 from service.choices import GraphFormat
 from service.http import graph_formats
+from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
@@ -50,6 +51,7 @@ Weights = Annotated[
 @declares("read", problems.InvalidRequest, problems.Unsupported, *LOOKUP_PROBLEMS)
 async def list_models(
     state: Shared,
+    caller: Calling,
     task: Annotated[
         str | None,
         Query(
@@ -73,7 +75,7 @@ async def list_models(
     """List the models served, by name. timm's, over a thousand, are listed only with `source=timm` and else counted."""
     loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
-    timm_models = await state.timm_models() if with_timm else []
+    timm_models = await state.timm_models(caller) if with_timm else []
     entries = [
         entry
         for entry in (timm_models if source == "timm" else state.models(source))
@@ -109,6 +111,7 @@ async def list_models(
 )
 async def show_model(
     state: Shared,
+    caller: Calling,
     model: Model,
     weights: Weights = "DEFAULT",
     categories: Annotated[
@@ -116,8 +119,8 @@ async def show_model(
     ] = False,
 ) -> Response:
     """Show a model: every set of its weights, and the inputs, preprocessing and pyramid levels of the chosen ones."""
-    entry = await state.model(model)
-    return _json(await state.in_thread(lambda: _detail(entry, weights, state.settings.preprocess, categories)))
+    entry = await state.model(caller, model)
+    return _json(await state.in_thread(caller, lambda: _detail(entry, weights, state.settings.preprocess, categories)))
 
 
 @router.get(
@@ -135,6 +138,7 @@ async def show_model(
 )
 async def list_nodes(
     state: Shared,
+    caller: Calling,
     model: Model,
     weights: Weights = "DEFAULT",
     transforms: Annotated[
@@ -143,12 +147,12 @@ async def list_nodes(
     ] = None,
 ) -> Response:
     """List the names of a model's nodes in order of execution, as torchvision's `get_graph_node_names` does."""
-    entry = await state.model(model)
+    entry = await state.model(caller, model)
     structure = entry.structure(weights)
     key = (model, structure, transforms)
     content = state.nodes.get(key)
     if content is None:
-        content = await state.in_thread(lambda: _nodes(entry, structure, transforms))
+        content = await state.in_thread(caller, lambda: _nodes(entry, structure, transforms))
         state.nodes.put(key, content)
     return _json(content)
 
@@ -173,6 +177,7 @@ async def list_nodes(
 async def show_graph(
     request: Request,
     state: Shared,
+    caller: Calling,
     model: Model,
     weights: Weights = "DEFAULT",
     height: Side = None,
@@ -189,7 +194,7 @@ async def show_graph(
     expanded: graph_formats.Expanded = None,
 ) -> Response:
     """Show a model's eval graph, with shape, layout, stride, parameters and FLOPs of each node."""
-    entry = await state.model(model)
+    entry = await state.model(caller, model)
     chosen = graph_formats.chosen_format(format, request)
     if (height is None) != (width is None):
         missing = "height" if height is None else "width"
@@ -201,7 +206,7 @@ async def show_graph(
     content = state.graphs.get(key)
     if content is None:
         content = await state.in_thread(
-            lambda: graph_formats.write(_graph(entry, structure, size), chosen, depth, modules)
+            caller, lambda: graph_formats.write(_graph(entry, structure, size), chosen, depth, modules)
         )
         state.graphs.put(key, content)
     return graph_formats.response(content, chosen, format)

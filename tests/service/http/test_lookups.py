@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.problems import AdmissionFull
 
@@ -17,13 +18,13 @@ async def test_retry_after_follows_the_rate_of_lookups() -> None:
     lookups.start()
     try:
         for _ in range(20):
-            async with lookups.place() as place:
+            async with lookups.place(Caller()) as place:
                 await place.run(lambda: time.sleep(0.15))
         async with AsyncExitStack() as held:
             for _ in range(4):
-                await held.enter_async_context(lookups.place())
+                await held.enter_async_context(lookups.place(Caller()))
             with pytest.raises(AdmissionFull) as refused:
-                await held.enter_async_context(lookups.place())
+                await held.enter_async_context(lookups.place(Caller()))
     finally:
         lookups.close()
     assert refused.value.retry_after == 1  # of the three seconds that were busy, four lookups take less than one

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Response
 from fxcore.models.entry import ModelEntry
 from service import problems
 from service.engine import ExtractorRecord
+from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version
@@ -24,12 +25,12 @@ _VERSION = version("fxserve")
 _Target = ExtractorRecord | ModelEntry
 
 
-async def _find(state: Shared, name: Name) -> _Target:
-    return await metadata.find(state, name)
+async def _find(state: Shared, caller: Calling, name: Name) -> _Target:
+    return await metadata.find(state, caller, name)
 
 
-async def _find_version(state: Shared, name: Name, version: Version) -> _Target:
-    return await metadata.find(state, name, version)
+async def _find_version(state: Shared, caller: Calling, name: Name, version: Version) -> _Target:
+    return await metadata.find(state, caller, name, version)
 
 
 Found = Annotated[_Target, Depends(_find)]
@@ -67,16 +68,16 @@ async def server_ready(state: Shared) -> Ready:
 
 @router.get("/models/{name}", response_model=ModelMetadata)
 @_metadata
-async def model_metadata(state: Shared, name: Name, target: Found) -> Response:
+async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
-    return await _describe(state, name, target)
+    return await _describe(state, caller, name, target)
 
 
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 @_metadata
-async def version_metadata(state: Shared, name: Name, target: FoundVersion) -> Response:
+async def version_metadata(state: Shared, caller: Calling, name: Name, target: FoundVersion) -> Response:
     """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
-    return await _describe(state, name, target)
+    return await _describe(state, caller, name, target)
 
 
 @router.get("/models/{name}/ready", response_model=ModelReady)
@@ -93,11 +94,11 @@ async def version_ready(state: Shared, name: Name, target: FoundVersion) -> Mode
     return _ready(state, name, target)
 
 
-async def _describe(state: State, name: str, target: _Target) -> Response:
+async def _describe(state: State, caller: Caller, name: str, target: _Target) -> Response:
     key = name, target.id if isinstance(target, ExtractorRecord) else None
     content = state.metadata.get(key)
     if content is None:
-        tensors = await state.in_thread(lambda: metadata.describe(target))
+        tensors = await state.in_thread(caller, lambda: metadata.describe(target))
         described = ModelMetadata(
             name=name, versions=[metadata.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
         )

@@ -14,7 +14,7 @@ from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import CHOICES
-from service.http.access.scopes import may_build
+from service.http.access.callers import caller_of
 from service.http.deadline import Deadline
 from service.http.headers import joined_header
 from service.http.reservations import reservation_of
@@ -72,9 +72,9 @@ async def infer_version(request: Request) -> Response:
 
 
 async def _respond(request: Request, name: str, version: str, timeout: float | None) -> Response:
-    state = state_of(request)
+    state, caller = state_of(request), caller_of(request.scope)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
-        target = await metadata.find(state, name, version)
+        target = await metadata.find(state, caller, name, version)
         _check_query(request)
         encoding = _encoding(request)
         state.engine.admission.check(reservation_of(request.scope).client)
@@ -82,7 +82,7 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         deadline.body_read()
         kind, _ = media_type(request.headers.get("content-type"))
         sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
-        tensors = await metadata.inputs_of(state, target, may_build(request))
+        tensors = await metadata.inputs_of(state, caller, target)
         limit_bytes = state.settings.max_body_bytes
         if sent.small:
             payload = v2.read(sent, limit_bytes, tensors)
@@ -149,8 +149,8 @@ async def _extractor(
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise problems.InvalidRequest("parameter 'weights' must be the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in payload.outputs if output.name is not None]
-    build = may_build(request)
-    return await state.extractor(await metadata.own_spec(state, target, weights, nodes, build), build)
+    caller = caller_of(request.scope)
+    return await state.extractor(caller, await metadata.own_spec(state, caller, target, weights, nodes))
 
 
 def _requested_outputs(

@@ -22,6 +22,7 @@ from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.memory.graphs import graph_for
+from service.http.access.callers import Caller
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
 from service.schemas.v1 import ExtractorSpec
@@ -30,26 +31,26 @@ from service.schemas.v2 import RepositoryEntry, TensorMetadata
 VERSION = "1"
 
 
-async def find(state: State, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
+async def find(state: State, caller: Caller, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
     """Find an extractor by id or name, else a model. A failed extractor does not hide a model of its name.
 
     Raises:
         Problem: 404: there is neither, or not in that version.
         NotReady: there is neither in memory, and the store of extractors cannot be read.
     """
-    target = await _any_version(state, name)
+    target = await _any_version(state, caller, name)
     if version != VERSION:
         detail = f"{name} has no version {version[:64]!r}, only {VERSION}"
         raise problems.UnknownModel(detail, suggestions=[name])
     return target
 
 
-async def _any_version(state: State, name: str) -> ExtractorRecord | ModelEntry:
+async def _any_version(state: State, caller: Caller, name: str) -> ExtractorRecord | ModelEntry:
     record = state.engine.records.known(name)
     if record is not None and record.state != "failed":
         return record
     try:
-        model = await state.model(name)
+        model = await state.model(caller, name)
     except UnknownModel as no_model:
         try:
             return await state.engine.extractors.look_up(name)
@@ -69,22 +70,22 @@ def own_nodes(graph: ModelGraph) -> list[str]:
 
 
 async def own_spec(
-    state: State, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = (), build: bool = True
+    state: State, caller: Caller, entry: ModelEntry, weights: str = "DEFAULT", nodes: Sequence[str] = ()
 ) -> ExtractorSpec:
-    """Build the spec of the extractor that serves a model, for a request that may ``build`` it or not."""
+    """Build the spec of the extractor that serves a model."""
     if not nodes:
-        nodes = (await _own(state, entry, entry.structure(weights), build)).nodes
+        nodes = (await _own(state, caller, entry, entry.structure(weights))).nodes
     return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
 
 
-async def inputs_of(state: State, target: ExtractorRecord | ModelEntry, build: bool) -> list[TensorMetadata]:
-    """List the inputs that ``target`` accepts, for a request that may ``build`` extractors or not."""
+async def inputs_of(state: State, caller: Caller, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
+    """List the inputs that ``target`` accepts."""
     if isinstance(target, ExtractorRecord):
         return inputs(target.description.inputs, target.description.preprocessing)
-    return (await _own(state, target, target.structure(), build)).inputs
+    return (await _own(state, caller, target, target.structure())).inputs
 
 
-async def _own(state: State, entry: ModelEntry, structure: str, build: bool) -> OwnTensors:
+async def _own(state: State, caller: Caller, entry: ModelEntry, structure: str) -> OwnTensors:
     """Get the default tensors of a model, cached for each structure."""
     key = entry.name, structure
     own = state.own_tensors.get(key)
@@ -94,7 +95,7 @@ async def _own(state: State, entry: ModelEntry, structure: str, build: bool) -> 
             graph = model_graph(entry, structure)
             return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
 
-        own = state.own_tensors[key] = await state.trace_in(build)(look_up)
+        own = state.own_tensors[key] = await state.trace_in(caller)(look_up)
     return own
 
 

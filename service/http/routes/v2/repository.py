@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from fxcore.models.entry import ModelEntry
 from service import problems
 from service.engine import ExtractorRecord
+from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
@@ -33,13 +34,13 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     openapi_extra=body(IndexRequest, {"ready": True}, required=False),
 )
 @declares("read", problems.InvalidRequest, problems.BodyTooLarge, *LOOKUP_PROBLEMS)
-async def repository_index(request: Request, state: Shared) -> Response:
+async def repository_index(request: Request, state: Shared, caller: Calling) -> Response:
     """List every extractor and model. A model is ready if its default weights are loaded.
 
     States are those of the process that responds.
     """
     payload = await small_json(request, state, IndexRequest)
-    async with state.listings.place() as place:
+    async with state.listings.place(caller) as place:
         others = [] if payload.ready else await state.engine.extractors.elsewhere()
         targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
         here = metadata.entries(state, targets)
@@ -60,6 +61,7 @@ async def repository_index(request: Request, state: Shared) -> Response:
 async def load(
     request: Request,
     state: Shared,
+    caller: Calling,
     name: Name,
     x_request_timeout: Annotated[
         float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait.", examples=[60])
@@ -72,11 +74,11 @@ async def load(
     try:
         async with asyncio.timeout(timeout):
             if config is not None:
-                record, _ = await state.engine.extractor(await _configured(state, name, config), keep=True)
+                record, _ = await state.engine.extractor(await _configured(state, caller, name, config), keep=True)
             else:
-                target = await metadata.find(state, name)
+                target = await metadata.find(state, caller, name)
                 if isinstance(target, ModelEntry):
-                    target, _ = await state.engine.extractor(await metadata.own_spec(state, target))
+                    target, _ = await state.engine.extractor(await metadata.own_spec(state, caller, target))
                 record = target
             await state.engine.extractors.load(record)
     except TimeoutError:
@@ -89,19 +91,19 @@ async def load(
     response_model=ModelReady,
 )
 @declares("admin", problems.UnknownModel, problems.NotReady)
-async def unload(state: Shared, name: Name) -> ModelReady:
+async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
 
     Applies to the process that responds. They stay in the index and can be loaded again. Requests in flight are still
     answered.
     """
-    target = await metadata.find(state, name)
+    target = await metadata.find(state, caller, name)
     for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
         state.engine.extractors.unload(record.id)
     return ModelReady(name=name, ready=False)
 
 
-async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
+async def _configured(state: State, caller: Caller, name: str, config: str) -> ExtractorSpec:
     """Build the spec that a load request describes."""
     try:
         fields = await state.engine.run_in_encoder(orjson.loads, config)
@@ -113,8 +115,8 @@ async def _configured(state: State, name: str, config: str) -> ExtractorSpec:
     try:
         if "return_nodes" not in fields and isinstance(fields["model"], str):
             weights = fields.get("weights", "DEFAULT")
-            entry = await state.model(fields["model"])
-            own = await metadata.own_spec(state, entry, weights if isinstance(weights, str) else "DEFAULT")
+            entry = await state.model(caller, fields["model"])
+            own = await metadata.own_spec(state, caller, entry, weights if isinstance(weights, str) else "DEFAULT")
             fields["return_nodes"] = own.return_nodes
         return ExtractorSpec.model_validate(fields)
     except ValidationError as error:

@@ -17,6 +17,8 @@ import PIL.Image
 import pytest
 import torch
 
+from service.http.access.callers import Caller
+
 INFER = "/v2/models/tiny/infer"
 
 
@@ -330,7 +332,7 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
     state, free = tiny.app.state.fxserve, threading.Event()
 
     async def lookups_busy():
-        return [asyncio.create_task(state.in_thread(lambda: free.wait(120))) for _ in range(2)]
+        return [asyncio.create_task(state.in_thread(Caller(), lambda: free.wait(120))) for _ in range(2)]
 
     soon = {"X-Request-Timeout": "20"}
     busy = tiny.run(lookups_busy())

@@ -1,0 +1,46 @@
+"""Who sent a request, and what that client may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.types import Scope
+
+_CALLER = "fxserve.caller"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The client of a request, among whom memory and places in the service are shared.
+
+    Attributes:
+        client: its API key, or its address where there are no keys.
+        may_build: whether it may build extractors and load weights, also implicitly.
+    """
+
+    client: str = ""
+    may_build: bool = True
+
+
+_UNKNOWN = Caller()
+
+
+def set_caller(scope: Scope, caller: Caller) -> None:
+    """Store the caller of a request in its scope."""
+    scope[_CALLER] = caller
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of a request."""
+    caller = scope.get(_CALLER, _UNKNOWN)
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def _get_caller(request: Request) -> Caller:
+    return caller_of(request.scope)
+
+
+Calling = Annotated[Caller, Depends(_get_caller)]
