@@ -347,7 +347,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
             running.extractors.unload(f"named-{number}")
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
-        each = max(record.description_bytes for record in records.values()) + 1000
+        each = max(record.bytes for record in records.values()) + 1000
         monkeypatch.setattr("service.engine.extractors.records.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
         names = [record.name for record in running.records.list()]
