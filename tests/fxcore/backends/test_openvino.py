@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxcore.analysis.verify import verify
-from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options
+from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
 from fxcore.backends.artifacts import prune
 from fxcore.photos import augmented, check_rows, photos
 from tests.fxcore.backends.conftest import Build
@@ -18,6 +18,12 @@ from tests.fxcore.backends.conftest import Build
 pytest.importorskip("openvino")
 CPU = torch.device("cpu")
 OPENVINO = BACKENDS["openvino"]
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that other tests have left in this process take no places from these."""
+    monkeypatch.setattr(residents, "FIXED_MODELS", 1000)
 
 
 @pytest.fixture(scope="module")
