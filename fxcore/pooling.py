@@ -6,6 +6,7 @@ tokens that stand for no position are left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -46,12 +47,13 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
         tensor: floating-point: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``, tokens ``[N, L, C]``, …;
             ``[N, C]`` and ``[N]`` are returned as they are.
         layout: of an :class:`~fxcore.extractor.OutputInfo`.
-        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive), or
-            ``cls`` (the class token).
+        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive) or
+            ``cls`` (the class token); or several joined by ``+``, whose vectors are concatenated in that order.
         prefix: of tokens, those before the ones that are pooled, as in timm's own pooling.
 
     Returns:
-        ``[N, C]`` in the dtype of ``tensor``; sums are accumulated in float32 or wider.
+        ``[N, C]`` in the dtype of ``tensor``, ``[N, k * C]`` for ``k`` methods; sums are accumulated in float32 or
+        wider.
 
     Raises:
         BadTensor: an unknown method, ``cls`` for something else than tokens with a class token, or a tensor that is not
@@ -61,10 +63,18 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
     tensor([[1.5000, 5.5000]])
     >>> pool(torch.tensor([[[9.0], [1.0], [2.0]]]), "tokens", "avg", PrefixTokens(1, class_token=True))
     tensor([[1.5000]])
+    >>> pool(torch.tensor([[[9.0], [1.0], [2.0]]]), "tokens", "cls+avg", PrefixTokens(1, class_token=True))
+    tensor([[9.0000, 1.5000]])
     """
-    if method not in METHODS:
-        raise BadTensor(f"there is no pooling {method!r}; there are {', '.join(METHODS)}", method=method)
     check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method, prefix)
+    methods = method.split("+")
+    if len(methods) == 1:
+        return _pool(tensor, layout, method, prefix)
+    values = tensor if tensor.ndim > 1 else tensor[:, None]
+    return torch.cat([_pool(values, layout, one, prefix) for one in methods], dim=1)
+
+
+def _pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens) -> Tensor:
     if tensor.ndim <= 2:
         return tensor
     if method == "cls":
@@ -88,25 +98,29 @@ def check_poolable(
     """Check that :func:`pool` takes tensors with this layout, number of dimensions and prefix tokens.
 
     Raises:
-        BadTensor: the method does not apply to such tensors.
+        BadTensor: there is no such method, or it does not apply to such tensors.
     """
+    methods = method.split("+")
+    for unknown in set(methods) - {*METHODS}:
+        raise BadTensor(f"there is no pooling {unknown!r}; there are {', '.join(METHODS)}", method=unknown)
     if not floating:
         raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
-    if method == "cls" and (layout not in (TOKENS, None) or ndim != 3):
+    if "cls" in methods and (layout not in (TOKENS, None) or ndim != 3):
         raise BadTensor(
-            f"pool=cls takes the class token and this node gives {layout or 'something else'}; use pool=avg",
+            f"pool={method} takes the class token and this node gives {layout or 'something else'}; use pool=avg",
             layout=layout,
         )
-    if method == "cls" and not prefix.class_token:
+    if "cls" in methods and not prefix.class_token:
         kept = f"{prefix.count} before those of the patches, none of them a class token" if prefix.count else "none"
-        raise BadTensor(f"pool=cls takes the class token and the tokens of this node have {kept}; use pool=avg")
+        raise BadTensor(f"pool={method} takes the class token and the tokens of this node have {kept}; use pool=avg")
 
 
 def pooled_shape(shape: list[int], layout: str | None, method: str) -> list[int]:
     """Return the shape of the result of :func:`pool` for a tensor of ``shape``."""
+    many = len(method.split("+"))
     if len(shape) <= 2:
-        return shape
-    return [shape[0], shape[channel_dim(layout, len(shape)) if method != "cls" else 2]]
+        return shape if many == 1 else [shape[0], many * math.prod(shape[1:])]
+    return [shape[0], many * shape[2 if "cls" in method else channel_dim(layout, len(shape))]]
 
 
 @dataclass(frozen=True)

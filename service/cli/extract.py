@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.choices import Backend, Dtype, FileFormat, Normalize, Pool, Precision, Preprocess
+from service.choices import Backend, Dtype, FileFormat, Normalize, Precision, Preprocess, pooling
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,13 @@ def extract(
         str, typer.Option(help="DEFAULT, the name of weights, random, or file:NAME in FXSERVE_WEIGHTS_DIR.")
     ] = "DEFAULT",
     pool: Annotated[
-        Pool, typer.Option(help="Pool each map to one vector per image; roi pools the boxes of --boxes by roi_align.")
+        str,
+        typer.Option(
+            parser=pooling,
+            metavar="POOLING",
+            help="none, or pool each map to one vector per image: avg, max, gem or cls, or several joined by +; roi "
+            "pools the boxes of --boxes by roi_align.",
+        ),
     ] = "none",
     boxes: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Pool, Precision, Preprocess, Source
+from service.choices import Backend, Dtype, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
@@ -166,7 +166,7 @@ class AsyncExtractor(BaseExtractor):
         self,
         images: Any,
         *,
-        pool: Pool = "none",
+        pool: str = "none",
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",

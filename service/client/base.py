@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from service.choices import Dtype, Pool
+from service.choices import Dtype
 from service.client.flows import ExtractorRef, RetryPolicy
 
 # Large enough to fill a batch, small enough that one request is decoded while another is computed. A request that the
@@ -98,7 +98,7 @@ class BaseExtractor:
 
 
 def feature_query(
-    pool: Pool, dtype: Dtype | None, normalize: str | None, preprocess: str, roi_size: int | None
+    pool: str, dtype: Dtype | None, normalize: str | None, preprocess: str, roi_size: int | None
 ) -> dict[str, str]:
     """Query parameters of a feature request, without those at their defaults."""
     size = None if roi_size is None else str(roi_size)

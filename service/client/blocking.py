@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Pool, Precision, Preprocess, Source
+from service.choices import Backend, Dtype, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
@@ -185,7 +185,7 @@ class Extractor(BaseExtractor):
         self,
         images: Any,
         *,
-        pool: Pool = "none",
+        pool: str = "none",
         dtype: Dtype | None = None,
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
@@ -203,7 +203,8 @@ class Extractor(BaseExtractor):
                 a path, the bytes of an image file, a PIL image, a uint8 array or tensor (``[H, W, 3]`` or
                 ``[3, H, W]``), or a floating-point one that is already preprocessed (``[3, H, W]``). Arrays may have
                 a leading batch dimension.
-            pool: how to pool each map to one vector per image; ``roi`` pools ``boxes``.
+            pool: how to pool each map to one vector per image: ``avg``, ``max``, ``gem`` or ``cls``, or several joined
+                by ``+``; ``roi`` pools ``boxes``.
             dtype: of floating-point outputs; 16 bits halve the transfer. NumPy arrays get bfloat16 widened to float32.
             normalize: ``l2`` scales to unit length over the channels.
             preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is

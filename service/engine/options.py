@@ -20,18 +20,20 @@ from fxcore.pooling import (
     pooled_regions_shape,
     pooled_shape,
 )
-from service.choices import Dtype, Normalize, Pool, Preprocess
+from service.choices import Dtype, Normalize, Preprocess, pooling
 from service.schemas.features import ROI_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "pool": get_args(Pool),
     "dtype": (None, *get_args(Dtype)),
     "normalize": (None, *get_args(Normalize)),
     "preprocess": get_args(Preprocess),
 }
-"""The options that take one of a few values, and those values; ``/v2`` takes them as parameters."""
+"""The options that take one of a few values, and those values."""
+
+NAMES = ("pool", *CHOICES)
+"""The options that clients give for any request; ``/v2`` takes them as parameters."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class FeatureOptions:
     """How the model's outputs become the response.
 
     Attributes:
-        pool: ``none``, a method of :func:`fxcore.pooling.pool`, or ``roi``: the regions that come with the request.
+        pool: ``none``, a method of :func:`fxcore.pooling.pool` or several, or ``roi``: the regions that come with the
+            request.
         roi_size: positions a side of what each region becomes; see :func:`fxcore.pooling.pool_regions`.
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
@@ -61,13 +64,14 @@ class FeatureOptions:
     roi_size: int = ROI_SIZE
 
     def __post_init__(self) -> None:
+        pooling(self.pool)
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
 
     def named(self) -> dict[str, str | int | None]:
         """Return the options that clients give, by name."""
-        chosen: dict[str, str | int | None] = {name: getattr(self, name) for name in CHOICES}
+        chosen: dict[str, str | int | None] = {name: getattr(self, name) for name in NAMES}
         return {**chosen, "roi_size": self.roi_size} if self.pool == "roi" else chosen
 
     def wants(self, key: str) -> bool:

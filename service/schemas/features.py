@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from service.choices import Backend, Dtype, Normalize, Pool, Precision, Preprocess
+from service.choices import POOL_PATTERN, Backend, Dtype, Normalize, Precision, Preprocess, pooling
 from service.schemas.v1 import WeightsName
 
 MAX_IMAGES = 1024
@@ -24,15 +24,22 @@ ROI_SIZE = 7
 Encoding = Literal["json", "base64"]
 
 
+def _pooling(text: object) -> str:
+    return pooling(text.replace(" ", "+") if isinstance(text, str) else text)  # a plus sign in a query is a space
+
+
+_Pooling = Annotated[str, BeforeValidator(_pooling), WithJsonSchema({"type": "string", "pattern": POOL_PATTERN})]
+
+
 class FeatureQuery(BaseModel):
     """Query of a feature request."""
 
-    pool: Pool = Field(
+    pool: _Pooling = Field(
         default="none",
-        description="Pool each map to one vector per image; of tokens, `cls` returns the class token, and the others "
-        "leave it and registers out; `roi` pools each box of a JSON body to a small map, by "
-        "`torchvision.ops.roi_align`.",
-        examples=["avg"],
+        description="Pool each map to one vector per image, or to several joined by `+`, which are concatenated; of "
+        "tokens, `cls` returns the class token, and the others leave it and registers out; `roi` pools each box of a "
+        "JSON body to a small map, by `torchvision.ops.roi_align`.",
+        examples=["avg", "cls+avg"],
     )
     roi_size: int = Field(
         default=ROI_SIZE,

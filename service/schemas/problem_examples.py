@@ -17,13 +17,13 @@ class Example(NamedTuple):
 
 EXAMPLES: dict[type[problems.Problem], Example] = {
     problems.InvalidRequest: Example(
-        "query parameter 'pool': Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
+        "query parameter 'dtype': Input should be 'float32', 'float16' or 'bfloat16'",
         {
             "errors": [
                 {
                     "in": "query",
-                    "field": "pool",
-                    "message": "Input should be 'none', 'avg', 'max', 'gem', 'cls' or 'roi'",
+                    "field": "dtype",
+                    "message": "Input should be 'float32', 'float16' or 'bfloat16'",
                 }
             ]
         },

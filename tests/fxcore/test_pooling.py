@@ -52,6 +52,24 @@ def test_prefix_tokens_are_left_out_and_the_first_may_be_a_class_token() -> None
         pool(torch.rand(2, 5), "NC", "cls")
 
 
+def test_joined_poolings_are_concatenated_in_their_order() -> None:
+    tokens, prefix = torch.rand(2, 12, 5), PrefixTokens(3, class_token=True)
+    both = pool(tokens, "tokens", "cls+avg", prefix)
+    assert both.shape == (2, 10) == tuple(pooled_shape([2, 12, 5], "tokens", "cls+avg"))
+    assert_close(both, torch.cat([tokens[:, 0], tokens[:, 3:].mean(1)], dim=1))
+    maps = torch.rand(2, 3, 4, 5)
+    three = pool(maps, "NHWC", "max+gem+avg")
+    assert three.shape == (2, 15) == tuple(pooled_shape([2, 3, 4, 5], "NHWC", "max+gem+avg"))
+    assert_close(three, torch.cat([pool(maps, "NHWC", one) for one in ("max", "gem", "avg")], dim=1))
+    for shape in ((2, 5), (2,)):
+        values = torch.rand(shape)
+        twice = pool(values, None, "avg+max")
+        assert twice.shape == tuple(pooled_shape(list(shape), None, "avg+max"))
+        assert_close(twice, values.reshape(2, -1).repeat(1, 2))
+    with pytest.raises(BadTensor, match=r"pool=avg\+cls takes the class token and the tokens of this node have none"):
+        pool(tokens, "tokens", "avg+cls")
+
+
 @pytest.mark.parametrize(
     ("shape", "pooled"), [((2, 5, 3, 4), (2, 5)), ((2, 12, 5), (2, 5)), ((2, 5), (2, 5)), ((2,), (2,))]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 import pytest
@@ -22,7 +23,7 @@ from service.offline.shards import FORMATS as SHARDS
     ("named", "taken"),
     [
         (choices.Precision, PRECISIONS),
-        (choices.Pool, ("none", *METHODS, "roi")),
+        (choices.VectorPooling, METHODS),
         (choices.Dtype, DTYPES),
         (choices.Source, get_args(catalog.Source)),
         (choices.GraphFormat, ("json", *DRAWINGS)),
@@ -33,6 +34,26 @@ from service.offline.shards import FORMATS as SHARDS
 )
 def test_what_can_be_named_is_what_is_taken(named: Any, taken: Any) -> None:
     assert set(get_args(named)) == set(taken)
+
+
+@pytest.mark.parametrize("text", ["none", "avg", "roi", "cls+avg", "gem+max+avg+cls"])
+def test_poolings_are_those_that_the_documented_pattern_matches(text: str) -> None:
+    assert choices.pooling(text) == text
+    assert re.match(choices.POOL_PATTERN, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sum", "cls+", "+", "cls+none", "avg+roi", "cls avg", "avg,max", None, 3, ["avg"]]
+)
+def test_other_poolings_are_refused_with_those_there_are(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"pool is none, .*, or one or more of avg, max, gem, cls joined by \+, not "):
+        choices.pooling(text)
+    assert not isinstance(text, str) or not re.match(choices.POOL_PATTERN, text)
+
+
+def test_a_pooling_is_named_once() -> None:
+    with pytest.raises(ValueError, match=r"not 'avg\+avg'"):
+        choices.pooling("avg+avg")
 
 
 def test_every_backend_that_can_be_named_is_there() -> None:

@@ -79,13 +79,16 @@ def test_extract_fails_where_it_has_done_no_image(tmp_path: Path) -> None:
 def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "f"
     base = ["extract", *files, "--model", "resnet18", "--weights", "random", "--device", "cpu", "--format", "npz"]
-    options = ["--pool", "avg", "--dtype", "float16", "--normalize", "l2", "--image-size", 96]
+    options = ["--pool", "avg+max", "--dtype", "float16", "--normalize", "l2", "--image-size", 96]
+    wrong = fxserve(*base, "--nodes", "layer3", "--pool", "avg+sum", "--out", out)
+    assert wrong.exit_code == 2
+    assert "joined by +" in " ".join(wrong.stderr.replace("│", " ").split())
     assert fxserve(*base, "--nodes", "layer3,layer4", *options, "--out", out).exit_code == 0
     with np.load(out / "shard-000000.npz") as archive:
         assert archive.files == ["path", "layer3", "layer4"]
-        assert (archive["layer4"].shape, archive["layer4"].dtype) == ((2, 512), np.float16)
+        assert (archive["layer4"].shape, archive["layer4"].dtype) == ((2, 1024), np.float16)
         np.testing.assert_allclose(np.linalg.norm(archive["layer3"].astype(np.float32), axis=1), 1, rtol=1e-3)
-    asked = {"pool": "avg", "dtype": "float16", "normalize": "l2", "preprocess": "default"}
+    asked = {"pool": "avg+max", "dtype": "float16", "normalize": "l2", "preprocess": "default"}
     assert json.loads((out / "spec.json").read_text())["options"] == asked
 
 

@@ -13,7 +13,7 @@ from service.codecs import compression, json, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.options import CHOICES
+from service.engine.options import NAMES
 from service.http.access.callers import caller_of
 from service.http.deadline import Deadline
 from service.http.headers import joined_header
@@ -178,7 +178,7 @@ def _requested_outputs(
 
 def _options(payload: v2.Request) -> FeatureOptions:
     try:
-        return FeatureOptions(**{name: payload.parameters[name] for name in CHOICES if name in payload.parameters})
+        return FeatureOptions(**{name: payload.parameters[name] for name in NAMES if name in payload.parameters})
     except ValueError as error:
         raise problems.InvalidRequest(f"parameter {error}") from error
 
@@ -203,7 +203,7 @@ def _check_query(request: Request) -> None:
             raise problems.InvalidRequest(detail)
 
 
-_PARAMETERS = frozenset({*CHOICES, "weights", "timeout", "binary_data_output"})
+_PARAMETERS = frozenset({*NAMES, "weights", "timeout", "binary_data_output"})
 
 
 def _encoding(request: Request) -> str:

@@ -170,6 +170,55 @@ def test_an_embedding_is_the_class_token(client):
     assert np.allclose(response.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "pooled"),
+    [
+        ("test_vit", "token"),
+        ("test_vit2", "avg"),  # after which it normalises, and it has a register
+        ("test_vit4", "avg"),
+        # The contract's embedding of tokens without a class token is their mean; this model has attention pooling.
+        ("test_vit3", "map"),
+        # Its own is the mean of the patches, and the contract's the class token.
+        pytest.param("beit_base_patch16_224", "avg", marks=pytest.mark.exhaustive),
+        pytest.param("vit_relpos_small_patch16_224", "avg", marks=pytest.mark.exhaustive),
+        pytest.param("eva02_tiny_patch14_224", "avg", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
+    """timm's ``forward_head(…, pre_logits=True)``, but for the norm that some have between pooling and head."""
+    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    response = client.post("/v1/embeddings", json={"model": f"timm.{name}@random:norm", "input": image})
+    assert response.status_code == 200, response.text
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(name).eval()
+    assert model.global_pool == pooled
+    if pooled == "map":
+        model.attn_pool, model.global_pool, model.pool_include_prefix = None, "avg", False
+    if pooled == "avg" and getattr(model, "cls_token", None) is not None:
+        model.global_pool = "token"
+    model.fc_norm = torch.nn.Identity()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
+        expected = model.forward_head(model.forward_features(transform(photo.convert("RGB"))[None]), pre_logits=True)
+    assert np.allclose(response.json()["data"][0]["embedding"], expected[0].numpy(), atol=1e-4)
+
+
+def test_poolings_joined_in_a_query(client):
+    """Written with a plus sign, which is a space in a query, or percent-encoded."""
+    path = "/v1/models/timm.test_vit/features?nodes=norm&weights=random"
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+    one, other, joined, encoded = (
+        np.load(io.BytesIO(client.post(f"{path}&pool={pool}", content=PHOTO.read_bytes(), headers=headers).content))
+        for pool in ("cls", "avg", "cls+avg", "cls%2Bavg")
+    )
+    assert np.array_equal(joined, np.concatenate([one, other], axis=1))
+    assert np.array_equal(joined, encoded)
+    wrong = client.post(f"{path}&pool=cls+sum", content=PHOTO.read_bytes(), headers=headers).json()
+    assert wrong["type"] == "/problems/invalid-request"
+    assert "one or more of avg, max, gem, cls joined by +" in wrong["detail"]
+
+
 @pytest.mark.parametrize("model", ["timm.vit_wee_patch16_reg1_gap_256", "timm.naflexvit_base_patch16_gap"])
 @pytest.mark.exhaustive
 def test_registers_are_neither_a_class_token_nor_averaged(client, model):
