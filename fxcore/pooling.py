@@ -66,8 +66,10 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
     >>> pool(torch.tensor([[[9.0], [1.0], [2.0]]]), "tokens", "cls+avg", PrefixTokens(1, class_token=True))
     tensor([[9.0000, 1.5000]])
     """
-    check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method, prefix)
     methods = method.split("+")
+    for unknown in set(methods) - {*METHODS}:
+        raise BadTensor(f"there is no pooling {unknown!r}; there are {', '.join(METHODS)}", method=unknown)
+    check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method, prefix)
     if len(methods) == 1:
         return _pool(tensor, layout, method, prefix)
     values = tensor if tensor.ndim > 1 else tensor[:, None]
@@ -98,11 +100,9 @@ def check_poolable(
     """Check that :func:`pool` takes tensors with this layout, number of dimensions and prefix tokens.
 
     Raises:
-        BadTensor: there is no such method, or it does not apply to such tensors.
+        BadTensor: the method does not apply to such tensors.
     """
     methods = method.split("+")
-    for unknown in set(methods) - {*METHODS}:
-        raise BadTensor(f"there is no pooling {unknown!r}; there are {', '.join(METHODS)}", method=unknown)
     if not floating:
         raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
     if "cls" in methods and (layout not in (TOKENS, None) or ndim != 3):
