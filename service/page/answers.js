@@ -1,7 +1,8 @@
 // A node's output for a photo: requested from the service, held by the worker.
 
-import { ask, modelPath } from "./api.js"
+import { ask } from "./api.js"
 import { reduce } from "./reductions.js"
+import { featureAddress, requestOf } from "./snippets.js"
 
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {import("./photo.js").Photo} Photo */
@@ -32,40 +33,67 @@ import { reduce } from "./reductions.js"
  * @property {Float32Array} [strength]
  */
 
-/** @param {Model} model @param {string} name */
-export function featureRequest(model, name) {
-  return { path: modelPath(model.name, "/features"), query: { nodes: name, weights: model.weights } }
-}
-
-/** @param {Model} model @param {string} name @param {Photo} photo @param {string} accept @param {AbortSignal} [signal] */
-export async function askFeatures(model, name, photo, accept, signal) {
-  const { path, query } = featureRequest(model, name)
+/** @param {import("./snippets.js").Request} request @param {Photo} photo @param {string} accept @param {AbortSignal} [signal] */
+export function askFeatures(request, photo, accept, signal) {
+  const { path, query } = featureAddress(request)
   const headers = { Accept: accept, "Content-Type": photo.type }
   return ask(`${path}?${new URLSearchParams(query)}`, { method: "POST", headers, body: photo.data, signal })
 }
 
 /**
- * @param {Model} model @param {string} name @param {Photo} photo @param {string} slot @param {AbortSignal} signal
+ * A node's output for a photo, from memory where it was asked for before.
+ * @param {Model} model @param {string} name @param {Photo} photo @param {AbortSignal} signal
  * @returns {Promise<Answer>}
  */
-export async function features(model, name, photo, slot, signal) {
-  const answer = await askFeatures(model, name, photo, "application/x-safetensors", signal)
+export async function features(model, name, photo, signal) {
+  const known = kept(`${model.name}\n${model.weights}\n${name}`, photo)
+  if (known) return known
+  const request = requestOf(model, [name], photo)
+  const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
   const node = model.resolve(name)
   // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
-  return opened(answer, { slot, key: name, layout, tokens: node?.tokens ?? null }, photo, name)
+  return opened(answer, { key: name, layout, tokens: node?.tokens ?? null }, photo, name, `${model.name}\n${model.weights}\n${name}`)
 }
 
 /**
- * Hand an answer in safetensors to the worker.
- * @param {Response} answer @param {{slot: string, key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
- * @param {Photo} photo @param {string} node
+ * Hand an answer in safetensors to the worker, and keep it.
+ * @param {Response} answer @param {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
+ * @param {Photo} photo @param {string} node @param {string} what it is an answer to, beside the photo
  * @returns {Promise<Answer>}
  */
-export async function opened(answer, message, photo, node) {
+export async function opened(answer, message, photo, node, what) {
   const buffer = await answer.arrayBuffer()
   const file = new Blob([buffer])
   const timing = answer.headers.get("Server-Timing") ?? ""
-  const found = await reduce("open", { ...message, buffer }, [buffer])
-  return { slot: message.slot, photo, node, file, timing, ...found }
+  const slot = String(++slots)
+  const found = /** @type {Answer} */ ({ slot, photo, node, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
+  keep(what, found)
+  return found
+}
+
+/** Answers that stay, the last used ones last; the worker holds their tensors. @type {Map<Answer, string>} */
+const known = new Map()
+/** The bytes that they may take, but for the last two: what is compared is shown together. */
+const MOST_BYTES = 256e6
+let slots = 0
+
+/** A kept answer. @param {string} what @param {Photo} photo */
+export function kept(what, photo) {
+  const found = [...known.keys()].find((answer) => answer.photo === photo && known.get(answer) === what)
+  if (found) keep(what, found)
+  return found
+}
+
+/** @param {string} what @param {Answer} answer */
+function keep(what, answer) {
+  known.delete(answer)
+  known.set(answer, what)
+  let bytes = 0
+  for (const [number, other] of [...known.keys()].reverse().entries()) {
+    bytes += other.file.size
+    if (number < 2 || bytes <= MOST_BYTES) continue
+    known.delete(other)
+    reduce("close", { slot: other.slot })
+  }
 }

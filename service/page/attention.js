@@ -1,11 +1,12 @@
 // The attention view: the weights of each head from one position to all others.
 
-import { opened } from "./answers.js"
-import { ask, askJson, modelPath } from "./api.js"
+import { askFeatures, kept, opened } from "./answers.js"
+import { askJson, modelPath } from "./api.js"
 import { h, select } from "./dom.js"
 import { makeExtractor } from "./extractors.js"
 import { modulesAbove } from "./model.js"
 import { reduce } from "./reductions.js"
+import { requestOf } from "./snippets.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -14,12 +15,10 @@ import { coloured } from "./views.js"
 /** @typedef {import("./stages.js").Side} Side */
 
 /** @typedef {{names: string[], order: string[]}} Nodes nodes of attention weights, and all nodes in order of execution */
-/** @typedef {{shape: number[], grid: Grid | null}} Weights held by the worker */
+/** @typedef {{answer: Answer, grid: Grid | null, id: string}} Weights held by the worker, and the extractor that gives them */
 
 /** @type {WeakMap<Model, Promise<Nodes>>} */
 const nodes = new WeakMap()
-/** Weights that the worker holds, by slot. @type {Map<string, {model: Model, node: string, photo: import("./photo.js").Photo, weights: Weights}>} */
-const held = new Map()
 
 /**
  * Cached for each model, so it takes no signal: others may wait for the same answer.
@@ -56,21 +55,20 @@ async function attentionNear(model, name) {
 
 /**
  * The attention weights of an answer's photo.
- * @param {Model} model @param {string} node @param {Answer} answer @param {string} slot @param {AbortSignal} signal
+ * @param {Model} model @param {string} node @param {Answer} answer @param {AbortSignal} signal
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, { photo }, slot, signal) {
-  const last = held.get(slot)
-  if (last?.model === model && last.node === node && last.photo === photo) return last.weights
+async function weightsOf(model, node, { photo }, signal) {
   const { id } = await makeExtractor(model, node, ["attention_maps"], signal)
-  const headers = { Accept: "application/x-safetensors", "Content-Type": photo.type }
-  const answer = await ask(`v1/extractors/${id}/features`, { method: "POST", headers, body: photo.data, signal })
-  const { shape } = await opened(answer, { slot, key: node, layout: null, tokens: null }, photo, node)
+  let found = kept(id, photo)
+  if (!found) {
+    const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id })
+    const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
+    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, id)
+  }
   // Not before: an extractor that is still building lists no outputs.
   const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
-  const weights = { shape, grid: outputs[0].attention }
-  held.set(slot, { model, node, photo, weights })
-  return weights
+  return { answer: found, grid: outputs[0].attention, id }
 }
 
 /**
@@ -78,15 +76,15 @@ async function weightsOf(model, node, { photo }, slot, signal) {
  * @param {Model} model @param {Answer[]} answers @param {number | null} head the mean of all where that is null
  * @param {(head: string) => void} choose
  * @param {AbortSignal} signal
- * @returns {Promise<{sides: Side[], choice: HTMLElement | string}>}
+ * @returns {Promise<{sides: Side[], choice: HTMLElement | string, weights: Weights[]}>}
  */
 export async function attentionView(model, answers, head, choose, signal) {
   let most = 0
-  const sides = await Promise.all(answers.map(async (answer) => {
+  /** @type {Weights[]} */ const found = []
+  const sides = await Promise.all(answers.map(async (answer, i) => {
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
     if (!node) return { note: "This model has no attention." }
-    const slot = `attention ${answer.slot}`
-    const { shape, grid } = await weightsOf(model, node, answer, slot, signal)
+    const { answer: { slot, shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const heads = shape[shape.length - 3]
     most = Math.max(most, heads)
@@ -94,11 +92,10 @@ export async function attentionView(model, answers, head, choose, signal) {
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
       photo: answer.photo, node, label, caption: `${label} of ${node}`, size: grid, query: true,
-      render: async (/** @type {import("./patch.js").Patch | null} */ patch) =>
-        coloured(await reduce("attention", { slot, head: own, grid, ...patch }), grid.width),
+      render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => coloured(await reduce("attention", { slot, head: own, grid, ...patch }, { topic }), grid.width),
     }
   }))
   const heads = /** @type {Array<[string, string]>} */ ([["", "Mean of all heads"], ...[...Array(most).keys()].map((i) => [String(i), `Head ${i}`])])
   const choice = most ? h("label", { class: "row dim" }, "Head", select("Head", heads, head !== null && head < most ? String(head) : "", choose)) : ""
-  return { sides, choice }
+  return { sides, choice, weights: found.filter(Boolean) }
 }

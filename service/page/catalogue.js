@@ -42,16 +42,25 @@ export async function showCatalogue(pane) {
   await show()
 
   async function show() {
-    const { models } = /** @type {{models: Entry[]}} */ (await listed(source))
-    const wanted = text.trim().toLowerCase()
-    const found = models.filter((one) => (!task || one.task === task) && one.name.toLowerCase().includes(wanted))
-    count.textContent = `${found.length} ${found.length === 1 ? "model" : "models"}`
-    results.replaceChildren(
-      ...Object.entries(TASKS).flatMap(([key, title]) => {
-        const entries = found.filter((one) => one.task === key)
-        return entries.length ? [h("h2", {}, title), h("ul", { class: "plain-list" }, ...entries.map(entry))] : []
-      }),
-    )
+    const words = text.trim().toLowerCase().split(/\s+/)
+    // timm's models are many: they are listed once they are searched for.
+    const wanted = [text, task, source].join("\n")
+    const { models } = await listed(source)
+    const further = !source && text.trim() && whole.timm
+    if (further) list(models, ", searching timm…")
+    const others = further ? (await listed("timm")).models : []
+    if (wanted !== [text, task, source].join("\n")) return // more was typed meanwhile
+    list([...models, ...others], !source && !further && whole.timm ? `, and ${whole.timm.models} of timm: search for them` : "")
+
+    /** @param {Entry[]} entries @param {string} more */
+    function list(entries, more) {
+      const found = entries.filter((one) => (!task || one.task === task) && words.every((word) => one.name.toLowerCase().includes(word)))
+      count.textContent = `${found.length} ${found.length === 1 ? "model" : "models"}${more}`
+      results.replaceChildren(...Object.entries(TASKS).flatMap(([key, title]) => {
+        const inTask = found.filter((one) => one.task === key)
+        return inTask.length ? [h("h2", {}, title), h("ul", { class: "plain-list" }, ...inTask.map(entry))] : []
+      }))
+    }
   }
 }
 

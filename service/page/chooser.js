@@ -26,7 +26,7 @@ export function showChooser(pane, model, actions) {
   const models = h("a", { href: "#", class: "quiet" }, "All models")
   pane.replaceChildren(
     h("div", { class: "pane-head" },
-      h("div", { class: "title-row" }, h("h2", {}, model.name), models),
+      h("div", { class: "title-row" }, h("h2", { tabindex: -1 }, model.name), models),
       h("p", { class: "dim" }, `${parameters(model.totals.params)}, ${flops(model.totals.flops)}, ${model.totals.nodes} nodes`),
       h("label", { class: "stacked" }, "Weights", select("Weights", weightOptions(model), model.weights, actions.weights)),
       levels.length
@@ -51,11 +51,11 @@ export function showChooser(pane, model, actions) {
   }
 
   return {
-    /** @param {Set<string>} nowOpen @param {string | null} nowChosen */
+    /** @param {Set<string> | null} nowOpen null for those that are open already @param {string | null} nowChosen */
     update(nowOpen, nowChosen) {
       const moved = nowChosen !== chosen
       models.href = link(kept(place()))
-      open = nowOpen
+      open = nowOpen ?? open
       chosen = nowChosen
       show()
       if (moved) results.querySelector(".chosen")?.scrollIntoView({ block: "nearest" })

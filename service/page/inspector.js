@@ -1,6 +1,7 @@
 // The right pane: the chosen node's output for a photo.
 
 import { features } from "./answers.js"
+import { Problem } from "./api.js"
 import { attentionNodes, attentionView } from "./attention.js"
 import { channelsView } from "./channels.js"
 import { h } from "./dom.js"
@@ -9,11 +10,12 @@ import { heading } from "./heading.js"
 import { parameters } from "./numbers.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
+import { isStale } from "./reductions.js"
 import { requestView } from "./request.js"
 import { stages } from "./stages.js"
-import { failure, progress } from "./states.js"
+import { failure, progress, retries } from "./states.js"
 import { statisticsView, valuesView } from "./statistics.js"
-import { VIEWS, viewSides } from "./views.js"
+import { VIEWS, comparable, viewSides } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
@@ -40,13 +42,14 @@ export class Inspector {
   /**
    * @param {HTMLElement} pane
    * @param {{go: (changes: Record<string, string | number | null>, replace?: boolean) => void, choose: (path: string) => void,
-   *   take: (file: File) => void}} actions
+   *   take: (files: Iterable<File>) => void, remove: (photo: import("./photo.js").Photo) => void}} actions
    */
-  constructor(pane, { go, choose, take }) {
+  constructor(pane, { go, choose, take, remove }) {
     this.pane = pane
     this.go = go
     this.choose = choose
     this.take = take
+    this.remove = remove
     this.head = h("div", { class: "pane-head" })
     this.picker = h("div", {})
     this.body = h("div", { class: "body" })
@@ -60,7 +63,9 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.body, this.foot)
-    keepFocus(this.picker, () => this.picker.replaceChildren(model.takesPhotos && node ? photoPicker(place, this.go, this.take) : ""))
+    const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove) : ""
+    if (this.#place !== place) return
+    keepFocus(this.picker, () => this.picker.replaceChildren(picker))
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? ""].join("\n")
     const known = wanted === this.#requested
     this.#describe(model, name, known ? this.#answers[0] : null)
@@ -68,7 +73,7 @@ export class Inspector {
     this.stop()
     const why = unanswerable(model, node, name)
     if (why) {
-      this.foot.replaceChildren(node?.extractable ? requestView(model, name, "tensors.npy", "application/x-npy", null) : "")
+      this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: "tensors.npy", type: "application/x-npy" }, null) : "")
       return this.#message(why)
     }
     if (model.totals.params > LARGE_MODEL && !this.#confirmed.has(model.name)) return this.#confirm(model, place)
@@ -92,36 +97,32 @@ export class Inspector {
   /** @param {Model} model @param {string} name @param {Place} place */
   async #request(model, name, place) {
     const stop = (this.#abort = new AbortController())
-    /** @type {import("./photo.js").Photo | null} */ let first = null
-    /** @param {Answer | null} answer */
-    const request = (answer) => keepFocus(this.foot, () =>
-      this.foot.replaceChildren(first ? requestView(model, name, first.name, first.type, answer) : ""))
     const waiting = this.#progress(`Computing ${name} of ${model.name}`)
     this.body.classList.add("waiting")
     const late = setTimeout(() => {
       this.body.replaceChildren(waiting)
-      request(null)
+      photoOf(place.p).then((photo) => stop.signal.aborted || this.#offer({ node: name, transforms: [], id: null }, photo, null))
     }, this.#answers.length ? PROGRESS_DELAY : 0)
     try {
-      first = await photoOf(place.p)
-      const pairs = [{ photo: first, name, slot: "a" }]
-      if (place.p2) pairs.push({ photo: await photoOf(place.p2), name, slot: "b" })
-      if (place.n2) pairs.push({ photo: first, name: place.n2, slot: "b" })
+      const first = await photoOf(place.p)
+      const pairs = [{ photo: first, name }]
+      if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
+      if (place.n2) pairs.push({ photo: first, name: place.n2 })
       const [attention, ...answers] = await Promise.all([attentionNodes(model),
-        ...pairs.map(({ photo, name, slot }) => features(model, name, photo, slot, stop.signal))])
+        ...pairs.map(({ photo, name }) => features(model, name, photo, stop.signal))])
       if (stop.signal.aborted) return
       this.#hasAttention = attention.names.length > 0
       this.#answers = answers
       clearTimeout(late)
-      request(answers[0])
       this.#describe(model, name, answers[0])
       await this.#show()
     } catch (error) {
       if (stop.signal.aborted) return
       this.#requested = ""
       this.#answers = []
-      request(null)
-      this.body.replaceChildren(failure(error, () => this.update(model, this.#place), () => this.go({ w: "random" })))
+      const photo = await photoOf(place.p)
+      this.#offer({ node: name, transforms: [], id: null }, photo, null)
+      this.#fail(error, photo)
     } finally {
       clearTimeout(late)
       waiting.remove()
@@ -129,56 +130,85 @@ export class Inspector {
     }
   }
 
+  /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
+  #offer(wanted, file, answer) {
+    const model = this.#model
+    if (model) keepFocus(this.foot, () => this.foot.replaceChildren(requestView(model, wanted, file, answer)))
+  }
+
+  /** @param {unknown} error @param {import("./photo.js").Photo} photo */
+  #fail(error, photo) {
+    const bad = error instanceof Problem && error.type.endsWith("/bad-image")
+    this.body.replaceChildren(bad
+      ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
+          ["Remove this one", () => this.remove(photo)])
+      : failure(error, ...retries(error, () => { this.#rendered = ""; this.#model && this.update(this.#model, this.#place) }, () => this.go({ w: "random" }))))
+  }
+
   async #show() {
     const [first, second] = this.#answers
     const model = this.#model
     if (!first || !model) return
     const place = this.#place
-    const view = first.maps ? (VIEWS.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
+    const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
     const wanted = [this.#requested, view, place.ch, place.s, place.at, place.head].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
     if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
-    if (view === "values") blocks.append(await valuesView(first))
-    else blocks.append(this.#views(view), ...await this.#maps(model, view, place))
-    for (const { statistics, photo, node } of this.#answers)
-      blocks.append(statisticsView(statistics, second ? `All values: ${photo.name}, ${node}` : "All values"))
+    /** What the numbers and the request below the maps are of. */
+    let shown = this.#answers, request = { node: first.node, transforms: /** @type {string[]} */ ([]), id: /** @type {string | null} */ (null) }
+    try {
+      if (view === "values") blocks.append(await valuesView(first))
+      else if (view === "attention") {
+        const { elements, weights } = await this.#attention(model, place)
+        blocks.append(this.#choices(view), ...elements)
+        shown = weights.map(({ answer }) => answer)
+        if (weights.length) request = { node: shown[0].node, transforms: ["attention_maps"], id: weights[0].id }
+      } else blocks.append(this.#choices(view), ...await this.#maps(view, place))
+    } catch (error) {
+      if (wanted !== this.#rendered || isStale(error)) return
+      return this.#fail(error, first.photo)
+    }
+    for (const { statistics, photo, node } of shown) {
+      const title = view === "attention" ? `All weights of ${node}` : "All values"
+      blocks.append(statisticsView(statistics, second ? `${title}: ${photo.name}${view === "attention" ? "" : `, ${node}`}` : title))
+    }
     if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop
     keepFocus(this.body, () => this.body.replaceChildren(blocks))
+    if (shown.length) this.#offer(request, shown[0].photo, shown[0])
     this.pane.scrollTop = top
   }
 
-  /** @param {string} view */
-  #views(view) {
-    return h("div", { class: "segments", role: "group", "aria-label": "View" },
-      ...VIEWS.filter(([name]) => name !== "attention" || this.#hasAttention).map(([name, text]) =>
-        h("button", { type: "button", "aria-pressed": String(name === view), onclick: () => this.go({ v: name }, true) }, text)))
+  /** The views that the model has. */
+  get #views() {
+    return VIEWS.filter(([name]) => name !== "attention" || this.#hasAttention)
   }
 
-  /** @param {Model} model @param {string} view @param {Place} place */
-  async #maps(model, view, place) {
+  /** @param {string} view */
+  #choices(view) {
+    return h("div", { class: "segments", role: "group", "aria-label": "View" }, ...this.#views.map(([name, text]) =>
+      h("button", { type: "button", "aria-pressed": String(name === view), onclick: () => this.go({ v: name }, true) }, text)))
+  }
+
+  /** @param {string} view @param {Place} place */
+  async #maps(view, place) {
     const [first] = this.#answers
-    if (view === "attention") return this.#attention(model, place)
     const channel = Math.min(Number(place.ch ?? first.order?.[0]) || 0, (first.maps?.channels ?? 1) - 1)
     const stage = await this.#stages(viewSides(this.#answers, view, channel))
     if (view === "channels") return [stage, ...await channelsView(first, place.s !== "number", channel, (changes) => this.go(changes, true))]
-    return [stage, view === "similarity"
-      ? h("p", { class: "dim" }, "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position.") : ""]
+    return [stage, h("p", { class: "dim" }, meaning(view, this.#answers))]
   }
 
   /** @param {Model} model @param {Place} place */
   async #attention(model, place) {
-    const stop = this.#abort
-    const late = setTimeout(() => this.body.replaceChildren(this.#views("attention"), this.#progress("Computing attention weights")), PROGRESS_DELAY)
+    const late = setTimeout(() => this.body.replaceChildren(this.#choices("attention"), this.#progress("Computing attention weights")), PROGRESS_DELAY)
     try {
       const head = place.head === undefined ? null : Number(place.head)
-      const { sides, choice } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), stop.signal)
-      return [await this.#stages(sides), choice, h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")]
-    } catch (error) {
-      if (stop.signal.aborted) return []
-      return [failure(error, () => { this.#rendered = ""; this.#show() }, () => this.go({ w: "random" }))]
+      const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal)
+      const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")
+      return { elements: [await this.#stages(sides), choice, help], weights }
     } finally {
       clearTimeout(late)
     }
@@ -212,6 +242,15 @@ export class Inspector {
     this.body.replaceChildren(h("p", { class: "note", role: "status" }, text),
       action ? h("button", { type: "button", class: "primary", onclick: action[1] }, action[0]) : "")
   }
+}
+
+/** What the colours of a view mean. @param {string} view @param {Answer[]} answers */
+function meaning(view, answers) {
+  if (view === "similarity") return "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position."
+  if (view === "mean") return "The mean of all channels' magnitudes at each position."
+  if (answers.length < 2) return "The first three principal components over the positions, as red, green and blue."
+  if (comparable(answers)) return "The first three principal components over the positions of both, as red, green and blue: equal colours are alike in both."
+  return `The two have different channels (${answers.map(({ maps }) => maps?.channels ?? "none").join(" and ")}), so each has principal components of its own: their colours cannot be compared.`
 }
 
 /** Why there is no output for a photo; empty where there is one. @param {Model} model @param {NodeInfo | null} node @param {string} name */

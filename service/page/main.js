@@ -9,9 +9,9 @@ import { GraphView } from "./graph.js"
 import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
 import { loadModel, modulesAbove } from "./model.js"
-import { take, watchDrops } from "./photo.js"
+import { forget, isMissing, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
-import { failure, progress } from "./states.js"
+import { failure, progress, reason, retries } from "./states.js"
 import { showTabs } from "./tabs.js"
 import { welcome } from "./welcome.js"
 
@@ -21,7 +21,7 @@ import { welcome } from "./welcome.js"
 const ALL = "*"
 
 const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
-const inspector = new Inspector(panes.features, { go, choose, take: takePhoto })
+const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, remove: removePhoto })
 
 /** @type {Model | null} */ let model = null
 /** @type {GraphView | null} */ let graph = null
@@ -30,9 +30,26 @@ let requested = "", laidOut = ""
 let stop = new AbortController()
 /** The measurement under way. @type {AbortController | null} */ let measuring = null
 
-/** @param {File} file */
-function takePhoto(file) {
-  go({ p: take(file) })
+/** @param {Iterable<File>} files */
+async function takePhotos(files) {
+  const { names, refused } = await take(files)
+  notify(refused.join(" "))
+  if (names.length) go({ p: names[0] })
+}
+
+/** @param {import("./photo.js").Photo} photo */
+async function removePhoto(photo) {
+  await forget(photo)
+  const { p, p2 } = place()
+  if (isMissing(p) || isMissing(p2)) go({ ...(isMissing(p) ? { p: null } : {}), ...(isMissing(p2) ? { p2: null } : {}) })
+  else show(place())
+}
+
+/** Show a notice over the page until the next one. @param {string} text empty for none */
+function notify(text) {
+  const line = byId("notice")
+  line.replaceChildren(text, h("button", { type: "button", class: "quiet", onclick: () => notify("") }, "Close"))
+  line.hidden = !text
 }
 
 /** @param {import("./place.js").Place} now */
@@ -50,11 +67,11 @@ async function show(now) {
   if (!current.n && model.firstNode) return go({ n: model.firstNode }, true)
   showWhere([model.name, current.n].filter(Boolean).join(" / "))
   const chosen = model.resolve(current.n)?.name ?? null
-  chooser?.update(openModules(model), chosen)
   await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
 }
 
 function showStart() {
+  const lost = holdsFocus()
   stop.abort()
   stopMeasuring()
   inspector.stop()
@@ -64,11 +81,13 @@ function showStart() {
   showWhere("")
   panes.graph.replaceChildren(welcome(place()))
   panes.features.replaceChildren()
-  showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, () => show(place()))))
+  showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, ["Try again", () => show(place())])))
+  if (lost) focusHeading(panes.graph)
 }
 
 /** Load the model of a place; false where that failed or something else was chosen meanwhile. @param {import("./place.js").Place} now */
 async function load(now) {
+  const lost = holdsFocus()
   stop.abort()
   stopMeasuring()
   inspector.stop()
@@ -78,6 +97,7 @@ async function load(now) {
   if (fresh) {
     model = graph = chooser = null
     showWhere(now.m)
+    document.body.dataset.tab = "models" // a narrow screen shows what is waited for, or what went wrong
     panes.models.replaceChildren(waiting)
     panes.graph.replaceChildren()
     panes.features.replaceChildren()
@@ -89,7 +109,8 @@ async function load(now) {
     if (mine.signal.aborted) return false
     requested = ""
     const back = h("p", {}, h("a", { href: link(kept(now)) }, "All models"))
-    panes.models.replaceChildren(failure(error, () => show(place()), () => go({ w: "random" })), back)
+    panes.models.replaceChildren(failure(error, ...retries(error, () => show(place()), () => go({ w: "random" }))), back)
+    if (lost) focusHeading(panes.models)
     return false
   } finally {
     waiting.remove()
@@ -100,7 +121,17 @@ async function load(now) {
   graph ??= new GraphView(panes.graph, {
     choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
   })
+  showTabs(place())
+  if (lost) focusHeading(panes.models)
   return true
+}
+
+/** Whether the keyboard's focus is in a pane, whose contents are about to be replaced. */
+const holdsFocus = () => Object.values(panes).some((pane) => pane.contains(document.activeElement))
+
+/** Have the keyboard go on, and a screen reader begin to read, at what is shown now. @param {HTMLElement} pane */
+function focusHeading(pane) {
+  /** @type {HTMLElement | null} */ (pane.querySelector("h1, h2"))?.focus()
 }
 
 /** @param {string} path */
@@ -133,24 +164,31 @@ async function showGraph(shown, chosen) {
   const { o, c = "" } = place()
   const view = graph
   if (!view) return
-  const open = o === ALL ? null : [...openModules(shown)].sort().join(",")
-  const wanted = `${shown.name}\n${shown.weights}\n${open}`
+  const open = openModules(shown)
+  const opened = o === ALL ? null : [...open].sort().join(",")
+  const wanted = `${shown.name}\n${shown.weights}\n${opened}`
   if (wanted !== laidOut) {
     const fresh = !laidOut.startsWith(`${shown.name}\n`)
+    const before = laidOut
     laidOut = wanted
     view.wait(true)
-    const query = { format: "layout", weights: shown.weights, ...(open === null ? {} : { open }) }
+    const query = { format: "layout", weights: shown.weights, ...(opened === null ? {} : { open: opened }) }
     try {
       const layout = await askJson(modelPath(shown.name, "/graph", query), { signal: stop.signal })
-      if (laidOut === wanted) view.show(shown, layout, fresh)
+      if (laidOut !== wanted) return
+      view.show(shown, layout, fresh)
+      view.say("")
+      chooser?.update(open, chosen)
     } catch (error) {
-      if (stop.signal.aborted) return
-      laidOut = ""
+      if (stop.signal.aborted || laidOut !== wanted) return
+      laidOut = before
       view.wait(false)
-      view.say(error instanceof Error ? error.message : String(error))
+      // The tree stays as open as the graph is.
+      chooser?.update(null, chosen)
+      view.say(reason(error), ["Try again", () => show(place())])
       return
     }
-  }
+  } else chooser?.update(open, chosen)
   view.choose(chosen)
   await colour(view, shown, c)
 }
@@ -170,7 +208,7 @@ async function colour(view, shown, by) {
     view.say("")
     view.colour(by)
   } catch (error) {
-    if (!mine.signal.aborted) view.say(error instanceof Error ? error.message : String(error))
+    if (!mine.signal.aborted) view.say(reason(error))
   } finally {
     if (measuring === mine) measuring = null
   }
@@ -182,6 +220,7 @@ function stopMeasuring() {
 }
 
 onMove(show)
-watchDrops(takePhoto)
+watchDrops(takePhotos)
 if (storedKey()) showKeyButton()
+await restorePhotos()
 show(place())

@@ -4,6 +4,7 @@ import { range } from "./colours.js"
 import { h } from "./dom.js"
 import { short } from "./numbers.js"
 import { choosePatch, patchUnder } from "./patch.js"
+import { isStale } from "./reductions.js"
 import { stage } from "./stage.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
@@ -18,17 +19,21 @@ import { stage } from "./stage.js"
  * @property {string} caption
  * @property {number} opacity
  * @property {{height: number, width: number}} size of the map
- * @property {(patch: Patch | null) => Promise<Rendering>} render the map, relative to the query patch where there is one
+ * @property {(patch: Patch | null, topic: string) => Promise<Rendering>} render the map, relative to the query patch where there is one; only
+ *   the last of those that wait under a topic is rendered
  * @property {Patch | null} patch the query
  * @property {(patch: Patch | null) => void} point the patch under the pointer; null once it has left
  * @property {(patch: Patch) => void} choose
  */
 
+let panels = 0
+
 /** @param {Shown} shown */
 export async function panel({ photo, preprocessing, label, caption, opacity, size, render, patch, point, choose }) {
   const { canvas, paint } = stage(photo, preprocessing, label)
   const readout = h("span", { class: "readout" })
-  let now = await render(patch), at = patch, asked = 0
+  const topic = `panel ${++panels}`
+  let now = await render(patch, topic), at = patch, asked = 0
   const repaint = () => paint(now.image, opacity, at)
   repaint()
   if (patch) read(patch)
@@ -36,8 +41,9 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   /** Show the map of another patch, unless the pointer has moved on meanwhile. @param {Patch} other */
   async function ask(other) {
     const mine = ++asked
-    const found = other.row === at?.row && other.column === at.column ? now : await render(other)
-    if (mine !== asked) return
+    const same = other.row === at?.row && other.column === at.column
+    const found = same ? now : await render(other, topic).catch((error) => { if (!isStale(error)) throw error })
+    if (!found || mine !== asked) return
     now = found
     at = other
     repaint()

@@ -6,64 +6,93 @@ const COMPONENTS = 3
 const MOST_ROUNDS = 60
 const CLOSE = 1e-7
 
+/** The components of more positions are those of this many, evenly spread: they differ by less than can be seen. */
+const MOST_POSITIONS = 4096
+
 /**
- * Each position's scores on the first three principal components, by orthogonal iteration, which needs no
- * covariance matrix of thousands of channels.
- * @param {Maps} maps
- * @returns {Float32Array[]} one for each component
+ * Each position's scores on the first three principal components of all positions of the maps, by orthogonal
+ * iteration, which needs no covariance matrix of thousands of channels.
+ * @param {Maps[]} all with the same channels
+ * @returns {Float32Array[][]} of each of `all`, one for each component
  */
-export function principalComponents(maps) {
-  const size = maps.height * maps.width
-  const centred = centre(maps.data, maps.channels, size)
+export function principalComponents(all) {
+  const { channels } = all[0]
+  const { data, size } = sampled(all)
+  const means = centre(data, channels, size)
   let directions = Array.from({ length: COMPONENTS }, (_, k) =>
-    Float64Array.from({ length: maps.channels }, (_, c) => Math.sin(1 + c * (k + 1) * 0.7)),
+    Float64Array.from({ length: channels }, (_, c) => Math.sin(1 + c * (k + 1) * 0.7)),
   )
   orthonormalize(directions)
   let before = -1
   for (let round = 0; round < MOST_ROUNDS; round++) {
-    const scores = directions.map((direction) => project(centred, direction, size))
-    directions = scores.map((score) => gather(centred, score, maps.channels, size))
+    const scores = directions.map((direction) => project(data, direction, size))
+    directions = scores.map((score) => gather(data, score, channels, size))
     const lengths = orthonormalize(directions)
     const now = lengths.reduce((sum, length) => sum + length, 0)
     if (Math.abs(now - before) <= CLOSE * now) break
     before = now
   }
-  return directions.map((direction) => Float32Array.from(project(centred, direction, size)))
+  return all.map((maps) => directions.map((direction) => {
+    const centred = dot(means, direction)
+    return Float32Array.from(project(maps.data, direction, maps.height * maps.width), (score) => score - centred)
+  }))
 }
 
 /**
- * The components as colours, each from its 1st to its 99th percentile.
- * @param {Maps} maps
+ * The components as colours, each from its 1st to its 99th percentile over all of the maps.
+ * @param {Maps[]} all with the same channels
  */
-export function rgb(maps) {
-  const size = maps.height * maps.width
-  const result = new Uint8ClampedArray(size * COMPONENTS)
-  principalComponents(maps).forEach((values, k) => {
-    const sorted = values.slice().sort()
-    const low = sorted[Math.floor(0.01 * (size - 1))]
-    const high = sorted[Math.ceil(0.99 * (size - 1))]
-    for (let i = 0; i < size; i++) result[i * COMPONENTS + k] = ((values[i] - low) / (high - low || 1)) * 255
+export function rgb(all) {
+  const found = principalComponents(all)
+  const scales = Array.from({ length: COMPONENTS }, (_, k) => {
+    const values = found.map((scores) => scores[k])
+    const sorted = Float32Array.from(values.flatMap((one) => [...one])).sort()
+    const low = sorted[Math.floor(0.01 * (sorted.length - 1))], high = sorted[Math.ceil(0.99 * (sorted.length - 1))]
+    return { low, size: high - low || 1 }
   })
-  return result
+  return found.map((scores) => {
+    const result = new Uint8ClampedArray(scores[0].length * COMPONENTS)
+    scores.forEach((values, k) => values.forEach((value, i) => (result[i * COMPONENTS + k] = ((value - scales[k].low) / scales[k].size) * 255)))
+    return result
+  })
 }
 
-/** @param {Float32Array} data @param {number} channels @param {number} size */
+/** Positions of all the maps, as many as are needed. @param {Maps[]} all */
+function sampled(all) {
+  const { channels } = all[0]
+  const total = all.reduce((sum, { height, width }) => sum + height * width, 0)
+  const step = Math.max(1, total / MOST_POSITIONS)
+  const kept = all.map(({ height, width }) => Math.max(1, Math.floor((height * width) / step)))
+  const size = kept.reduce((sum, count) => sum + count, 0)
+  const data = new Float32Array(channels * size)
+  let start = 0
+  all.forEach((maps, number) => {
+    const own = maps.height * maps.width
+    for (let c = 0; c < channels; c++)
+      for (let i = 0; i < kept[number]; i++) data[c * size + start + i] = maps.data[c * own + Math.floor(i * step)]
+    start += kept[number]
+  })
+  return { data, size }
+}
+
+/** Subtract each channel's mean, in place; channels that are not finite become zero. @param {Float32Array} data @param {number} channels @param {number} size */
 function centre(data, channels, size) {
-  const result = new Float32Array(data.length)
+  const means = new Float64Array(channels)
   for (let c = 0; c < channels; c++) {
     let sum = 0
     for (let i = c * size; i < (c + 1) * size; i++) sum += data[i]
-    const mean = sum / size
-    for (let i = c * size; i < (c + 1) * size; i++) result[i] = Number.isFinite(mean) ? data[i] - mean : 0
+    means[c] = Number.isFinite(sum) ? sum / size : 0
+    for (let i = c * size; i < (c + 1) * size; i++) data[i] = Number.isFinite(sum) ? data[i] - means[c] : 0
   }
-  return result
+  return means
 }
 
 /** @param {Float32Array} data @param {Float64Array} direction @param {number} size */
 function project(data, direction, size) {
   const result = new Float64Array(size)
   for (let c = 0; c < direction.length; c++)
-    for (let i = 0, start = c * size; i < size; i++) result[i] += direction[c] * data[start + i]
+    // Channels that are not finite have no part in any direction.
+    if (direction[c]) for (let i = 0, start = c * size; i < size; i++) result[i] += direction[c] * data[start + i]
   return result
 }
 

@@ -1,6 +1,7 @@
-// Photos: the samples, and one's own, which are chosen, dropped or pasted.
+// Photos: the samples, and one's own, which are chosen, dropped or pasted and stay in this browser.
 
 import { ask } from "./api.js"
+import { store, stored, unstore } from "./store.js"
 
 /**
  * @typedef {object} Photo
@@ -13,9 +14,6 @@ import { ask } from "./api.js"
 /** Samples that the service has. */
 export const SAMPLES = ["chelsea", "astronaut", "coffee", "rocket"]
 
-/** What the URL calls a photo of this tab, which it cannot carry. */
-export const OWN = "own"
-
 /** @type {Map<string, Promise<Photo>>} */
 const photos = new Map()
 
@@ -23,7 +21,7 @@ const photos = new Map()
 export const sampleUrl = (name) => `page/${name}.jpg`
 
 /**
- * The photo of that name: a sample, or one of this tab; the first sample where the name is of another tab.
+ * The photo of that name: a sample, or one's own; the first sample where the name is of another browser.
  * @param {string | undefined} name
  */
 export function photoOf(name) {
@@ -34,7 +32,7 @@ export function photoOf(name) {
   return found
 }
 
-/** Whether the URL names a photo of another tab. @param {string | undefined} name */
+/** Whether the URL names a photo that this browser does not have. @param {string | undefined} name */
 export const isMissing = (name) => name !== undefined && !photos.has(name) && !SAMPLES.includes(name)
 
 /** @param {string} name */
@@ -49,25 +47,59 @@ async function opened(name, data) {
   return { name, type: data.type || "application/octet-stream", data, bitmap }
 }
 
-let given = 0
+/** What the URL calls one's own photos and the photos, the oldest first. @returns {Promise<Array<[string, Photo]>>} */
+export function ownPhotos() {
+  return Promise.all([...photos].filter(([name]) => !SAMPLES.includes(name)).map(async ([name, photo]) => [name, await photo]))
+}
 
-/** The names of this tab's photos, the oldest first. */
-export const ownPhotos = () => [...photos.keys()].filter((name) => !SAMPLES.includes(name))
-
-/** Take a file as a photo of this tab; returns its name in the URL. @param {File} file */
-export function take(file) {
-  const name = given++ ? `${OWN}${given}` : OWN
-  photos.set(name, opened(file.name || "photo", file))
-  return name
+/** Bring back the photos that were kept when this browser was here before. */
+export async function restorePhotos() {
+  for (const [name, { file, title }] of await stored()) photos.set(name, opened(title, file))
 }
 
 /**
- * Call `taken` with every image that is dropped or pasted.
- * @param {(file: File) => void} taken
+ * Take files as one's own photos, and keep them in this browser.
+ * @param {Iterable<File>} files
+ * @returns {Promise<{names: string[], refused: string[]}>} what the URL calls those taken, and why others are not
+ */
+export async function take(files) {
+  /** @type {string[]} */ const names = []
+  /** @type {string[]} */ const refused = []
+  for (const file of files) {
+    const title = file.name || "photo"
+    const photo = await opened(title, file)
+    const why = photo.bitmap || SERVER_ONLY.test(file.type) ? "" : UNKNOWN.find(([form]) => form.test(title) || form.test(file.type))?.[1] ?? "is not an image, or is damaged"
+    if (why) refused.push(`${title} ${why}.`)
+    if (why) continue
+    const name = `own-${[...crypto.getRandomValues(new Uint32Array(2))].map((part) => part.toString(36)).join("")}`
+    photos.set(name, Promise.resolve(photo))
+    names.push(name)
+    await store(name, { file, title })
+  }
+  return { names, refused }
+}
+
+/** Forget one's own photo. @param {Photo} photo */
+export async function forget(photo) {
+  const name = (await ownPhotos()).find(([, own]) => own === photo)?.[0]
+  if (name === undefined) return
+  photos.delete(name)
+  await unstore(name)
+}
+
+/** Images that the service reads and browsers do not show. */
+const SERVER_ONLY = /tiff/
+/** Why other files cannot be taken. @type {Array<[RegExp, string]>} */
+const UNKNOWN = [
+  [/hei[cf]/i, "is HEIC, which cannot be read here: export it as JPEG"],
+  [/svg/i, "is a drawing in SVG: export it as PNG"],
+]
+
+/**
+ * Call `taken` with the files that are dropped, and with the images that are pasted.
+ * @param {(files: File[]) => void} taken
  */
 export function watchDrops(taken) {
-  /** @param {DataTransfer | null} data */
-  const first = (data) => [...(data?.files ?? [])].find((file) => file.type.startsWith("image/"))
   addEventListener("dragover", (event) => {
     event.preventDefault()
     document.body.classList.add("dropping")
@@ -78,12 +110,12 @@ export function watchDrops(taken) {
   addEventListener("drop", (event) => {
     event.preventDefault()
     document.body.classList.remove("dropping")
-    const file = first(event.dataTransfer)
-    if (file) taken(file)
+    const files = [...(event.dataTransfer?.files ?? [])]
+    if (files.length) taken(files)
   })
   addEventListener("paste", (event) => {
-    const file = first(event.clipboardData)
-    if (file) taken(file)
+    const files = [...(event.clipboardData?.files ?? [])]
+    if (files.length) taken(files)
   })
 }
 

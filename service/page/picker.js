@@ -1,9 +1,10 @@
 // The choice of a photo, and of what it is compared with.
 
 import { h, select } from "./dom.js"
-import { SAMPLES, ownPhotos, photoOf, sampleUrl } from "./photo.js"
+import { SAMPLES, ownPhotos, sampleUrl } from "./photo.js"
 
 /** @typedef {import("./place.js").Place} Place */
+/** @typedef {import("./photo.js").Photo} Photo */
 /** @typedef {(changes: Record<string, string | number | null>, replace?: boolean) => void} Go */
 
 /** Of a thumbnail, in CSS pixels. */
@@ -12,18 +13,20 @@ const SIDE = 44
 /**
  * @param {Place} place
  * @param {Go} go
- * @param {(file: File) => void} take
+ * @param {(files: Iterable<File>) => void} take
+ * @param {(photo: Photo) => void} remove
  */
-export function photoPicker(place, go, take) {
-  const chosen = place.p ?? SAMPLES[0]
-  const file = h("input", { type: "file", accept: "image/*", class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
-    onchange: () => file.files?.[0] && take(file.files[0]) })
+export async function photoPicker(place, go, take, remove) {
+  const own = await ownPhotos()
+  const known = place.p !== undefined && (SAMPLES.includes(place.p) || own.some(([name]) => name === place.p))
+  const chosen = known ? place.p : SAMPLES[0]
   return h("div", { class: "picker" },
     h("div", { class: "photos", role: "group", "aria-label": "Photo" },
-      ...ownPhotos().map((name, i) => choice(name, `Own photo ${i + 1}`, small(name))),
+      ...own.map(([name, photo]) => h("span", { class: "own" }, choice(name, photo.name, small(photo)),
+        h("button", { type: "button", class: "remove", "aria-label": `Remove ${photo.name}`, title: `Remove ${photo.name}`, onclick: () => remove(photo) }, "×"))),
       ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
-      h("button", { type: "button", class: "photo add", onclick: () => file.click() }, "Choose…"), file),
-    h("div", { class: "row dim" }, h("span", {}, "or drop or paste one"), h("span", { class: "spring" }), comparison(place, go)))
+      ...fileButton("Choose…", take)),
+    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)))
 
   /** @param {string} name @param {string} label @param {HTMLElement} picture */
   function choice(name, label, picture) {
@@ -32,21 +35,26 @@ export function photoPicker(place, go, take) {
   }
 }
 
-/** @param {string} name */
-function small(name) {
+/** A button that chooses photos from this device. @param {string} text @param {(files: Iterable<File>) => void} take */
+export function fileButton(text, take) {
+  const file = h("input", { type: "file", accept: "image/*", multiple: true, class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
+    onchange: () => file.files?.length && take([...file.files]) })
+  return [h("button", { type: "button", class: "photo add", onclick: () => file.click() }, text), file]
+}
+
+/** @param {Photo} photo */
+function small({ name, bitmap }) {
+  if (!bitmap) return h("span", { class: "unshown" }, name.slice(name.lastIndexOf(".") + 1))
   const canvas = h("canvas", { width: 2 * SIDE, height: 2 * SIDE })
-  photoOf(name).then(({ bitmap }) => {
-    if (!bitmap) return
-    const side = Math.min(bitmap.width, bitmap.height)
-    canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 2 * SIDE, 2 * SIDE)
-  })
+  const side = Math.min(bitmap.width, bitmap.height)
+  canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 2 * SIDE, 2 * SIDE)
   return canvas
 }
 
-/** The choice of a second photo, or of a node that stays while others are chosen. @param {Place} place @param {Go} go */
-function comparison(place, go) {
+/** The choice of a second photo, or of a node that stays while others are chosen. @param {Place} place @param {Array<[string, Photo]>} own @param {Go} go */
+function comparison(place, own, go) {
   const photos = /** @type {Array<[string, string]>} */ ([
-    ...ownPhotos().map((name, i) => [name, `Own photo ${i + 1}`]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
+    ...own.map(([name, photo]) => [name, photo.name]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
   ])
   return select("Compare with", [["", "Compare with…"], ...photos, ["node", place.n2 ? `Node ${place.n2}` : "This node, beside the next one"]],
     place.n2 ? "node" : place.p2 ?? "", (value) => {

@@ -1,29 +1,41 @@
-// The worker, as promises.
+// The worker, as promises. It does one job at a time, and those that wait can still be taken back.
 
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" })
 
-/** @type {Map<number, {resolve: (result: any) => void, reject: (error: Error) => void}>} */
-const waiting = new Map()
-let last = 0
+/** @typedef {{message: Record<string, any>, transfer: Transferable[], topic: string | null, resolve: (result: any) => void, reject: (error: Error) => void}} Job */
 
-worker.onmessage = (/** @type {MessageEvent} */ event) => {
-  const { number, result, error } = event.data
-  const asker = waiting.get(number)
-  waiting.delete(number)
-  if (error) asker?.reject(new Error(error))
-  else asker?.resolve(result)
+/** @type {Job[]} */
+const waiting = []
+/** @type {Job | null} */
+let running = null
+
+worker.onmessage = (/** @type {MessageEvent} */ { data: { result, error } }) => {
+  if (error) running?.reject(new Error(error))
+  else running?.resolve(result)
+  next()
+}
+
+function next() {
+  running = waiting.shift() ?? null
+  if (running) worker.postMessage(running.message, running.transfer)
 }
 
 /**
  * Have the worker do one of its operations.
  * @param {string} operation
  * @param {Record<string, any>} message
- * @param {Transferable[]} [transfer]
+ * @param {{transfer?: Transferable[], topic?: string | null}} [options] a job takes back those of its topic that still wait: their promises are
+ *   rejected with an AbortError
  * @returns {Promise<any>}
  */
-export function reduce(operation, message, transfer = []) {
+export function reduce(operation, message, { transfer = [], topic = null } = {}) {
   return new Promise((resolve, reject) => {
-    waiting.set(++last, { resolve, reject })
-    worker.postMessage({ number: last, operation, ...message }, transfer)
+    const stale = topic === null ? -1 : waiting.findIndex((job) => job.topic === topic)
+    if (stale >= 0) waiting.splice(stale, 1)[0].reject(new DOMException(`another ${operation} is wanted`, "AbortError"))
+    waiting.push({ message: { operation, ...message }, transfer, topic, resolve, reject })
+    if (!running) next()
   })
 }
+
+/** Whether a promise was rejected because its result is no longer wanted. @param {unknown} error */
+export const isStale = (error) => error instanceof DOMException && error.name === "AbortError"

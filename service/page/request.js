@@ -1,27 +1,26 @@
 // The request behind what is shown: copied as code, downloaded, or made an extractor.
 
-import { askFeatures, featureRequest } from "./answers.js"
+import { askFeatures } from "./answers.js"
 import { copyText } from "./clipboard.js"
 import { h } from "./dom.js"
 import { makeExtractor } from "./extractors.js"
-import { storedKey } from "./key.js"
-import { curl, pythonCode } from "./snippets.js"
+import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
+/** @typedef {{node: string, transforms: string[], id: string | null}} Wanted a node, and the extractor that its transforms need */
 
 /** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
 
 /**
  * @param {Model} model
- * @param {string} name of the node
- * @param {string} file name of the file that is sent
- * @param {string} type its media type
+ * @param {Wanted} wanted
+ * @param {{name: string, type: string}} file that is sent
  * @param {Answer | null} answer null where there is none yet
  */
-export function requestView(model, name, file, type, answer) {
-  const request = { ...featureRequest(model, name), key: name, file, type, locked: storedKey() !== null }
+export function requestView(model, { node, transforms, id }, file, answer) {
+  const request = requestOf(model, [node], file, { transforms, id })
   const code = h("code", {})
   const copied = h("span", { class: "dim", role: "status" })
   const made = h("p", { class: "dim", role: "status" })
@@ -51,8 +50,8 @@ export function requestView(model, name, file, type, answer) {
   /** @param {Answer} answer @param {string} suffix */
   async function download(answer, suffix) {
     try {
-      const data = suffix === "safetensors" ? answer.file : await (await askFeatures(model, name, answer.photo, "application/x-npy")).blob()
-      const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${name}.${suffix}` })
+      const data = suffix === "safetensors" ? answer.file : await (await askFeatures(request, answer.photo, "application/x-npy")).blob()
+      const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${node}.${suffix}` })
       link.click()
       URL.revokeObjectURL(link.href)
     } catch (error) {
@@ -63,7 +62,7 @@ export function requestView(model, name, file, type, answer) {
   async function make() {
     made.textContent = "Building…"
     try {
-      const found = await makeExtractor(model, name)
+      const found = await makeExtractor(model, node, transforms)
       made.replaceChildren(`Extractor ${found.id} is ${found.state}. POST photos to `, h("code", {}, `/v1/extractors/${found.id}/features`))
     } catch (error) {
       made.textContent = error instanceof Error ? error.message : String(error)

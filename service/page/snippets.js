@@ -1,10 +1,15 @@
 // The request that was made, as curl and as Python.
 
+import { storedKey } from "./key.js"
+
 /**
  * @typedef {object} Request
- * @property {string} path
- * @property {Record<string, string>} query
- * @property {string} key the tensor's name in the answer
+ * @property {string} model
+ * @property {string} weights
+ * @property {string[]} nodes
+ * @property {string[]} transforms of the graph; with any, an extractor is made first
+ * @property {string | null} id of that extractor, once it is known
+ * @property {Record<string, string>} query what is asked of the features beside the nodes
  * @property {string} file the photo's name
  * @property {string} type the photo's media type
  * @property {boolean} locked whether the service wants a key
@@ -19,46 +24,63 @@ const python = (text) => JSON.stringify(text)
 /** A name for the file that curl writes. @param {string} name */
 const fileName = (name) => name.replaceAll(/[^A-Za-z0-9._-]+/g, "-")
 
-/** @param {Request} request */
-function address({ path, query }) {
+/** @param {string} path @param {Record<string, string>} [query] */
+function address(path, query = {}) {
   const text = new URLSearchParams(query).toString().replaceAll("%2C", ",").replaceAll("%3A", ":")
-  return `${new URL(path, document.baseURI)}?${text}`
+  return `${new URL(path, document.baseURI)}${text ? `?${text}` : ""}`
+}
+
+/**
+ * A request for nodes of a model.
+ * @param {import("./model.js").Model} model @param {string[]} nodes @param {{name: string, type: string}} file that is sent
+ * @param {Partial<Request>} [more]
+ * @returns {Request}
+ */
+export function requestOf({ name: model, weights }, nodes, { name: file, type }, more = {}) {
+  return { model, weights, nodes, transforms: [], id: null, query: {}, file, type, locked: storedKey() !== null, ...more }
+}
+
+/** The path and the query of the request for features. @param {Request} request */
+export function featureAddress({ model, weights, nodes, transforms, id, query }) {
+  if (transforms.length) return { path: `v1/extractors/${id ?? "ID"}/features`, query }
+  return { path: `v1/models/${encodeURIComponent(model)}/features`, query: { nodes: nodes.join(","), weights, ...query } }
 }
 
 /** @param {Request} request */
 export function curl(request) {
-  return [
+  const key = request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []
+  const { path, query } = featureAddress(request)
+  const features = [
     "curl -sS",
-    ...(request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []),
+    ...key,
     `  -H ${shell(`Content-Type: ${request.type}`)}`,
     "  -H 'Accept: application/x-safetensors'",
     `  --data-binary ${shell(`@${request.file}`)}`,
-    `  ${shell(address(request))}`,
-    `  -o ${shell(`${fileName(request.key)}.safetensors`)}`,
+    `  ${shell(address(path, query))}`,
+    `  -o ${shell(`${fileName(request.nodes.length > 1 ? request.model : request.nodes[0])}.safetensors`)}`,
   ].join(" \\\n")
+  if (!request.transforms.length) return features
+  const { model, weights, nodes, transforms } = request
+  const spec = JSON.stringify({ model, weights, return_nodes: nodes, transforms })
+  const make = ["curl -sS", ...key, "  -H 'Content-Type: application/json'", `  -d ${shell(spec)}`, `  ${shell(address("v1/extractors"))}`]
+  return `${make.join(" \\\n")}\n${features}`
 }
 
 /** @param {Request} request */
-export function pythonCode(request) {
-  const headers = [
-    `"Content-Type": ${python(request.type)}`,
-    `"Accept": "application/x-safetensors"`,
-    ...(request.locked ? [`"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"`] : []),
-  ]
-  return `${request.locked ? "import os\n" : ""}from pathlib import Path
+export function pythonCode({ model, weights, nodes, transforms, query, file, locked }) {
+  const server = new URL(".", document.baseURI).toString().replace(/\/$/, "")
+  const options = [
+    weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
+    transforms.length ? `transforms=[${transforms.map(python).join(", ")}]` : "",
+    ...["precision", "image_size"].map((name) => (query[name] ? `${name}=${name === "precision" ? python(query[name]) : query[name]}` : "")),
+  ].filter(Boolean)
+  const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("")
+  return `${locked ? "import os\n\n" : ""}from service.client import Client
 
-import httpx
-from safetensors.numpy import load
-
-answer = httpx.post(
-    ${python(new URL(request.path, document.baseURI).toString())},
-    params={${Object.entries(request.query).map(([name, value]) => `${python(name)}: ${python(value)}`).join(", ")}},
-    headers={${headers.join(", ")}},
-    content=Path(${python(request.file)}).read_bytes(),
-    timeout=60,
-)
-answer.raise_for_status()
-features = load(answer.content)[${python(request.key)}]
-print(features.shape, features.dtype)
+with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:
+    extractor = client.extractor(${python(model)}, [${nodes.map(python).join(", ")}]${options.map((one) => `, ${one}`).join("")})
+    features = extractor(${python(file)}${how})
+for name, values in features.items():
+    print(name, values.shape, values.dtype)
 `
 }

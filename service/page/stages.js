@@ -15,7 +15,7 @@ import { patchAlike, patchOf } from "./patch.js"
  * @property {string} caption the same, where there is one map only
  * @property {{height: number, width: number}} size of the map
  * @property {boolean} query whether the map is relative to one position, the query
- * @property {(patch: Patch | null) => Promise<import("./panel.js").Rendering>} render
+ * @property {(patch: Patch | null, topic: string) => Promise<import("./panel.js").Rendering>} render
  *
  * @typedef {Mapped | {note: string}} Side
  */

@@ -27,17 +27,24 @@ export function progress(what, stop, why) {
   return line
 }
 
+/** @typedef {[text: string, act: () => void]} Action */
+
 /**
- * @param {unknown} error
- * @param {() => void} again
- * @param {() => void} [untrained] try again with random weights
+ * What went wrong, and what can be done about it.
+ * @param {unknown} error @param {...Action} actions the last one is the likeliest to help
  */
-export function failure(error, again, untrained) {
+export function failure(error, ...actions) {
   const title = error instanceof Problem ? error.title : "Something went wrong"
-  const detail = error instanceof Error ? error.message : String(error)
+  return h("div", { class: "failure", role: "alert" }, h("h2", { tabindex: -1 }, title), h("p", {}, reason(error)),
+    h("div", { class: "row" }, ...actions.map(([text, act], i) =>
+      h("button", { type: "button", class: i && i === actions.length - 1 ? "primary" : "", onclick: act }, text))))
+}
+
+/** @param {unknown} error */
+export const reason = (error) => (error instanceof Error ? error.message : String(error))
+
+/** To try again; where weights are missing, with random ones. @param {unknown} error @param {() => void} again @param {() => void} untrained @returns {Action[]} */
+export function retries(error, again, untrained) {
   const missing = error instanceof Problem && error.type.endsWith("/weights-unavailable")
-  return h("div", { class: "failure", role: "alert" }, h("h3", {}, title), h("p", {}, detail),
-    h("div", { class: "row" },
-      h("button", { type: "button", onclick: again }, "Try again"),
-      missing && untrained ? h("button", { type: "button", class: "primary", onclick: untrained }, "Use random weights") : null))
+  return [["Try again", again], ...(missing ? [/** @type {Action} */ (["Use random weights", untrained])] : [])]
 }

@@ -1,7 +1,7 @@
 // The middle pane while no model is chosen.
 
 import { h } from "./dom.js"
-import { ownPhotos } from "./photo.js"
+import { isMissing } from "./photo.js"
 import { kept, link } from "./place.js"
 
 /** Where to begin: one model of each kind. @type {Array<[string, string]>} */
@@ -17,9 +17,9 @@ const FIRST = [
 /** @param {import("./place.js").Place} place */
 export function welcome(place) {
   return h("div", { class: "welcome" },
-    h("h1", {}, "Look inside a vision model"),
+    h("h1", { tabindex: -1 }, "Look inside a vision model"),
     h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
-    ownPhotos().includes(place.p) ? h("p", { class: "badge", role: "status" }, "Your photo is here: choose a model to look at it.") : "",
+    place.p?.startsWith("own") && !isMissing(place.p) ? h("p", { class: "badge", role: "status" }, "Your photo is here: choose a model to look at it.") : "",
     h("ul", { class: "plain-list starts" }, ...FIRST.map(([name, what]) =>
       h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what))))))
 }

@@ -28,7 +28,8 @@ const operations = {
   channelStatistics: ({ slot, channel }) => statistics(channelOf(mapsOf(slot), channel)),
   magnitude: ({ slot }) => magnitude(mapsOf(slot)),
   similarity: ({ slot, row, column }) => similarity(mapsOf(slot), row, column),
-  pca: ({ slot }) => rgb(mapsOf(slot)),
+  pca: ({ slots }) => rgb(slots.map(mapsOf)),
+  close: ({ slot }) => held.delete(slot),
   values: ({ slot, most }) => held.get(slot)?.data.slice(0, most),
   attention({ slot, grid, head, row, column }) {
     const found = held.get(slot)
@@ -44,10 +45,10 @@ function mapsOf(slot) {
   return maps
 }
 
-addEventListener("message", ({ data: { number, operation, ...message } }) => {
+addEventListener("message", ({ data: { operation, ...message } }) => {
   try {
-    postMessage({ number, result: operations[operation](message) })
+    postMessage({ result: operations[operation](message) })
   } catch (error) {
-    postMessage({ number, error: String(error instanceof Error ? error.message : error) })
+    postMessage({ error: String(error instanceof Error ? error.message : error) })
   }
 })

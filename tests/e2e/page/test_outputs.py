@@ -33,7 +33,7 @@ def test_the_copied_request_names_the_file_as_it_was_chosen(open_server, visit, 
     page.get_by_role("button", name="Python").click()
     program = page.locator(".request code").inner_text()
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == f"{maps.shape} float32\n"
+    assert said.stdout == f"features.4 {maps.shape} float32\n"
 
 
 @pytest.mark.exhaustive
@@ -48,7 +48,7 @@ def test_the_largest_values_of_a_vector_are_in_order_with_bars_from_zero(open_se
         new DataView(buffer).setBigUint64(0, BigInt(bytes.length), true)
         new Uint8Array(buffer, 8).set(bytes)
         new Float32Array(buffer, 8 + bytes.length).set(values)
-        await reduce("open", { slot: "test", key: "v", layout: null, tokens: null, buffer }, [buffer])
+        await reduce("open", { slot: "test", key: "v", layout: null, tokens: null, buffer }, { transfer: [buffer] })
         const view = await valuesView({ slot: "test", shape: [1, values.length] })
         return [...view.querySelectorAll("li")].map((row) => {
           const bar = row.querySelector("rect")

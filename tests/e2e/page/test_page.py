@@ -129,7 +129,7 @@ def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, 
     page.set_input_files("input[type=file]", [{"name": "n.png", "mimeType": "image/png", "buffer": buffer.getvalue()}])
     shown(page, "features.3", "n.png")
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", buffer.getvalue())[0])
-    page.get_by_label("Compare with").select_option(label="Own photo 1")
+    page.get_by_label("Compare with").select_option(label="mine.jpg")
     shown(page, "features.3", "mine.jpg")
     page.get_by_role("link", name="All models").click()
     page.get_by_role("link", name="resnet18").click()
@@ -169,7 +169,7 @@ def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
     page.get_by_role("button", name="Copy").click()
     program = page.evaluate("navigator.clipboard.readText()")
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == f"{maps.shape} float32\n"
+    assert said.stdout == f"features.4 {maps.shape} float32\n"
     for suffix, read in (
         ("safetensors", lambda d: safetensors.numpy.load(d)["features.4"]),
         ("npy", lambda d: np.load(io.BytesIO(d))),
@@ -296,6 +296,7 @@ def test_everybody_can_use_it(open_server, visit):
         ("", ".results a"),
         ("m=squeezenet1_1&n=features.3&p2=rocket", TILES),
         ("m=timm.vit_tiny_patch16_224&n=blocks.2&v=attention", ".stage"),
+        ("m=nothing", ".failure"),
     ):
         page.goto(f"{open_server.url}/#{fragment}")
         page.wait_for_selector(ready)
@@ -309,6 +310,7 @@ def test_everybody_can_use_it(open_server, visit):
             check()
             page.emulate_media(color_scheme="dark")
             check(runOnly=["color-contrast"])  # nothing else depends on the scheme
+    page.goto(f"{open_server.url}/#m=timm.vit_tiny_patch16_224&n=blocks.2")
     page.get_by_role("button", name="Graph", exact=True).click()
     assert page.get_by_role("application", name="Graph of the model").bounding_box()["width"] == 375
     check()

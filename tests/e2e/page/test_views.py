@@ -1,5 +1,7 @@
 """What the page makes of maps: heat-maps, PCA, similarity and attention, against NumPy and PyTorch."""
 
+import subprocess
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -120,7 +122,7 @@ def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
           const more = { shape: [1, 9, 2], data: new Float32Array(18) }
           const other = asMaps(more, "tokens", { height: 2, width: 3, prefix: 2 })
           const maps = asMaps({ shape, data: Float32Array.from(data) }, "tokens", grid)
-          return [principalComponents(maps).map((c) => [...c]), { ...wide, data: [...wide.data] }, other]
+          return [principalComponents([maps])[0].map((c) => [...c]), { ...wide, data: [...wide.data] }, other]
         }""",
         [[1, *tokens.shape], tokens.ravel().tolist(), {"height": 14, "width": 14, "prefix": 0}],
     )
@@ -331,3 +333,71 @@ def test_a_transformer_without_levels_begins_at_its_last_map(open_server, visit)
         }"""
     )
     assert first == "encoder.ln"  # not its classes, which are no map
+
+
+@pytest.mark.exhaustive
+def test_a_model_without_attention_is_shown_by_its_channels(open_server, visit):
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention")
+    page.locator(".stage").wait_for()
+    page.get_by_role("link", name="All models").click()
+    page.get_by_role("link", name="resnet18").click()
+    page.get_by_text("Random weights").wait_for()
+    assert "v=attention" in page.evaluate("location.hash")
+    check_tiles(page, asked(open_server, "resnet18", "C4", "random")[0])
+    assert page.get_by_role("button", name="Channels").get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.exhaustive
+def test_the_request_and_the_statistics_under_attention_are_those_of_the_weights(open_server, visit, tmp_path):
+    node = f"{BLOCK}.attn.attention"
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention")
+    page.locator(".stage").wait_for()
+    weights = attention(open_server, VIT, node)
+    numbers = page.locator(f'section[aria-label="All weights of {node}"] dd').all_inner_texts()
+    assert float(numbers[1]) == pytest.approx(weights.max(), rel=1e-3)
+    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
+    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / f"{node}.safetensors")[node]
+    np.testing.assert_allclose(found[0], weights, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_principal_components_of_two_photos_have_one_basis_and_one_scale(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.12&v=pca&p2=rocket")
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    maps = [
+        asked(open_server, "squeezenet1_1", "features.12", "DEFAULT", photos.files()[i].read_bytes())[0] for i in (1, 3)
+    ]
+    height, width = maps[0].shape[1:]
+    rows = np.concatenate([one.reshape(len(one), -1).T for one in maps])
+    u, s, v = np.linalg.svd(rows - rows.mean(axis=0), full_matrices=False)
+    scores = (u * s)[:, :3] * [np.sign(direction[np.abs(direction).argmax()]) for direction in v[:3]]
+    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    wanted = 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(2, height, width, 3)
+    for number, photo in enumerate(("chelsea", "rocket")):
+        looks(page, f"PCA of features.12 over {photo}.jpg", wanted[number])
+    page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.12&v=pca&n2=features.3")
+    page.get_by_text("their colours cannot be compared").wait_for()
+
+
+@pytest.mark.exhaustive
+def test_work_that_is_no_longer_wanted_is_not_done(open_server, visit):
+    page = visit(open_server.url).go()
+    done = page.evaluate(
+        """async () => {
+          const { reduce, isStale } = await import("/page/reductions.js")
+          const shape = [1, 64, 100, 100], count = 64 * 100 * 100
+          const header = new TextEncoder().encode(JSON.stringify(
+            { v: { dtype: "F32", shape, data_offsets: [0, 4 * count] } }).padEnd(96))
+          const buffer = new ArrayBuffer(8 + header.length + 4 * count)
+          new DataView(buffer).setBigUint64(0, BigInt(header.length), true)
+          new Uint8Array(buffer, 8).set(header)
+          new Float32Array(buffer, 8 + header.length).fill(1)
+          await reduce("open", { slot: "t", key: "v", layout: "NCHW", tokens: null, buffer }, { transfer: [buffer] })
+          const jobs = [...Array(9).keys()].map((row) =>
+            reduce("similarity", { slot: "t", row, column: 0 }, { topic: "pointer" })
+            .then(() => row, (error) => (isStale(error) ? null : error)))
+          return (await Promise.all(jobs)).filter((row) => row !== null)
+        }"""
+    )
+    assert done == [0, 8]  # the one that ran already, and the last

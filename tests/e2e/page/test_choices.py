@@ -1,0 +1,120 @@
+"""What is chosen on the page: models from the list, photos of one's own, and where the keyboard is afterwards."""
+
+import io
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from fxcore import photos
+from tests.e2e.page.seen import GRAPH, TILES, shown, shown_channels, until
+
+CROPPED = photos.files()[3].read_bytes()[:400]  # a JPEG that ends after its header
+
+
+def listed(page):
+    return [text.split()[0] for text in page.locator(".results a").all_inner_texts()]
+
+
+@pytest.mark.exhaustive
+def test_every_word_of_a_search_is_looked_for_in_all_sources(open_server, visit):
+    page = visit(open_server.url).go()
+    page.wait_for_selector(".results a")
+    assert "and 1 of timm" in page.locator(".count").inner_text()
+    page.get_by_label("Search models").fill("patch16 vit")
+    page.get_by_role("link", name="timm.vit_tiny_patch16_224").wait_for()
+    assert listed(page) == ["timm.vit_tiny_patch16_224"]
+    page.get_by_label("Search models").fill("18 res")
+    until(page, "document.querySelectorAll('.results a').length === 1")
+    assert listed(page) == ["resnet18"]
+
+
+@pytest.mark.exhaustive
+def test_the_keyboard_goes_on_at_what_is_shown_next(open_server, visit):
+    page = visit(open_server.url).go()
+
+    def focused():
+        return page.evaluate("document.activeElement.textContent")
+
+    page.get_by_role("link", name="squeezenet1_1").focus()
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.textContent === 'squeezenet1_1'")
+    page.wait_for_selector(TILES)
+    page.get_by_role("link", name="All models").focus()
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.tagName === 'H1'")
+    assert focused() == "Look inside a vision model"
+
+
+@pytest.mark.exhaustive
+def test_photos_of_ones_own_stay_after_a_reload_until_they_are_removed(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    page.set_input_files(
+        "input[type=file]",
+        [
+            {"name": name, "mimeType": "image/jpeg", "buffer": photos.files()[number].read_bytes()}
+            for number, name in ((3, "one.jpg"), (2, "two.jpg"))
+        ],
+    )
+    shown(page, "features.3", "one.jpg")
+    page.reload()
+    shown(page, "features.3", "one.jpg")
+    assert page.get_by_role("button", name="one.jpg", exact=True).get_attribute("aria-pressed") == "true"
+    assert page.get_by_text("cannot carry").count() == 0
+    page.get_by_role("button", name="two.jpg", exact=True).click()
+    shown(page, "features.3", "two.jpg")
+    page.get_by_role("button", name="Remove two.jpg").click()
+    shown(page, "features.3", "chelsea.jpg")
+    page.reload()
+    page.get_by_role("button", name="one.jpg", exact=True).wait_for()
+    assert page.get_by_role("button", name="two.jpg", exact=True).count() == 0
+
+
+@pytest.mark.exhaustive
+def test_files_that_are_no_photos_are_refused_by_name(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    before = page.locator(".photos .photo").count()
+    for name, kind, data, why in (
+        ("a.heic", "image/heic", b"ftypheic", "is HEIC, which cannot be read here"),
+        ("b.svg", "image/svg+xml", b"<svg", "is a drawing in SVG"),
+        ("c.jpg", "image/jpeg", CROPPED, "is damaged"),
+        ("d.txt", "text/plain", b"hello", "is not an image"),
+    ):
+        page.set_input_files("input[type=file]", {"name": name, "mimeType": kind, "buffer": data})
+        until(page, f"document.getElementById('notice').textContent.startsWith('{name} ')")
+        assert why in page.locator("#notice").inner_text()
+    assert page.locator(".photos .photo").count() == before
+    assert "p=" not in page.evaluate("location.hash")
+
+
+@pytest.mark.exhaustive
+def test_another_photo_can_be_chosen_where_the_server_cannot_read_one(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    # Browsers do not show TIFF, so whether this is one is for the server to say.
+    page.set_input_files("input[type=file]", {"name": "e.tiff", "mimeType": "image/tiff", "buffer": b"II*"})
+    page.get_by_role("alert").wait_for()
+    page.get_by_role("button", name="Choose another photo").wait_for()
+    page.get_by_role("button", name="Remove this one").click()
+    shown(page, "features.3", "chelsea.jpg")
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.zeros((90, 120, 3), dtype=np.uint8)).save(buffer, "TIFF")
+    page.set_input_files("input[type=file]", {"name": "f.tiff", "mimeType": "image/tiff", "buffer": buffer.getvalue()})
+    shown(page, "features.3", "f.tiff")
+
+
+@pytest.mark.exhaustive
+def test_the_tree_stays_as_the_graph_is_where_a_layout_does_not_come(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3")
+    page.locator(".stage").wait_for()
+    page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
+    before = page.locator(".tree .name").all_inner_texts()
+    page.context.set_offline(True)
+    page.get_by_role("button", name="Expand all").click()
+    page.locator(".graph .note", has_text="does not answer").wait_for()
+    assert page.locator(".tree .name").all_inner_texts() == before
+    page.context.set_offline(False)
+    page.locator(".graph .note").get_by_role("button", name="Try again").click()
+    page.locator('.tree [title="layer1.0.conv1"]').wait_for()
