@@ -194,6 +194,10 @@ class BadBox(ImageProblem, Invalid, slug="bad-box", title="Bad box"):
     """A box is malformed or outside its image; ``box`` is its index in the image's list."""
 
 
+class Overflow(ImageProblem, Invalid, slug="overflow", title="Values too large"):
+    """An image's output ``key`` has values that the dtype asked for cannot hold."""
+
+
 class ImageTooLarge(ImageProblem, TooLarge, slug="image-too-large", title="Image too large"):
     """By its header, an image has more ``pixels`` than the ``limit``."""
 

@@ -175,7 +175,8 @@ class Settings(BaseSettings):
     memory_budget: int = Field(
         default=8 * GiB,
         ge=1,
-        description="Bytes of memory for weights, extractors and traced graphs; the least recently used are evicted.",
+        description="Bytes of memory for weights, extractors, traced graphs and projections; the least recently used "
+        "are evicted.",
     )
 
     @field_validator(

@@ -62,8 +62,24 @@ def extract(
             help="With --pool roi: side of each pooled box, 7 by default; 1 gives a vector.",
         ),
     ] = None,
+    project: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65536,
+            show_default=False,
+            help="Project each row, flattened after pooling, to this many values by the matrix of scikit-learn's "
+            "SparseRandomProjection.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="With --project: seed of the matrix.")] = 0,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of floating-point outputs; the model's by default.", show_default=False)
+        Dtype | None,
+        typer.Option(
+            help="Dtype of floating-point outputs; the model's by default. Images with values beyond those of float16 "
+            "are listed in errors.jsonl.",
+            show_default=False,
+        ),
     ] = None,
     normalize: Annotated[
         Normalize | None, typer.Option(help="l2 scales to unit length over the channels.", show_default=False)
@@ -116,6 +132,7 @@ def extract(
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
+    fxserve extract photos/ --model resnet50 --nodes 'layer1,layer2,layer3,layer4' --project 4096 --out features/
     fxserve extract photos/ --model resnet50 --nodes C4 --pool roi --boxes photos/boxes.csv --out regions/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features --ray auto
@@ -141,7 +158,15 @@ def extract(
         raise typer.BadParameter("--pool roi and --boxes go together")
     if roi_size is not None and boxes is None:
         raise typer.BadParameter("--roi-size goes with --pool roi")
-    options = FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size or FeatureOptions.roi_size)
+    options = FeatureOptions(
+        pool,
+        dtype,
+        normalize,
+        preprocess,
+        roi_size=roi_size or FeatureOptions.roi_size,
+        project=project,
+        seed=seed,
+    )
     job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, boxes)
     if ray is not None:
         summary = _extract_on_ray(ray, job, settings)

@@ -172,6 +172,8 @@ class AsyncExtractor(BaseExtractor):
         preprocess: Preprocess = "default",
         boxes: Any = None,
         roi_size: int | None = None,
+        project: int | None = None,
+        seed: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
@@ -179,9 +181,9 @@ class AsyncExtractor(BaseExtractor):
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = await asyncio.to_thread(split_call, images, self.rows(pool), MAX_BODY_BYTES, one_by_one, boxes)
+        parts = await asyncio.to_thread(split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes)
         assembly = Assembly(parts[-1].row_end)
-        query = feature_query(pool, dtype, normalize, preprocess, roi_size)
+        query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy
         await self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
         return assembly.tensors() if as_torch else assembly.arrays()

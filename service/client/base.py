@@ -89,20 +89,20 @@ class BaseExtractor:
         shapes = [output["shape"] for output in self.outputs]  # unknown before the server has built it
         return bool(shapes) and not any(shape is None or None in shape[1:] for shape in shapes)
 
-    def rows(self, pool: str) -> int:
+    def rows(self, pool: str, project: int | None) -> int:
         """Number of images to send per request."""
         bytes_per_image = sum(int(output["bytes_per_image"] or 0) for output in self.outputs)
-        if pool != "none" or not bytes_per_image:
+        if pool != "none" or project is not None or not bytes_per_image:
             return MAX_ROWS
         return max(1, min(MAX_ROWS, MAX_RESPONSE_BYTES // bytes_per_image))
 
 
 def feature_query(
-    pool: str, dtype: Dtype | None, normalize: str | None, preprocess: str, roi_size: int | None
+    pool: str, dtype: Dtype | None, normalize: str | None, preprocess: str, **numbers: int | None
 ) -> dict[str, str]:
     """Query parameters of a feature request, without those at their defaults."""
-    size = None if roi_size is None else str(roi_size)
-    given = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess, "roi_size": size}
-    return {
+    given = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess}
+    query = {
         name: value for name, value in given.items() if value not in (None, "none" if name == "pool" else "default")
     }
+    return query | {name: str(value) for name, value in numbers.items() if value is not None}

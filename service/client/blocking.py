@@ -191,6 +191,8 @@ class Extractor(BaseExtractor):
         preprocess: Preprocess = "default",
         boxes: Any = None,
         roi_size: int | None = None,
+        project: int | None = None,
+        seed: int | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
@@ -214,6 +216,9 @@ class Extractor(BaseExtractor):
                 ``[x1, y1, x2, y2]`` in its pixels. The first dimension is then the boxes, and ``box_image`` is the
                 index of each box's image. Images must be files, bytes or PIL images.
             roi_size: side of each pooled box, 7 by default; 1 gives a vector.
+            project: project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's
+                ``SparseRandomProjection(n_components=project, random_state=seed)`` for its length.
+            seed: with ``project``, 0 by default.
             as_torch: return torch tensors instead of NumPy arrays.
 
         Raises:
@@ -221,9 +226,9 @@ class Extractor(BaseExtractor):
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = split_call(images, self.rows(pool), MAX_BODY_BYTES, one_by_one, boxes)
+        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes)
         assembly = Assembly(parts[-1].row_end)
-        query = feature_query(pool, dtype, normalize, preprocess, roi_size)
+        query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy
         self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
         return assembly.tensors() if as_torch else assembly.arrays()

@@ -179,8 +179,8 @@ def _check(info: ExtractorInfo, options: FeatureOptions, probe: Rows) -> None:
     shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
     if ERROR in probe:
         raise FxError(f"an output cannot be called {ERROR!r}, which says why an image has none")
-    if not info.one_size and options.pool == "none":
-        raise FxError("with --ray, outputs of all images have one shape: use --pool, or --image-size")
+    if not info.one_size and not options.one_shape:
+        raise FxError("with --ray, outputs of all images have one shape: use --pool, --project, or --image-size")
 
 
 def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarrow.Table]:

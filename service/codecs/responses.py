@@ -53,7 +53,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
     Args:
         accept: the header, or None.
         dtypes: of the outputs as they will be answered.
-        pooled: whether the outputs are pooled to vectors.
+        pooled: whether the outputs are pooled or projected.
 
     Raises:
         Problem: 406 that says why, and lists what is possible.
@@ -67,7 +67,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
         impossible[npy.MEDIA_TYPE] = reason.format("an npy file") + f", or Accept {npy.NPZ_MEDIA_TYPE}"
         impossible[heatmap.MEDIA_TYPE] = reason.format("a heat-map")
     elif pooled:
-        impossible[heatmap.MEDIA_TYPE] = "a heat-map needs a feature map: leave pool out"
+        impossible[heatmap.MEDIA_TYPE] = "a heat-map needs a feature map: leave pool and project out"
     possible = [kind for kind in OFFERED if kind not in impossible]
     try:
         return choose(accept, possible)

@@ -28,6 +28,7 @@ from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
 from service.engine.extractors.records import Records
 from service.engine.extractors.store import Store
+from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.models.own_models import register_models, warn_unknown_models
 from service.engine.options import FeatureOptions, FeatureResult
@@ -98,6 +99,7 @@ class Engine:
         limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
         self._upgrades = Upgrades(self.device, self._queue, settings, limits.usual, self.records.values())
+        projections = Projections(self.device, self._builders, settings.memory_budget)
         self.extractors = Extractors(
             self.records,
             self.models,
@@ -108,12 +110,15 @@ class Engine:
             self.metrics,
             settings.models,
             compiled=limits,
+            projections=projections,
             store=None if settings.extractors is None else Store(settings.extractors),
             max_stored=settings.max_stored_extractors,
         )
         # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)
-        self._pipeline = Pipeline(settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades)
+        self._pipeline = Pipeline(
+            settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades, projections
+        )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
         self.preload_failed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -20,8 +20,9 @@ from fxcore.pooling import (
     pooled_regions_shape,
     pooled_shape,
 )
+from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
-from service.schemas.features import ROI_SIZE
+from service.schemas.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -32,7 +33,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 """The options that take one of a few values, and those values."""
 
-NAMES = ("pool", *CHOICES)
+NAMES = ("pool", *CHOICES, "project", "seed")
 """The options that clients give for any request; ``/v2`` takes them as parameters."""
 
 
@@ -46,7 +47,10 @@ class FeatureOptions:
         roi_size: positions a side of what each region becomes; see :func:`fxcore.pooling.pool_regions`.
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
-        normalize: ``l2`` divides by the length over the channels, after pooling; a map is normalised at each place.
+        project: values of each row after a random projection, which follows pooling; None for no projection.
+        seed: of that projection; see :func:`fxcore.projection.projection_matrix`.
+        normalize: ``l2`` divides by the length over the channels, after pooling and projection; a map is normalised at
+            each place.
         preprocess: ``default``, ``pil`` or ``fast``, as :mod:`fxcore.images.decoding` has them; ``none`` only
             scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
             What ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
@@ -62,17 +66,30 @@ class FeatureOptions:
     preprocess: str = "default"
     keys: frozenset[str] | None = None
     roi_size: int = ROI_SIZE
+    project: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         pooling(self.pool)
+        for name, least, most in (("project", 1, MAX_PROJECT), ("seed", 0, MAX_SEED)):
+            value = getattr(self, name)
+            if not (name == "project" and value is None) and not (type(value) is int and least <= value <= most):
+                raise ValueError(f"{name} is a whole number from {least} to {most}, not {value!r}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
 
     def named(self) -> dict[str, str | int | None]:
         """Return the options that clients give, by name."""
-        chosen: dict[str, str | int | None] = {name: getattr(self, name) for name in NAMES}
-        return {**chosen, "roi_size": self.roi_size} if self.pool == "roi" else chosen
+        names = ["pool", *CHOICES]
+        names += ["roi_size"] if self.pool == "roi" else []
+        names += ["project", "seed"] if self.project is not None else []
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def one_shape(self) -> bool:
+        """Whether rows of any input size become rows of one shape."""
+        return self.pool != "none" or self.project is not None
 
     def wants(self, key: str) -> bool:
         """Return whether the output ``key`` is answered."""
@@ -114,15 +131,22 @@ class FeatureOptions:
                 check_poolable(layout, len(shape), dtype.is_floating_point, self.pool, prefix)
         except BadTensor as error:
             raise BadTensor(f"output {key!r}: {error.detail}", **error.extra, key=key) from None
-        if self.normalize is not None and not dtype.is_floating_point:
-            raise BadTensor(f"output {key!r}: normalize=l2 needs floating values and this node gives {dtype}", key=key)
+        for name in ("normalize", "project"):
+            if getattr(self, name) is not None and not dtype.is_floating_point:
+                asked = f"{name}={getattr(self, name)}"
+                raise BadTensor(f"output {key!r}: {asked} needs floating values and this node gives {dtype}", key=key)
+
+    def pooled(self, shape: list[int], layout: str | None) -> list[int]:
+        """Return the shape of a tensor of ``shape`` after pooling."""
+        if self.pool == "roi":
+            return pooled_regions_shape(shape, layout, self.roi_size)
+        return shape if self.pool == "none" else pooled_shape(shape, layout, self.pool)
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
         """Return shape and dtype that :meth:`finish` gives for a tensor of ``shape`` and ``dtype``."""
-        if self.pool == "roi":
-            shape = pooled_regions_shape(shape, layout, self.roi_size)
-        elif self.pool != "none":
-            shape = pooled_shape(shape, layout, self.pool)
+        shape = self.pooled(shape, layout)
+        if self.project is not None:
+            shape = [shape[0], self.project]
         if self.dtype is not None and dtype.is_floating_point:
             dtype = DTYPES[self.dtype]
         return shape, dtype
@@ -134,33 +158,49 @@ class FeatureOptions:
         prefix: PrefixTokens = NO_PREFIX,
         boxes: Sequence[Tensor] = (),
         grid: MapGrid | None = None,
-    ) -> Tensor:
-        """Pool, normalise and cast, on the device the tensor is on. Each row's result depends on that row alone.
+        matrices: Mapping[int, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pool, project, normalise and cast, on the device the tensor is on. Each row's result depends on that row
+        alone.
 
         Args:
             tensor: a row for each image.
             layout, prefix: of ``tensor``.
             boxes, grid: of :func:`fxcore.pooling.pool_regions`, where the rows of the result are regions.
+            matrices: what rows are projected by, by their number of values.
+
+        Returns:
+            The result, and which of its rows have finite values that its dtype cannot hold, bool ``[rows]``; None if
+            none has.
         """
+        given = tensor.dtype
         if self.pool == "roi":
             assert grid is not None  # see check
             tensor, layout = pool_regions(tensor, layout, grid, boxes, self.roi_size), "NCHW"
         elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool, prefix)
+        if self.project is not None:
+            assert matrices is not None
+            tensor, layout = project(tensor, matrices[tensor[:1].numel()]), "NC"
         if self.normalize == "l2":
             rows = tensor if tensor.ndim > 1 else tensor[:, None]  # of single values
             dim = channel_dim(layout, rows.ndim) if rows.ndim > 2 else 1
             wide = rows.to(torch.promote_types(tensor.dtype, torch.float32))
             tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype).reshape(tensor.shape)
-        if self.dtype is not None and tensor.dtype.is_floating_point:
-            tensor = tensor.to(DTYPES[self.dtype])
-        return tensor
+        wanted = DTYPES[self.dtype] if self.dtype is not None and given.is_floating_point else given
+        if tensor.dtype == wanted:
+            return tensor, None
+        cast = tensor.to(wanted)
+        if wanted != torch.float16 or not (infinite := cast.isinf()).any():
+            return cast, None
+        over = (infinite & tensor.isfinite()).reshape(len(cast), -1).any(dim=1)
+        return cast, over if over.any() else None
 
     def ways_to_shrink(self, images: int, outputs: int) -> list[str]:
         """Options and habits, not in use already, that would make the response smaller."""
         ways = []
-        if self.pool == "none":
-            ways.append("pool=avg")
+        if not self.one_shape:
+            ways += ["pool=avg", "project=4096"]
         if self.pool == "roi":
             ways += ["roi_size=1", "fewer boxes"]
         if self.dtype not in ("float16", "bfloat16"):

@@ -33,7 +33,7 @@ class SpecFile:
     """
 
     def __init__(self, info: ExtractorInfo, options: FeatureOptions, format: str, probe: Rows) -> None:
-        one_shape = info.one_size or options.pool != "none"
+        one_shape = info.one_size or options.one_shape
         outputs = [
             {
                 **output,

@@ -18,6 +18,12 @@ MAX_DIMENSIONS = 8
 MAX_BOXES = 16384
 """Maximum boxes of a request."""
 
+MAX_PROJECT = 65_536
+"""Maximum values of a projected row."""
+
+MAX_SEED = 2**32 - 1
+"""Maximum seed of NumPy's generator."""
+
 ROI_SIZE = 7
 """Default side of the pooled boxes of `pool=roi`."""
 
@@ -48,13 +54,25 @@ class FeatureQuery(BaseModel):
         description="With `pool=roi`: side of each pooled box; 1 gives a vector.",
         examples=[1],
     )
+    project: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_PROJECT,
+        description="Project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's "
+        "`SparseRandomProjection(n_components=project, random_state=seed)` for its length. Distances are nearly kept.",
+        examples=[4096],
+    )
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="With `project`: seed of the matrix.", examples=[1])
     dtype: Dtype | None = Field(
         default=None,
-        description="Dtype of floating-point outputs in the response; by default as computed.",
+        description="Dtype of floating-point outputs in the response; by default as computed. Values beyond those of "
+        "`float16` are an error.",
         examples=["float16"],
     )
     normalize: Normalize | None = Field(
-        default=None, description="`l2` scales to unit length over the channels.", examples=["l2"]
+        default=None,
+        description="`l2` scales to unit length over the channels, after pooling and projection.",
+        examples=["l2"],
     )
     preprocess: Preprocess = Field(
         default="default",

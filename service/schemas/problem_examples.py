@@ -70,6 +70,11 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "image 1: box 0, [300, 40, 120, 200], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
         {"index": 1, "box": 0},
     ),
+    problems.Overflow: Example(
+        "image 3: output 'layer1' has values beyond 65,504, the largest of float16: ask for dtype=bfloat16 or "
+        "dtype=float32, or for normalize=l2",
+        {"index": 3, "key": "layer1"},
+    ),
     problems.BadTensor: Example("input 'x' must be float32 [N, 3, H, W] or uint8 [N, H, W, 3]"),
     problems.Unsupported: Example(
         "backend 'openvino' is not available here; available: auto, eager",

@@ -81,8 +81,9 @@ class RequestedOutput(BaseModel):
 class InferRequest(BaseModel):
     """An inference request.
 
-    Supported parameters: ``binary_data_output``; ``timeout`` in microseconds; ``pool``, ``dtype``, ``normalize`` and
-    ``preprocess`` as in feature requests of ``/v1``; and ``weights`` if a model is named instead of an extractor.
+    Supported parameters: ``binary_data_output``; ``timeout`` in microseconds; ``pool``, ``project``, ``seed``,
+    ``dtype``, ``normalize`` and ``preprocess`` as in feature requests of ``/v1``; and ``weights`` if a model is named
+    instead of an extractor.
     """
 
     id: str | None = Field(default=None, max_length=4096, examples=["42"])

@@ -14,6 +14,7 @@ import timm
 import torch
 import torchvision
 from numpy.testing import assert_allclose
+from sklearn.random_projection import SparseRandomProjection
 
 from service.client import AsyncClient, Client, exceptions
 from tests.decoding import decoded
@@ -288,6 +289,13 @@ def test_a_cancelled_call_ends_at_once(server, three):
             assert served(server) == before  # nothing was waited for
 
     asyncio.run(main())
+
+
+def test_projections(client, three):
+    extractor = client.extractor("resnet18", ["layer4"], weights="random")
+    whole = extractor(three)["layer4"].reshape(3, -1)
+    right = SparseRandomProjection(n_components=16, random_state=5).fit_transform(whole)
+    assert_allclose(extractor(three, project=16, seed=5)["layer4"], right, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.exhaustive

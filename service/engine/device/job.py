@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.regions import Regions
 from service.engine.runtime import Runtime
-from service.problems import DeadlineExceeded, OutOfMemory
+from service.problems import DeadlineExceeded, OutOfMemory, Overflow
 
 
 class _Once:
@@ -47,6 +47,7 @@ class Job:
         rows: how many rows the response has.
         deadline: of the request, on the clock of ``time.monotonic()``.
         regions: the boxes to pool, if any: the response has a row for each then.
+        matrices: what rows are projected by, by their number of values.
 
     Attributes:
         queued: when its last rows were queued, on the clock of ``time.monotonic()``; set by the thread that does so.
@@ -60,12 +61,14 @@ class Job:
         rows: int,
         deadline: float,
         regions: Regions | None = None,
+        matrices: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.runtime = runtime
         self.options = options
         self.rows = rows
         self.deadline = deadline
         self.regions = regions
+        self.matrices = matrices or {}
         self.queued = 0.0
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
@@ -97,6 +100,12 @@ class Job:
     def output_rows(self, rows: range) -> range:
         """Return the rows of the response that the rows ``rows`` of the input become."""
         return rows if self.regions is None else self.regions.of(rows)
+
+    def image_of(self, rows: range, place: int) -> int:
+        """Return the image of row number ``place`` of the response to the input's ``rows``."""
+        if self.regions is None:
+            return rows[place]
+        return int(self.regions.box_image[self.output_rows(rows)[place]])
 
     def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
         """Take the outputs of some rows. The last delivery completes the response; :func:`announce` then wakes the
@@ -199,6 +208,16 @@ class Item:
             Item(self.job, self.rows[:rows], tuple(t[:rows] for t in self.inputs), self.row_bytes, self.since),
             Item(self.job, self.rows[rows:], tuple(t[rows:] for t in self.inputs), self.row_bytes, self.since),
         )
+
+
+def overflow(key: str, image: int) -> Overflow:
+    """Return the error for an output of an image with values that the dtype asked for cannot hold."""
+    return Overflow(
+        f"image {image}: output {key!r} has values beyond 65,504, the largest of float16: ask for dtype=bfloat16 or "
+        "dtype=float32, or for normalize=l2",
+        index=image,
+        key=key,
+    )
 
 
 def cannot_stack(key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor:

@@ -37,11 +37,14 @@ class Finished(NamedTuple):
         items: those items, in order.
         outputs: by key, ``[rows, ...]`` of these items, on the CPU.
         borrowed: keys of outputs in memory that the next batch overwrites.
+        overflows: of the outputs with values that the dtype asked for cannot hold, which rows have them, bool
+            ``[rows]``.
     """
 
     items: Sequence[Item]
     outputs: dict[str, Tensor]
     borrowed: frozenset[str]
+    overflows: dict[str, Tensor]
 
 
 def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
@@ -70,8 +73,9 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 
 def finish(
     outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
-) -> dict[str, Tensor]:
-    """Return a batch's outputs with ``options`` applied, by key, on the CPU.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a batch's outputs with ``options`` applied, by key, on the CPU; and their overflows, as in
+    :class:`Finished`.
 
     Args:
         outputs: of the whole batch.
@@ -79,12 +83,16 @@ def finish(
         items: those of the batch with these options.
         rows: their rows in the batch; None for all, in order.
     """
-    finished = {}
+    finished, overflows = {}, {}
+    matrices = items[0].job.matrices
     for key, layout, prefix, values in outputs:
         if options.wants(key):
             chosen = values if rows is None else values[rows]
-            finished[key] = _on_cpu(options.finish(chosen, layout, prefix, *_regions_of(items, key)))
-    return finished
+            made, over = options.finish(chosen, layout, prefix, *_regions_of(items, key), matrices)
+            finished[key] = _on_cpu(made)
+            if over is not None:
+                overflows[key] = over.cpu()
+    return finished, overflows
 
 
 def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:

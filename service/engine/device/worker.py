@@ -17,7 +17,7 @@ import torch
 
 from fxcore.backends import Lowered
 from fxcore.errors import summarize
-from service.engine.device.job import Item, announce
+from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, OutputRows, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
@@ -232,8 +232,9 @@ class DeviceWorker:
     def _finished(
         self, values: Sequence[OutputRows], options: FeatureOptions, items: list[Item], rows: list[int] | None
     ) -> Finished:
-        outputs = finish(values, options, items, rows)
-        return Finished(items, outputs, frozenset(key for key, one in outputs.items() if self._staging.owns(one)))
+        outputs, overflows = finish(values, options, items, rows)
+        borrowed = frozenset(key for key, one in outputs.items() if self._staging.owns(one))
+        return Finished(items, outputs, borrowed, overflows)
 
     def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
         """Return the outputs of ``run`` for a batch."""
@@ -259,6 +260,10 @@ def _deliver(finished: Finished) -> None:
         for job, _ in parts:
             job.fail(_error_for(error, is_out_of_memory(error)))
         return
+    for key, over in finished.overflows.items():
+        for (job, rows), piece in zip(parts, split_rows(over, counts), strict=True):
+            if piece.any():
+                job.fail(overflow(key, job.image_of(rows, int(piece.nonzero()[0]))))
     for place, (job, rows) in enumerate(parts):
         try:
             job.deliver(rows, {key: piece[place] for key, piece in pieces.items()}, finished.borrowed)

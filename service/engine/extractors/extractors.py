@@ -32,6 +32,7 @@ from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
 from service.engine.memory.deleted import Deleted
 from service.engine.memory.eviction import Eviction
+from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
@@ -81,6 +82,7 @@ class Extractors:
         allowed: Sequence[str] | None = None,
         *,
         compiled: CompiledLimits,
+        projections: Projections,
         store: Store | None = None,
         max_stored: int = 1,
     ) -> None:
@@ -91,7 +93,7 @@ class Extractors:
         self._records = records
         ledger = Ledger()
         self.eviction = Eviction(
-            models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled
+            models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled, projections
         )
         upgrades.on_upgrade = self.eviction.make_room
         self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)

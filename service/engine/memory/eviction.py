@@ -1,6 +1,7 @@
-"""Eviction: weights, built extractors and traced graphs under one memory budget.
+"""Eviction: weights, built extractors, traced graphs and matrices of projections under one memory budget.
 
-The least recently used goes first: a whole model with its extractors, or, if every model is in use, single extractors.
+The least recently used goes first: a matrix that no request has used for a while, a whole model with its extractors,
+or, if every model is in use, single extractors, and matrices in use last: they are made again in a second.
 Graphs of models that are not in memory are small and slow to trace: they go first if they take more than their share,
 else last. An evicted extractor keeps its id, its name and its description, and is built again by the next request for
 it.
@@ -21,6 +22,7 @@ from fxcore.graph.model_graph import ModelGraph, forget_graph
 from service.engine.description import ModelKey
 from service.engine.ledger import Ledger
 from service.engine.memory.graphs import graph_bytes, idle_graphs
+from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord
@@ -45,6 +47,7 @@ class Eviction:
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         evictions: counts what was evicted, by kind and reason.
         compiled: how many extractors OpenVINO may run at a time.
+        projections: matrices in memory.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Eviction:
         memory_budget: int,
         evictions: Counter,
         compiled: CompiledLimits,
+        projections: Projections,
     ) -> None:
         self._models = models
         self._records = records
@@ -64,13 +68,15 @@ class Eviction:
         self._memory_budget = memory_budget
         self._evictions = evictions
         self._compiled = compiled
+        self._projections = projections
+        projections.on_made = self.make_room
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:
-        """Return bytes of the loaded models, the built extractors and the traced graphs."""
+        """Return bytes of the loaded models, the built extractors, the traced graphs and the matrices."""
         models = sum(model.bytes for model in self._models.loaded().values())
         own = sum(record.runtime.own_bytes for record in self._records if record.runtime is not None)
-        return models + self._ledger.bytes + own + graph_bytes(self._graphs())
+        return models + self._ledger.bytes + own + graph_bytes(self._graphs()) + self._projections.bytes()
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict the least recently used until ``wanted`` more bytes fit into the budget.
@@ -88,7 +94,7 @@ class Eviction:
             evicted.add(kind)
         if self._evict_compiled():
             evicted.add("extractor")
-        if evicted - {"graph"}:
+        if evicted - {"graph", "projection"}:
             self._pool.submit(tidy)
 
     def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
@@ -127,12 +133,14 @@ class Eviction:
             self.unload(record, "threads")
         return bool(over)
 
-    def _evict_one(self) -> Literal["graph", "weights", "extractor"] | None:
+    def _evict_one(self) -> Literal["graph", "weights", "extractor", "projection"] | None:
         """Evict what is first in the order of the module's docstring. Returns what it was; None if all is in use."""
         graphs = idle_graphs(self._graphs())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
             self._forget_graph(graphs[0])
             return "graph"
+        if self._evict_projection(busy=False):
+            return "projection"
         over: dict[ModelKey, list[ExtractorRecord]] = {}
         for record in self._records:
             if record.runtime is not None or record.build is not None:
@@ -154,7 +162,13 @@ class Eviction:
         if graphs:
             self._forget_graph(graphs[0])
             return "graph"
-        return None
+        return "projection" if self._evict_projection(busy=True) else None
+
+    def _evict_projection(self, busy: bool) -> bool:
+        evicted = self._projections.evict(busy)
+        if evicted:
+            self._evictions.labels("projection", "memory_budget").inc()
+        return evicted
 
     def _make_room_later(self) -> None:
         self._later = None

@@ -12,13 +12,14 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool
+from service.engine.memory.projections import Projections
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.regions import Boxes, Regions
 from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
 from service.engine.requests.plan import Inputs, Plan
-from service.engine.requests.sizes import response_bytes, row_size
+from service.engine.requests.sizes import projected_lengths, response_bytes, row_size
 from service.engine.rows import RowShape
 from service.engine.runtime import Runtime
 from service.settings import Settings
@@ -48,6 +49,7 @@ class Pipeline:
         intake: the thread that reads headers and predicts sizes.
         decoders: the threads that decode.
         upgrades: counts what each extractor answers.
+        projections: the matrices of those requests that project.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Pipeline:
         intake: Executor,
         decoders: Decoders,
         upgrades: Upgrades,
+        projections: Projections,
     ) -> None:
         self._settings = settings
         self._admission = admission
@@ -65,6 +68,7 @@ class Pipeline:
         self._intake = intake
         self._decoders = decoders
         self._upgrades = upgrades
+        self._projections = projections
 
     async def compute(
         self,
@@ -79,10 +83,14 @@ class Pipeline:
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
         sizes = await self._sizes(runtime, plan, options, boxes)
+        matrices = {}
+        if options.project is not None:
+            lengths = projected_lengths(runtime, plan.shapes, options)
+            matrices = await self._projections.get(lengths, options.project, options.seed)
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
         ticket.claim(plan.held(at_once), sizes.response_bytes)
         waited = await ticket.turn()
-        job = Job(runtime, options, len(plan.shapes), deadline, sizes.regions)
+        job = Job(runtime, options, len(plan.shapes), deadline, sizes.regions, matrices)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         del plan  # now the decoders and the queue own the images
         outputs = await job.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -74,6 +75,16 @@ def response_bytes(
     if total > limit:
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
     return total
+
+
+def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: FeatureOptions) -> set[int]:
+    """Return how many values the rows have that are projected. The sizes of the rows must be known."""
+    return {
+        math.prod(options.pooled(row_size(runtime, shape).outputs[info.key][0], row_layout(info))[1:])
+        for shape in set(shapes)
+        for info in runtime.outputs
+        if options.wants(info.key)
+    }
 
 
 def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:

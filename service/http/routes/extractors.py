@@ -69,6 +69,7 @@ COMPUTE_PROBLEMS = (
     problems.ResponseTooLarge,
     problems.UnsupportedMediaType,
     problems.BadImage,
+    problems.Overflow,
     problems.AdmissionFull,
     problems.ComputeFailed,
     problems.DeadlineExceeded,

@@ -31,6 +31,7 @@ from service.schemas.v1 import ExtractorSpec
 Parts = list[bytes | memoryview]
 
 _BOX_IMAGE = "box_image"
+_CACHED_OPTIONS = 1024
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 """Used without ``pool=roi``, whatever the query says: requests with equal options share a batch's pooling."""
 
@@ -186,7 +187,7 @@ def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None)
         raise problems.DuplicateKey(detail, key=_BOX_IMAGE)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
-    accepted = responses.negotiate(accept, tuple(dtypes), query.pool != "none")
+    accepted = responses.negotiate(accept, tuple(dtypes), _options_of(query).one_shape)
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -273,12 +274,21 @@ _sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictiona
 
 def _options_of(query: FeatureQuery) -> FeatureOptions:
     roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
-    return _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size)
+    seed = query.seed if query.project is not None else 0
+    return _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed)
 
 
-@functools.cache  # there are few combinations
-def _options(pool: str, dtype: str | None, normalize: str | None, preprocess: str, roi_size: int) -> FeatureOptions:
-    return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size)
+@functools.lru_cache(_CACHED_OPTIONS)
+def _options(
+    pool: str,
+    dtype: str | None,
+    normalize: str | None,
+    preprocess: str,
+    roi_size: int,
+    project: int | None,
+    seed: int,
+) -> FeatureOptions:
+    return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
 
 
 routes = [

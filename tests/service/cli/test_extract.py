@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from sklearn.random_projection import SparseRandomProjection
 
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.models.catalog import register
@@ -90,6 +91,20 @@ def test_extract_pools_casts_and_normalises(files: list[Path], tmp_path: Path) -
         np.testing.assert_allclose(np.linalg.norm(archive["layer3"].astype(np.float32), axis=1), 1, rtol=1e-3)
     asked = {"pool": "avg+max", "dtype": "float16", "normalize": "l2", "preprocess": "default"}
     assert json.loads((out / "spec.json").read_text())["options"] == asked
+
+
+def test_extract_projects(files: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "f"
+    base = ["extract", *files, "--model", "resnet18", "--weights", "random", "--device", "cpu", "--out", out]
+    assert fxserve(*base, "--nodes", "layer4", "--project", 40, "--seed", 3).exit_code == 0
+    whole = expected(files, {"layer4": "layer4"})["layer4"].flatten(1).numpy()
+    right = SparseRandomProjection(n_components=40, random_state=3).fit_transform(whole)
+    np.testing.assert_allclose(load_file(out / "shard-000000.safetensors")["layer4"], right, rtol=1e-3, atol=1e-3)
+    spec = json.loads((out / "spec.json").read_text())
+    assert (spec["options"]["project"], spec["options"]["seed"], spec["outputs"][0]["shape"]) == (40, 3, [40])
+    other = fxserve(*base, "--nodes", "layer4", "--project", 40)
+    assert other.exit_code == 1
+    assert "made with seed 3, not 0" in other.stderr
 
 
 def test_extract_in_half_precision_and_another_size(files: list[Path], tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ async def test_pool_normalize_and_cast(engine: MakeEngine, jpegs: list[bytes]) -
 def test_single_values_are_normalised_each_by_itself() -> None:
     """Not over the images of a batch, which are other clients'."""
     values = torch.tensor([3.0, -4.0, 0.0])
-    assert FeatureOptions(normalize="l2").finish(values, None).tolist() == [1.0, -1.0, 0.0]
+    assert FeatureOptions(normalize="l2").finish(values, None)[0].tolist() == [1.0, -1.0, 0.0]
 
 
 async def test_requests_with_different_options_share_a_batch(engine: MakeEngine, jpegs: list[bytes]) -> None:
@@ -240,7 +240,7 @@ async def test_a_response_over_the_limit_is_refused_before_any_work(engine: Make
             await running.features(record, jpegs * 20)
         assert caught.value.extra["bytes"] == size * 60
         assert caught.value.extra["limit"] == 200_000
-        ways = ["pool=avg", "dtype=float16", "fewer images a request", "fewer nodes"]
+        ways = ["pool=avg", "project=4096", "dtype=float16", "fewer images a request", "fewer nodes"]
         assert caught.value.extra["ways"] == ways
         assert watched.sizes == [1]
         assert (await running.features(record, jpegs * 20, FeatureOptions(pool="avg", dtype="float16"))).images == 60

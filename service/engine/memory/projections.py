@@ -1,0 +1,98 @@
+"""Matrices of random projections, shared by all requests that project rows of one length alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import BadTensor
+from fxcore.projection import matrix_bytes, projection_matrix
+from service.engine.device.threads import in_pool
+from service.engine.placement import BUSY_SECONDS
+from service.engine.tasks import background
+
+Key = tuple[int, int, int]
+"""Values of a row, values of a projected row, seed."""
+
+_SHARE = 1 / 4
+"""Share of the memory budget that one matrix may take."""
+
+
+class Projections:
+    """Matrices on one device, each made once and kept until they are evicted. For one event loop.
+
+    Args:
+        device: where they are put.
+        pool: the threads that make them.
+        memory_budget: of models, extractors and these.
+
+    Attributes:
+        on_made: called when another takes memory.
+    """
+
+    def __init__(self, device: torch.device, pool: Executor, memory_budget: int) -> None:
+        self.on_made: Callable[[], None] = lambda: None
+        self._device = device
+        self._pool = pool
+        self._memory_budget = memory_budget
+        self._making: dict[Key, asyncio.Task[Tensor]] = {}
+        self._last_used: dict[Key, float] = {}
+
+    async def get(self, lengths: Iterable[int], components: int, seed: int) -> dict[int, Tensor]:
+        """Return the matrices for rows of ``lengths`` values, by length.
+
+        Raises:
+            BadTensor: one takes too much memory.
+        """
+        keys = [(length, components, seed) for length in lengths]
+        for length, *_ in keys:
+            size = matrix_bytes(length, components)
+            if size > _SHARE * self._memory_budget:
+                raise BadTensor(
+                    f"project={components} of rows of {length:,} values takes a matrix of {size:,} bytes, and at most "
+                    f"{int(_SHARE * self._memory_budget):,} are allowed: project to fewer values, or pool first"
+                )
+        made = {}
+        for key in keys:
+            task = self._making.get(key)
+            if task is None:
+                task = self._making[key] = background(self._make(key))
+            self._last_used[key] = time.monotonic()
+            made[key[0]] = await asyncio.shield(task)
+        return made
+
+    def bytes(self) -> int:
+        """Return bytes of those in memory."""
+        return sum(matrix_bytes(length, components) for length, components, _ in self._made())
+
+    def evict(self, busy: bool) -> bool:
+        """Drop the least recently used; whether there was one. Requests that have it keep it until they end.
+
+        Args:
+            busy: also one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
+        """
+        key = min(self._made(), key=self._last_used.__getitem__, default=None)
+        if key is None or (not busy and self._last_used[key] > time.monotonic() - BUSY_SECONDS):
+            return False
+        del self._making[key], self._last_used[key]
+        return True
+
+    def _made(self) -> list[Key]:
+        return [key for key, task in self._making.items() if task.done()]
+
+    async def _make(self, key: Key) -> Tensor:
+        try:
+            matrix = await in_pool(self._pool, self._matrix, *key)
+        except BaseException:
+            del self._making[key], self._last_used[key]
+            raise
+        asyncio.get_running_loop().call_soon(self.on_made)
+        return matrix
+
+    def _matrix(self, length: int, components: int, seed: int) -> Tensor:
+        return projection_matrix(length, components, seed).to(self._device)

@@ -1,0 +1,64 @@
+"""Matrices of projections: made once, and evicted under the memory budget."""
+
+import asyncio
+
+import pytest
+import torch
+
+from fxcore.errors import BadTensor
+from fxcore.projection import matrix_bytes, projection_matrix
+from service.engine import FeatureOptions
+from service.engine.memory import projections
+from tests.service.engine.running import MakeEngine, built, tensors
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_requests_share_a_matrix_that_is_counted_and_evicted(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=["features.12"])
+        before = running.extractors.eviction.bytes()
+        kept, eviction = running._pipeline._projections, running.extractors.eviction
+        answers = await asyncio.gather(
+            *(running.features(record, tensors(1, 2), FeatureOptions(project=9, seed=seed)) for seed in (0, 0, 1))
+        )
+        whole = (await running.features(record, tensors(1, 2))).outputs["features.12"].flatten(1)
+        for answer, seed in zip(answers, (0, 0, 1), strict=True):
+            expected = whole @ projection_matrix(whole.shape[1], 9, seed).to_dense().T
+            torch.testing.assert_close(answer.outputs["features.12"], expected, rtol=1e-4, atol=1e-4)
+        length = whole.shape[1]
+        assert kept.bytes() == 2 * matrix_bytes(length, 9)
+        assert eviction.bytes() >= before + kept.bytes()
+
+        monkeypatch.setattr(projections, "BUSY_SECONDS", 0.0)
+        first = (await kept.get([length], 9, 0))[length]
+        monkeypatch.setattr(eviction, "_memory_budget", eviction.bytes() - 1)
+        eviction.make_room()
+        assert kept.bytes() == matrix_bytes(length, 9)
+        assert record.runtime is not None
+        assert (await kept.get([length], 9, 0))[length] is first  # seed 1 was used before it
+
+
+async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=["features.12"])
+        await running.features(record, tensors(1), FeatureOptions(project=9))
+        kept, eviction = running._pipeline._projections, running.extractors.eviction
+        eviction._memory_budget = eviction.bytes() - 1
+        eviction.make_room()
+        assert record.runtime is None
+        assert kept.bytes()
+        eviction._memory_budget = 0
+        eviction.make_room()
+        assert not kept.bytes()
+
+
+async def test_a_matrix_too_large_is_refused(engine: MakeEngine) -> None:
+    async with engine(memory_budget=4 * matrix_bytes(10_000, 100)) as running:
+        kept = running._pipeline._projections
+        with pytest.raises(BadTensor, match="project=101 of rows of 10,000 values takes a matrix of"):
+            await kept.get([16, 10_000], 101, 0)
+        assert not kept.bytes()
+        assert len((await kept.get([16, 10_000], 100, 0))[16]) == 100
