@@ -124,7 +124,12 @@ class Extractor:
 
 
 def build_extractor(
-    graph: ModelGraph, model: nn.Module, return_nodes: Mapping[str, str], dtype: torch.dtype = torch.float32
+    graph: ModelGraph,
+    model: nn.Module,
+    return_nodes: Mapping[str, str],
+    dtype: torch.dtype = torch.float32,
+    *,
+    any_size: bool | None = None,
 ) -> Extractor:
     """Prune ``graph`` to what ``return_nodes`` need and bind it to ``model``.
 
@@ -134,6 +139,8 @@ def build_extractor(
             its parameters and modules: backends fold them once for all extractors over a model.
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
+        any_size: whether inputs have sizes of their own, so that the described outputs have no fixed ones; by default
+            as by the model's own preprocessing.
 
     Raises:
         BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` are not exact names of its nodes.
@@ -164,7 +171,8 @@ def build_extractor(
     pruned.lint()
     module = GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
     module.meta[APPLIED] = graph.passes
-    outputs = [_describe(graph, key, name, dtype) for key, name in return_nodes.items()]
+    varies = not graph.preprocessing.fixed_size if any_size is None else any_size
+    outputs = [_describe(graph, key, name, dtype, varies) for key, name in return_nodes.items()]
     return Extractor(module, graph, outputs, dtype)
 
 
@@ -371,13 +379,13 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype) -> OutputInfo:
+def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_size: bool) -> OutputInfo:
     node = graph.by_name[name]
     value: Tensor = node.meta["value"]
     made = returned_dtype(value.dtype, dtype)
     axes: str | None = node.meta.get("axes")
     shape = graph.shape_of(node) or []
-    if axes and len(axes) == len(shape) and not graph.preprocessing.fixed_size:
+    if axes and len(axes) == len(shape) and any_size:
         shape = [None if axis in "HWL" else size for axis, size in zip(axes, shape, strict=True)]
     return OutputInfo(
         key=key,

@@ -206,6 +206,10 @@ class BadTensor(Invalid, slug="bad-tensor", title="Bad tensor"):
     """A tensor has the wrong name, shape or dtype."""
 
 
+class Ragged(Invalid, slug="ragged", title="Images of different sizes"):
+    """With ``fit=native``, an output has different shapes for the images of one request; ``key``."""
+
+
 class Unsupported(Invalid, slug="unsupported", title="Not available here"):
     """A backend, precision or transform that is not served here; ``field``, ``value`` and ``available``."""
 

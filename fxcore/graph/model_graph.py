@@ -170,7 +170,8 @@ class ModelGraph:
         return list(self.inputs[0].shape)
 
     def at(self, height: int, width: int) -> ModelGraph:
-        """Return the same graph, annotated for another input size.
+        """Return the same graph, annotated for another input size; of a model that is built for one size, the graph of
+        the model built for this one, which is traced and cached like any.
 
         Raises:
             BadTensor: the model does not take that size, or it is too large for a model that is run to be described.
@@ -181,6 +182,8 @@ class ModelGraph:
         """
         if (height, width) == self.input_size:
             return self
+        if self.entry.one_size:
+            return self._built_for(height, width)
         usual = self.preprocessing.nominal_size()
         if self._device.type != "meta" and height * width > _LARGEST_COMPUTED * math.prod(usual):
             raise BadTensor(
@@ -189,6 +192,13 @@ class ModelGraph:
             )
         # Tracing does not depend on sizes, so nothing is traced again.
         return ModelGraph(self._traced, (height, width), self._module, self.fingerprint)
+
+    def _built_for(self, height: int, width: int) -> ModelGraph:
+        try:
+            graph = model_graph(self.entry.at(height, width), self.weights)
+        except Exception as error:  # libraries refuse sizes in all kinds of ways
+            raise BadTensor(self._refusal([(height, width)], error.__cause__ or error)) from error
+        return graph.with_nodes_of(*(done.name for done in self.passes)) if self.passes else graph
 
     def with_nodes_of(self, *transforms: str) -> ModelGraph:
         """Return the same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.
@@ -276,7 +286,7 @@ class ModelGraph:
             return None
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
 
-    def _refusal(self, shapes: Sequence[Sequence[int]], error: Exception) -> str:
+    def _refusal(self, shapes: Sequence[Sequence[int]], error: BaseException) -> str:
         """Say that the model does not take inputs of ``shapes``, and why.
 
         The message of a model's own assertion is left out: it was recorded with proxies in place of its numbers.
@@ -288,7 +298,7 @@ class ModelGraph:
         return f"{self.entry.name} cannot take an input of {shown}{why}; its usual size is {usual}"
 
 
-_cache: OrderedDict[tuple[str, str], ModelGraph] = OrderedDict()
+_cache: OrderedDict[tuple[str, str, tuple[int, int] | None], ModelGraph] = OrderedDict()
 _locks: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -328,12 +338,12 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
     entry = model if isinstance(model, ModelEntry) else get_model(model)
     if weights not in entry.published:
         weights = RANDOM
-    key = (entry.name, weights)
+    key = (entry.name, weights, entry.input_size)
     with _guard:
-        lock = _locks.setdefault(key, threading.Lock())
+        lock = _locks.setdefault((entry.name, weights, str(entry.input_size)), threading.Lock())
     with lock:
         graph = _cache.get(key)
-        if graph is None or graph.entry is not entry:  # a user's model may have another description now
+        if graph is None or graph.entry.builder is not entry.builder:  # a user's model may have another description now
             graph = trace_graph(entry, weights)
         with _guard:
             _cache[key] = graph

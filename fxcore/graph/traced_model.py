@@ -78,7 +78,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
     return TracedModel(
         entry=entry,
         weights=weights,
-        preprocessing=entry.preprocessing(weights),
+        preprocessing=entry.preprocessing(weights, entry.input_size),
         root=root,
         module=module,
         device=device,

@@ -31,7 +31,7 @@ from torchvision.transforms import functional as F
 from fxcore.errors import BadTensor
 from fxcore.images import deep_png, gif, resizing
 from fxcore.images.files import damaged, open_image, open_within_limit, plain_jpeg_header
-from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, resized_size
+from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 from fxcore.images.resizing import Pixels
 
@@ -86,7 +86,6 @@ class Decoder:
         if self.plain:
             assert isinstance(preprocessing, ImagePreprocessing)
             self._preset = preprocessing.preset
-            self._resize: list[int] = self._preset.resize_size
             self._crop: list[int] | None = getattr(self._preset, "crop_size", None)
             self._mode: str = self._preset.interpolation.value
             self.scales = self._mode == "bilinear"
@@ -134,7 +133,7 @@ class Decoder:
             image = PIL.Image.fromarray(pixels.numpy())
             if not self.plain:
                 return self._preprocessing.image(image)
-            image = F.resize(image, self._resize, self._preset.interpolation)
+            image = F.resize(image, list(self.resized(image.height, image.width)), self._preset.interpolation)
             return torch.from_numpy(np.array(image if self._crop is None else F.center_crop(image, self._crop)))
         return self._row(pixels.numpy()) if self.plain else self._preprocessing.pixels(pixels.permute(2, 0, 1))
 
@@ -166,7 +165,7 @@ class Decoder:
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width that an image of that size is resized to; only if ``plain``."""
-        return resized_size(self._resize, height, width)
+        return self._preprocessing.largest_size(height, width)
 
     def kept(self, height: int, width: int) -> tuple[slice, slice]:
         """Rows and columns of a resized image of that size that the crop keeps; only if ``plain``."""
@@ -205,7 +204,9 @@ def _is_plain(preset: object) -> bool:
         return False
     assert isinstance(preset, (ImageClassification, SemanticSegmentation))
     crop = getattr(preset, "crop_size", None)
-    fills = crop is None or min(preset.resize_size) >= max(crop)  # a smaller image is padded to the crop
+    resize = preset.resize_size
+    # A smaller image is padded to the crop.
+    fills = crop is None or (resize[0] >= crop[0] and resize[-1] >= crop[-1])
     return fills and preset.interpolation.value in resizing.MODES and bool(preset.antialias)
 
 

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as F
 
-from fxcore.errors import BadTensor
+from fxcore.errors import BadArgument, BadTensor
 from fxcore.images.placement import Placement, cropped
+
+ImageSize = int | tuple[int, int]
+"""The side of a square, or height and width, in pixels."""
 
 _PIL_BYTES = 4
 """Bytes of an RGB pixel in PIL."""
@@ -41,6 +44,8 @@ class Preprocessing(ABC):
     layout = "NCHW"
     #: whether images of different sizes are padded to form one batch, as for detectors
     pads = False
+    #: whether images may be brought to a size in another way, by :func:`fxcore.images.fitting.fitted`
+    fits = False
 
     @property
     def takes_images(self) -> bool:
@@ -82,6 +87,11 @@ class Preprocessing(ABC):
     def placement(self, height: int, width: int) -> Placement:
         """Return where the pixels of an image of that size are in the result of :meth:`image`."""
         return cropped((height, width), self.largest_size(height, width), self.output_size(height, width))
+
+    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
+        """x1, y1, x2, y2 of an image of that size in the result of :meth:`image`, where the rest is padding; None of
+        preprocessing that leaves no rest."""
+        return None
 
     def held(self, height: int, width: int) -> int:
         """Peak bytes of :meth:`image` for an image of that size, without the image."""
@@ -134,17 +144,30 @@ class Preprocessing(ABC):
 
 
 class ImagePreprocessing(Preprocessing):
-    """Classification and segmentation: resize, perhaps a centre crop, scale to [0, 1], normalise."""
+    """Classification and segmentation: resize, perhaps a centre crop, scale to [0, 1], normalise.
 
-    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+    A crop of ``image_size`` keeps the share of the image that the published preprocessing keeps: the image is resized
+    until it covers the crop enlarged by their ``resize_size`` over their ``crop_size``.
+    """
+
+    fits = True
+
+    def __init__(self, preset: Any, image_size: ImageSize | None = None) -> None:
         self._preset = preset
+        self._covered: tuple[int, int] | None = None
         if image_size is not None:
-            if hasattr(preset, "crop_size"):
-                # Keep the share of the image that the published preprocessing keeps.
-                preset.resize_size = [max(image_size, round(preset.resize_size[0] * image_size / preset.crop_size[0]))]
-                preset.crop_size = [image_size]
+            height, width = sides(image_size)
+            if not hasattr(preset, "crop_size"):
+                preset.resize_size = [height, width]
+                return
+            enlarged = [
+                max(side, round(preset.resize_size[0] * side / preset.crop_size[0])) for side in (height, width)
+            ]
+            if height == width:
+                preset.resize_size, preset.crop_size = enlarged[:1], [height]
             else:
-                preset.resize_size = [image_size, image_size]
+                self._covered = enlarged[0], enlarged[1]
+                preset.resize_size, preset.crop_size = enlarged, [height, width]
 
     @property
     def preset(self) -> Any:
@@ -171,11 +194,17 @@ class ImagePreprocessing(Preprocessing):
         }
 
     def image(self, image: PIL.Image.Image) -> Tensor:
-        result: Tensor = self._preset(image)
-        return result
+        return self._applied(image, image.height, image.width)
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        result: Tensor = self._preset(pixels)
+        return self._applied(pixels, pixels.shape[-2], pixels.shape[-1])
+
+    def _applied(self, image: Any, height: int, width: int) -> Tensor:
+        preset = self._preset
+        if self._covered is not None:  # a preset resizes all images to one size, or to one shorter side
+            preset = copy.copy(preset)
+            preset.resize_size = list(self.largest_size(height, width))
+        result: Tensor = preset(image)
         return result
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
@@ -185,6 +214,8 @@ class ImagePreprocessing(Preprocessing):
         return self.largest_size(height, width)
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        if self._covered is not None:
+            return covering_size(self._covered, height, width)
         return resized_size(self._preset.resize_size, height, width)
 
     def held(self, height: int, width: int) -> int:
@@ -200,10 +231,11 @@ class DetectorPreprocessing(Preprocessing):
 
     pads = True
 
-    def __init__(self, transform: Any, image_size: int | None = None) -> None:
+    def __init__(self, transform: Any, image_size: ImageSize | None = None) -> None:
         self._transform = transform.eval()
         if image_size is not None:
-            transform.fixed_size = (image_size, image_size)
+            height, width = sides(image_size)
+            transform.fixed_size = (width, height)
 
     def describe(self) -> dict[str, Any]:
         transform = self._transform
@@ -258,13 +290,12 @@ class DetectorPreprocessing(Preprocessing):
 class FlowPreprocessing(Preprocessing):
     """RAFT's frames: values scaled to [-1, 1], resized only if ``image_size`` is given."""
 
-    def __init__(self, image_size: int | None = None) -> None:
-        self._size = image_size
+    def __init__(self, image_size: ImageSize | None = None) -> None:
+        self._size = None if image_size is None else sides(image_size)
 
     def describe(self) -> dict[str, Any]:
-        size = [self._size, self._size] if self._size else None
         return {
-            "resize_size": size,
+            "resize_size": list(self._size) if self._size else None,
             "crop_size": None,
             "mean": [0.5, 0.5, 0.5],
             "std": [0.5, 0.5, 0.5],
@@ -274,11 +305,11 @@ class FlowPreprocessing(Preprocessing):
 
     def image(self, image: PIL.Image.Image) -> Tensor:
         if self._size:
-            image = F.resize(image, [self._size, self._size])
+            image = F.resize(image, list(self._size))
         return self._frame(F.pil_to_tensor(image))
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        return self._frame(F.resize(pixels, [self._size, self._size]) if self._size else pixels)
+        return self._frame(F.resize(pixels, list(self._size)) if self._size else pixels)
 
     @staticmethod
     def _frame(pixels: Tensor) -> Tensor:
@@ -286,7 +317,7 @@ class FlowPreprocessing(Preprocessing):
         return frame
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        return (self._size, self._size) if self._size else (height, width)
+        return self._size or (height, width)
 
     def nominal_size(self) -> tuple[int, int]:
         return self.output_size(520, 960)  # the size of torchvision's own RAFT example
@@ -297,13 +328,14 @@ class VideoPreprocessing(Preprocessing):
 
     layout = "NCTHW"
 
-    def __init__(self, preset: Any, image_size: int | None = None) -> None:
+    def __init__(self, preset: Any, image_size: ImageSize | None = None) -> None:
         self._preset = preset
         if image_size is not None:
-            preset.resize_size = [
-                max(image_size, round(s * image_size / preset.crop_size[0])) for s in preset.resize_size
-            ]
-            preset.crop_size = [image_size, image_size]
+            height, width = sides(image_size)
+            if height != width:
+                raise BadArgument("clips are cropped to squares: image_size is one number")
+            preset.resize_size = [max(height, round(s * height / preset.crop_size[0])) for s in preset.resize_size]
+            preset.crop_size = [height, width]
 
     def describe(self) -> dict[str, Any]:
         preset = self._preset
@@ -350,6 +382,26 @@ class VideoPreprocessing(Preprocessing):
 def resizing_bytes(size: tuple[int, int], resized: tuple[int, int], kept: tuple[int, int]) -> int:
     """Peak bytes where PIL resizes in two passes, and the crop of size ``kept`` is normalised as floats."""
     return _PIL_BYTES * resized[1] * (size[0] + resized[0]) + _NORMALIZING_BYTES * math.prod(kept)
+
+
+def sides(image_size: ImageSize) -> tuple[int, int]:
+    """Return height and width of ``image_size``.
+
+    >>> sides(224), sides((448, 672))
+    ((224, 224), (448, 672))
+    """
+    return (image_size, image_size) if isinstance(image_size, int) else image_size
+
+
+def covering_size(box: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width of the smallest image of the same aspect ratio that covers ``box``, height and width.
+
+    >>> covering_size((512, 768), 600, 900), covering_size((512, 768), 600, 600)
+    ((512, 768), (768, 768))
+    """
+    if height * box[1] <= width * box[0]:
+        return box[0], max(box[1], int(box[0] * width / height))
+    return max(box[0], int(box[1] * height / width)), box[1]
 
 
 def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:

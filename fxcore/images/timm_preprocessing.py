@@ -11,7 +11,7 @@ from typing import Any
 import PIL.Image
 from torch import Tensor
 
-from fxcore.images.preprocessing import Preprocessing, resized_size, resizing_bytes
+from fxcore.images.preprocessing import ImageSize, Preprocessing, resized_size, resizing_bytes, sides
 
 
 class TimmPreprocessing(Preprocessing):
@@ -19,13 +19,15 @@ class TimmPreprocessing(Preprocessing):
 
     Args:
         config: of ``timm.data.resolve_data_config``.
-        image_size: side of another square input.
+        image_size: another size of the input.
     """
 
-    def __init__(self, config: Mapping[str, Any], image_size: int | None = None) -> None:
+    fits = True
+
+    def __init__(self, config: Mapping[str, Any], image_size: ImageSize | None = None) -> None:
         self.config = dict(config)
         if image_size is not None:
-            self.config["input_size"] = (config["input_size"][0], image_size, image_size)
+            self.config["input_size"] = (config["input_size"][0], *sides(image_size))
         self._transform = _transform(self.config)
 
     def describe(self) -> dict[str, Any]:

@@ -12,16 +12,16 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlparse
 
 import torch
 from torch import nn
 
 from fxcore.errors import UnknownWeights
-from fxcore.images.preprocessing import Preprocessing
+from fxcore.images.preprocessing import ImageSize, Preprocessing
 from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
@@ -33,6 +33,9 @@ RANDOM = "random"
 
 _LISTED = 6
 """Maximum weights that the error for unknown weights lists; of more, it suggests similar names."""
+
+_assigning = threading.local()
+"""Its ``on`` is set in a thread while it registers loaded parameters."""
 
 BUILD_LOCK = threading.RLock()
 """Held while torch.nn.Module is patched, or the global random generator is seeded."""
@@ -123,6 +126,7 @@ class ModelEntry(ABC):
         dtype: of its parameters as it is built.
         batch: whether several images may be computed at once; False for models whose values would depend on the others.
         apart: names of nodes whose rows are not those of one image, though their number says so.
+        input_size: height and width that it is built for, of an entry made by :meth:`at`; None: those of its weights.
 
     >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
@@ -145,6 +149,21 @@ class ModelEntry(ABC):
     dtype: torch.dtype = torch.float32
     batch: bool = True
     apart: frozenset[str] = frozenset()
+    input_size: tuple[int, int] | None = None
+
+    @property
+    def multiple(self) -> int:
+        """Each side of the input must be a multiple of this, beside the strides of its maps."""
+        return 1
+
+    @property
+    def one_size(self) -> bool:
+        """Whether models are built for inputs of one size, and take no other, as most vision transformers."""
+        return False
+
+    def at(self, height: int, width: int) -> Self:
+        """Return the entry of the same model built for another size, if it is :attr:`one_size`."""
+        return replace(self, input_size=(height, width))
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -190,9 +209,8 @@ class ModelEntry(ABC):
         return False
 
     @abstractmethod
-    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """Return the preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is
-        given."""
+    def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> Preprocessing:
+        """Return the preprocessing of ``weights``, changed to an input of ``image_size`` if that is given."""
 
     @abstractmethod
     def load_published(self, weights: str) -> nn.Module:
@@ -201,6 +219,25 @@ class ModelEntry(ABC):
         Raises:
             WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not match the model.
         """
+
+    def sized(self, model: nn.Module, structure: str) -> nn.Module:
+        """Build this entry of :meth:`at` around the weights of ``model``, in eval mode.
+
+        Args:
+            model: of the same entry in its usual size; its parameters and buffers are shared, but for those that depend
+                on the size, which are resampled.
+            structure: the weights that decide the structure of ``model``.
+
+        Raises:
+            Exception: whatever the library raises for a size that it cannot build.
+        """
+        built = self.build_weightless(structure)
+        built.load_state_dict(self.resampled(model.state_dict()), assign=True)
+        return built
+
+    def resampled(self, state: StateDict) -> StateDict:
+        """Return ``state``, of the usual size, for :attr:`input_size`."""
+        return state
 
     def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
         """Build a model with the structure of the weights ``structure``, and load ``state``, the content of ``file``.
@@ -262,6 +299,35 @@ class ModelEntry(ABC):
 
 
 @contextlib.contextmanager
+def assigning(own: StateDict) -> Iterator[None]:
+    """In the block, modules of this thread take the tensors of state dicts as their own instead of copying values; and
+    in place of tensors that equal those of ``own``, these."""
+    thread = threading.get_ident()
+    load = nn.Module.load_state_dict
+
+    def assign(module: nn.Module, state: StateDict, strict: bool = True, assign: bool = False) -> Any:
+        if threading.get_ident() != thread:
+            return load(module, state, strict, assign)
+        shared = {key: _same(tensor, own.get(key)) for key, tensor in state.items()}
+        _assigning.on = True
+        try:
+            return load(module, shared, strict, True)
+        finally:
+            _assigning.on = False
+
+    nn.Module.load_state_dict = assign  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+
+
+def _same(tensor: Any, own: torch.Tensor | None) -> Any:
+    """``own`` if it equals ``tensor``, else ``tensor``."""
+    return own if own is not None and isinstance(tensor, torch.Tensor) and torch.equal(tensor, own) else tensor
+
+
+@contextlib.contextmanager
 def weightless() -> Iterator[None]:
     """In the block, put parameters and batch statistics on the meta device when modules of this thread register them.
 
@@ -273,7 +339,7 @@ def weightless() -> Iterator[None]:
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread:
+        if param is not None and threading.get_ident() == thread and not getattr(_assigning, "on", False):
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register_parameter(module, name, param)
 

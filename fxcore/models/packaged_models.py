@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
 from fxcore.errors import WeightsUnavailable
-from fxcore.images.preprocessing import ImagePreprocessing
+from fxcore.images.preprocessing import ImagePreprocessing, ImageSize
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.models.entry import ModelEntry, WeightsInfo
 from fxcore.models.state_dicts import read_cached
@@ -147,7 +147,7 @@ class PackagedEntry(ModelEntry):
 
     preset: Callable[[], Any] = ImageClassification
 
-    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> ImagePreprocessing:
+    def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> ImagePreprocessing:
         return ImagePreprocessing(self.preset(), image_size)
 
     def load_published(self, weights: str) -> nn.Module:

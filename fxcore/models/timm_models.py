@@ -22,8 +22,9 @@ from torch import nn
 
 from fxcore.copies import narrowed
 from fxcore.errors import UnknownModel, Unsupported
+from fxcore.images.preprocessing import ImageSize
 from fxcore.images.timm_preprocessing import TimmPreprocessing
-from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo
+from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, assigning, weightless
 from fxcore.models.hub import HubWeights
 from fxcore.models.state_dicts import damaged, misfit
 from fxcore.quiet import quiet
@@ -52,7 +53,35 @@ class TimmEntry(ModelEntry):
         """timm's own name."""
         return self.name.removeprefix(PREFIX)
 
-    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> TimmPreprocessing:
+    @property
+    def one_size(self) -> bool:
+        return bool(self._config(RANDOM).fixed_input_size)
+
+    def sized(self, model: nn.Module, structure: str) -> nn.Module:
+        """Build it as timm does with ``img_size``, and have timm's own filter of checkpoints resample the weights."""
+        try:
+            with weightless():
+                return self._sized(model, structure)
+        except RuntimeError:  # see build_weightless
+            return self._sized(model, structure)
+
+    def _sized(self, model: nn.Module, structure: str) -> nn.Module:
+        state = dict(model.state_dict())
+        with BUILD_LOCK, torch.random.fork_rng(devices=[]), assigning(state), quiet():
+            built = _traceable(
+                _timm().create_model(
+                    self._variant(structure),
+                    pretrained=True,
+                    pretrained_cfg_overlay={"state_dict": state},
+                    img_size=self.input_size,
+                ),
+                self.architecture,
+            ).eval()
+        if any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
+            raise RuntimeError(f"timm's filter of checkpoints leaves out weights of {self.architecture}")
+        return built
+
+    def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> TimmPreprocessing:
         config = _timm().data.resolve_data_config(pretrained_cfg=self._config(weights).to_dict())
         return TimmPreprocessing(config, image_size)
 
@@ -103,7 +132,8 @@ class TimmEntry(ModelEntry):
         return [FeatureMap(f["module"], f["num_chs"], f["reduction"]) for f in found if f.get("module")]
 
     def _structure(self, weights: str) -> dict[str, Any]:
-        return {"variant": self._variant(weights)}
+        sized = {} if self.input_size is None else {"img_size": self.input_size}
+        return {"variant": self._variant(weights), **sized}
 
     def _variant(self, weights: str) -> str:
         return f"{self.architecture}.{weights}" if weights in self.published else self.architecture
@@ -199,9 +229,9 @@ def _weights(config: Any) -> WeightsInfo:
     return WeightsInfo(config.tag, config.url, None, {}, (), config.num_classes)
 
 
-def _build(weights: None = None, variant: str = "") -> nn.Module:
+def _build(weights: None = None, variant: str = "", **arguments: Any) -> nn.Module:
     """``weights`` is what torchvision's builders are called with."""
-    return _traceable(_timm().create_model(variant, pretrained=False), variant)
+    return _traceable(_timm().create_model(variant, pretrained=False, **arguments), variant)
 
 
 def _traceable(model: nn.Module, architecture: str) -> nn.Module:

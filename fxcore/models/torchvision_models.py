@@ -18,11 +18,13 @@ from fxcore.images.preprocessing import (
     DetectorPreprocessing,
     FlowPreprocessing,
     ImagePreprocessing,
+    ImageSize,
     Preprocessing,
     VideoPreprocessing,
 )
 from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, weightless
-from fxcore.models.state_dicts import misfit, read_cached
+from fxcore.models.sized_vit import resampled, sized
+from fxcore.models.state_dicts import StateDict, misfit, read_cached
 from fxcore.quiet import quiet
 
 _SUBMODULE_TASKS: dict[str, Task] = {
@@ -48,6 +50,16 @@ _AUXILIARY_HEADS = {  # whether the heads stay after weights are loaded
 _ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
 
 
+_MAXVIT = "maxvit_t"
+"""Like ViTs, it is built for an input of one size."""
+
+_MAXVIT_WINDOW = 7
+"""Its maps are split into whole windows of so many positions a side."""
+
+_POSITIONS = "encoder.pos_embedding"
+"""The parameter of ViTs that depends on the size."""
+
+
 @dataclass(frozen=True)
 class TorchvisionEntry(ModelEntry):
     """A model of torchvision."""
@@ -56,8 +68,23 @@ class TorchvisionEntry(ModelEntry):
         """Return whether ``weights`` are int8 weights, whose model has other modules than the float model."""
         return self.task == "quantization" and weights in self.published
 
-    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
-        """Return the preprocessing of ``weights``, changed to a square input of ``image_size`` pixels if that is given.
+    @property
+    def one_size(self) -> bool:
+        return self.name == _MAXVIT or (self.name.startswith("vit_") and self.default_weights is not None)
+
+    @property
+    def multiple(self) -> int:
+        return _MAXVIT_WINDOW if self.name == _MAXVIT else 1
+
+    def resampled(self, state: StateDict) -> StateDict:
+        if self.input_size is None or _POSITIONS not in state:
+            return state
+        patch = state["conv_proj.weight"].shape[-1]
+        height, width = (side // patch for side in self.input_size)
+        return {**state, _POSITIONS: resampled(state[_POSITIONS], height, width)}
+
+    def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> Preprocessing:
+        """Return the preprocessing of ``weights``, changed to an input of ``image_size`` if that is given.
 
         Raises:
             UnknownWeights: the model has no published weights, and so no preprocessing.
@@ -110,7 +137,10 @@ class TorchvisionEntry(ModelEntry):
         if self.name in _AUXILIARY_HEADS:
             structure["init_weights"] = False  # their initialisation uses scipy, which takes seconds
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
-            return self.builder(weights=None, **structure).eval()
+            built = self.builder(weights=None, **structure).eval()
+            if self.input_size is not None and isinstance(built, tv.VisionTransformer):
+                built = sized(built, *self.input_size)
+            return built
 
     def _structure(self, weights: str) -> dict[str, Any]:
         """Arguments of the builder for the structure that ``weights`` need."""
@@ -121,6 +151,8 @@ class TorchvisionEntry(ModelEntry):
             # A ViT asserts its input size; without weights it is that of the default preprocessing.
             sized = weights if weights in self.published else self.default_weights
             arguments["image_size"] = self.meta[sized]["min_size"][0]
+        if self.name == _MAXVIT and self.input_size is not None:
+            arguments["input_size"] = self.input_size
         if weights not in self.published:
             return arguments
         meta = self.meta[weights]

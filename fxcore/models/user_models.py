@@ -19,7 +19,7 @@ from torch import nn
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import BadArgument, FxError, summarize
 from fxcore.images.channels import OtherChannels
-from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
+from fxcore.images.preprocessing import ImagePreprocessing, ImageSize, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
 from fxcore.models.packaged_models import packaged_models
@@ -112,7 +112,7 @@ class UserEntry(ModelEntry):
     leaves: tuple[type[nn.Module] | str, ...] = ()
     functions: tuple[Callable[..., Any], ...] = ()
 
-    def preprocessing(self, weights: str = "DEFAULT", image_size: int | None = None) -> Preprocessing:
+    def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> Preprocessing:
         if self.task == "video":
             return VideoPreprocessing(self.preset(), image_size)
         images = ImagePreprocessing(self.preset(), image_size)

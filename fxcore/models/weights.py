@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fxcore.errors import BadArgument
+from fxcore.errors import BadArgument, BadTensor, summarize
 from fxcore.models.entry import RANDOM, ModelEntry, WeightsInfo
 from fxcore.models.state_dicts import FILE_PREFIX, read_file
 
@@ -48,6 +48,34 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         model = entry.filled(RANDOM, state, Path(str(weights_dir), name))
     else:
         model = entry.load_published(weights)
+    return _frozen(model)
+
+
+def sized_model(entry: ModelEntry, model: nn.Module, structure: str) -> nn.Module:
+    """Build a model for the size of ``entry`` around the weights of ``model``; see :meth:`ModelEntry.sized`.
+
+    Args:
+        entry: of :meth:`ModelEntry.at`.
+        model: of :func:`load_model`, perhaps moved and cast.
+        structure: of ``model``'s weights.
+
+    Raises:
+        BadTensor: the weights fit no other size than their own.
+    """
+    try:
+        made = _frozen(entry.sized(model, structure))
+    except Exception as error:  # libraries refuse weights in all kinds of ways
+        height, width = entry.input_size or (0, 0)
+        raise BadTensor(
+            f"image_size: the weights of {entry.name} cannot be made fit for {height} x {width}: "
+            f"{' '.join(summarize(error).split())[:300]}"
+        ) from error
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return made if like is None else made.to(like.device, like.dtype)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    """``model`` for inference: in eval mode, without gradients, and with no module in-place."""
     model.eval().requires_grad_(False)
     for module in model.modules():
         # An in-place ReLU would overwrite a tensor that an extractor returns.

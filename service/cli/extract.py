@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.choices import Backend, Dtype, FileFormat, Normalize, Precision, Preprocess, pooling
+from service.choices import Backend, Dtype, FileFormat, Fit, Normalize, Precision, Preprocess, pooling
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
@@ -96,8 +96,20 @@ def extract(
         Backend, typer.Option(help="What runs the model; auto looks for a faster backend if that saves time.")
     ] = "auto",
     image_size: Annotated[
-        int | None, typer.Option(help="Side in pixels of the square that images are cropped to.")
+        str | None,
+        typer.Option(
+            metavar="SIDE|HEIGHTxWIDTH",
+            show_default=False,
+            help="Size of the input in pixels; the weights' own by default. With --fit native, the shorter side.",
+        ),
     ] = None,
+    fit: Annotated[
+        Fit,
+        typer.Option(
+            help="How an image comes to that size: the weights' resize and centre crop, stretch it, pad it (the output "
+            "valid_box has its place), or native, its own aspect ratio."
+        ),
+    ] = "crop",
     shard_rows: Annotated[
         int | None, typer.Option(min=1, help="Rows per shard; by default, about 64 MiB of them.")
     ] = None,
@@ -150,7 +162,8 @@ def extract(
         return_nodes=_named_nodes(nodes),
         precision=precision,
         backend=backend,
-        image_size=image_size,
+        image_size=_size(image_size),
+        fit=fit,
     )
     settings = settings_of({"device": device, "workers": 1})  # the processes of a server, which share the cores
     device_of(settings)
@@ -199,6 +212,15 @@ def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
     except ImportError as error:
         raise FxError(f"--ray needs Ray Data: pip install 'fxserve[ray]' ({error})") from error
     return bulk.extract(job, settings, address)
+
+
+def _size(text: str | None) -> int | tuple[int, int] | None:
+    from service.schemas.image_size import parse_size
+
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as fault:
+        raise typer.BadParameter(f"--image-size: {fault}") from fault
 
 
 def _named_nodes(text: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Precision, Preprocess, Source
+from service.choices import Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
@@ -66,7 +66,8 @@ class AsyncClient(BaseClient):
         precision: Precision = "float32",
         backend: Backend = "auto",
         transforms: Sequence[str | Mapping[str, Any]] = (),
-        image_size: int | None = None,
+        image_size: int | Sequence[int] | None = None,
+        fit: Fit = "crop",
         wait: float = flows.DEFAULT_WAIT,
     ) -> AsyncExtractor:
         """Create an extractor of ``nodes``. Arguments and errors: see :meth:`service.client.Client.extractor`."""
@@ -79,6 +80,7 @@ class AsyncClient(BaseClient):
             backend=backend,
             transforms=list(transforms),
             image_size=image_size,
+            fit=fit,
         )
         return AsyncExtractor(self, await self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 

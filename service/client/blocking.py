@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Precision, Preprocess, Source
+from service.choices import Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
@@ -67,7 +67,8 @@ class Client(BaseClient):
         precision: Precision = "float32",
         backend: Backend = "auto",
         transforms: Sequence[str | Mapping[str, Any]] = (),
-        image_size: int | None = None,
+        image_size: int | Sequence[int] | None = None,
+        fit: Fit = "crop",
         wait: float = flows.DEFAULT_WAIT,
     ) -> Extractor:
         """Create an extractor of ``nodes`` (names, or a map node → key), or find the existing one of the same spec.
@@ -81,7 +82,10 @@ class Client(BaseClient):
                 agrees with it.
             transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; a step
                 with ``"optional": True`` may find nothing to change.
-            image_size: side in pixels of the square that images are cropped to; the weights' own if None.
+            image_size: size of the input in pixels, a side or ``[height, width]``; the weights' own if None.
+            fit: how an image comes to that size: ``crop`` as the weights do, ``stretch``, ``pad`` (the output
+                ``valid_box`` has its place), or ``native``, where ``image_size`` is the shorter side and nothing is
+                cropped.
             wait: seconds to wait for the build.
 
         Raises:
@@ -97,6 +101,7 @@ class Client(BaseClient):
             backend=backend,
             transforms=list(transforms),
             image_size=image_size,
+            fit=fit,
         )
         return Extractor(self, self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 

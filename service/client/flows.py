@@ -323,6 +323,8 @@ def _retry_after(response: Response) -> float | None:
 
 
 def extractor_spec(model: str, nodes: Sequence[str] | Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """Request body that creates an extractor; options that are None are left out."""
+    """Request body that creates an extractor; options that are None, and a ``fit`` that is the default,
+    are left out."""
     named = dict(nodes) if isinstance(nodes, Mapping) else [nodes] if isinstance(nodes, str) else list(nodes)
-    return {"model": model, "return_nodes": named, **{k: v for k, v in options.items() if v is not None}}
+    given = {k: v for k, v in options.items() if v is not None and (k, v) != ("fit", "crop")}
+    return {"model": model, "return_nodes": named, **given}

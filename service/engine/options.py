@@ -26,6 +26,9 @@ from service.schemas.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+VALID_BOX = "valid_box"
+"""The output with the place of each row's image in the model's input, of extractors with ``fit=pad``."""
+
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": (None, *get_args(Dtype)),
     "normalize": (None, *get_args(Normalize)),
@@ -218,7 +221,7 @@ class FeatureResult:
 
     Attributes:
         outputs: key → tensor on the CPU, contiguous, in memory of its own, first dimension the images in the order
-            sent; keys in the order asked for.
+            sent; keys in the order asked for, and :data:`VALID_BOX` after them.
         timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
         images: how many images (or rows of tensors) there were.
         box_image: with ``pool=roi``, the index of each row's image.

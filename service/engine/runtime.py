@@ -42,6 +42,8 @@ class Runtime:
         extractor: pruned from ``graph``, transformed.
         transformed: what its transforms did, if it has any.
         ledger: where its bytes are counted while it is in memory.
+        held: bytes by address of the storages of its model that are not of the loaded one: of a model built for another
+            size, those that were resampled.
 
     Attributes:
         run: computes a batch; called with the model's inputs in order, on the device. The worker reads it once a batch.
@@ -67,6 +69,7 @@ class Runtime:
         extractor: Extractor,
         transformed: Transformed | None,
         ledger: Ledger,
+        held: Mapping[int, int] | None = None,
     ) -> None:
         self.description = description
         self.graph = graph
@@ -81,13 +84,14 @@ class Runtime:
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
         self._ledger = ledger
+        self._held = held or {}
         self._counted: Mapping[int, int] = {}
         self._users = 0
 
     def serve(self, run: Lowered, backend: str) -> None:
         """Let ``run`` of ``backend`` compute the batches from now on."""
         self.run, self.backend = run, backend
-        self._count({} if self.retired else run.storages())
+        self._count({} if self.retired else {**self._held, **run.storages()})
 
     def retire(self) -> None:
         """End its background tasks, and count its bytes no more."""

@@ -343,7 +343,8 @@ def _images(options: FeatureOptions, default: str) -> str:
 
 
 def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:
-    fields = spec.model_dump(mode="json", exclude={"name"})
+    # A default fit is left out, as in folders older than this field.
+    fields = spec.model_dump(mode="json", exclude={"name", *(["fit"] if spec.fit == "crop" else [])})
     return {**fields, "backend": backend, "weights": weights, "return_nodes": dict(return_nodes)}
 
 

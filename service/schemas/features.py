@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from service.choices import POOL_PATTERN, Backend, Dtype, Normalize, Precision, Preprocess, pooling
+from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
+from service.schemas.image_size import ImageSizeText
 from service.schemas.v1 import WeightsName
 
 MAX_IMAGES = 1024
@@ -99,7 +100,17 @@ class OneStepQuery(FeatureQuery):
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
     precision: Precision = Field(default="float32", examples=["bfloat16"])
     backend: Backend = Field(default="auto", examples=["eager"])
-    image_size: int | None = Field(default=None, ge=1, le=4096, examples=[320])
+    image_size: ImageSizeText | None = Field(
+        default=None,
+        description="Size of the input in pixels: the side of a square, or `HEIGHTxWIDTH`; by default the weights' "
+        "own. With `fit=native` it is one number, the length of the shorter side.",
+        examples=["448x672"],
+    )
+    fit: Fit = Field(
+        default="crop",
+        description="How an image comes to `image_size`, as in `POST /v1/extractors`.",
+        examples=["stretch"],
+    )
 
 
 class ImagesBody(BaseModel):
@@ -141,10 +152,11 @@ class FeatureTensor(BaseModel):
     """One output tensor. The first dimension is the images, or with `pool=roi` the boxes."""
 
     name: str = Field(
-        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image.",
+        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image; with "
+        "`fit=pad`, `valid_box` is the place of each row's image in the input, `[x1, y1, x2, y2]`.",
         examples=["C5"],
     )
-    node: str | None = Field(description="Its node; null for `box_image`.", examples=["layer4"])
+    node: str | None = Field(description="Its node; null for `box_image` and `valid_box`.", examples=["layer4"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
     data: list[float | None] | list[int] | list[bool] | str = Field(

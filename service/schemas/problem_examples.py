@@ -54,6 +54,12 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
             "available": ["DEFAULT", "IMAGENET1K_V1", "IMAGENET1K_V2", "random"],
         },
     ),
+    problems.Ragged: Example(
+        "output 'layer4' has different shapes for the images of this request (2048 x 7 x 10 and 2048 x 7 x 7) and "
+        "cannot be one tensor; ask for a pooling to one shape, such as pool=avg, send images of one size, or send them "
+        "one by one",
+        {"key": "layer4"},
+    ),
     problems.UnknownNode: Example(
         "'layer5' is no node, level or path of resnet50; did you mean layer4?",
         {"name": "layer5", "suggestions": ["layer4"]},

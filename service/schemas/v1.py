@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from service.choices import Backend, Precision, ServerPreprocess
+from service.choices import Backend, Fit, Precision, ServerPreprocess
+from service.schemas.image_size import ImageSize
 
 MAX_NAME_LENGTH = 256
 """Maximum characters of the name of a node, key or weights."""
@@ -83,7 +84,13 @@ class ExtractorSpec(BaseModel):
                     "backend": "auto",
                     "transforms": [],
                     "image_size": None,
-                }
+                },
+                {
+                    "model": "resnet50",
+                    "return_nodes": ["layer4"],
+                    "image_size": [448, 672],
+                    "fit": "pad",
+                },
             ]
         },
     )
@@ -116,8 +123,19 @@ class ExtractorSpec(BaseModel):
         description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name`, "
         "`params` and `optional`.",
     )
-    image_size: Annotated[int, Field(strict=True, ge=1, le=4096)] | None = Field(
-        default=None, description="Side in pixels of the square that images are cropped to; null for the weights' own."
+    image_size: ImageSize | None = Field(
+        default=None,
+        description="Size of the input in pixels: the side of a square, or `[height, width]`; null for the weights' "
+        "own. With `fit=native` it is one number, the length of the shorter side.",
+        examples=[[448, 672]],
+    )
+    fit: Fit = Field(
+        default="crop",
+        description="How an image comes to `image_size`: `crop` is the weights' own resize and centre crop, scaled; "
+        "`stretch` resizes to exactly that; `pad` resizes until it fits, centres it and fills the rest with the mean "
+        "colour, and an output `valid_box` has its place; `native` makes the shorter side `image_size`, crops nothing, "
+        "and rounds each side to the model's `multiple`.",
+        examples=["pad"],
     )
 
 
@@ -234,6 +252,11 @@ class ModelDetail(BaseModel):
     )
     default_preprocess: DefaultPreprocess
     levels: dict[str, LevelInfo]
+    multiple: int = Field(
+        description="With `fit=native`, each side of the input is a multiple of this: the side of a ViT's patches, the "
+        "deepest stride of other models.",
+        examples=[32],
+    )
     closed: list[ClosedPart] = Field(default_factory=list)
 
 

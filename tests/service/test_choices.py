@@ -9,6 +9,7 @@ import pytest
 
 from fxcore.backends import BACKENDS
 from fxcore.exports import FORMATS as EXPORTS
+from fxcore.images import fitting
 from fxcore.models import catalog, entry
 from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
@@ -25,6 +26,7 @@ from service.offline.shards import FORMATS as SHARDS
         (choices.Precision, PRECISIONS),
         (choices.VectorPooling, METHODS),
         (choices.Dtype, DTYPES),
+        (choices.Fit, get_args(fitting.Fit)),
         (choices.Source, get_args(catalog.Source)),
         (choices.GraphFormat, ("json", *DRAWINGS)),
         (choices.ExportFormat, EXPORTS),

@@ -18,7 +18,7 @@ from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.regions import Regions
 from service.engine.runtime import Runtime
-from service.problems import DeadlineExceeded, OutOfMemory, Overflow
+from service.problems import DeadlineExceeded, OutOfMemory, Overflow, Ragged
 
 
 class _Once:
@@ -127,7 +127,7 @@ class Job:
                 self._outputs[key] = torch.empty((many, *values.shape[1:]), dtype=values.dtype)
             whole = self._outputs[key]
             if whole.shape[1:] != values.shape[1:]:
-                self.fail(cannot_stack(key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
+                self.fail(cannot_stack(self.runtime, key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
                 return
             copy_rows(whole, self.output_rows(rows).start, values)
         self._missing -= len(rows)
@@ -220,11 +220,11 @@ def overflow(key: str, image: int) -> Overflow:
     )
 
 
-def cannot_stack(key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor:
+def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor | Ragged:
     """Return the error for outputs of one request that do not form one tensor."""
     shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
-    return BadTensor(
-        f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; send "
-        "images of one size, send them one by one, or ask for pool=avg",
-        key=key,
-    )
+    why = f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; "
+    if runtime.description.spec.fit == "native":
+        ways = "ask for a pooling to one shape, such as pool=avg, send images of one size, or send them one by one"
+        return Ragged(why + ways, key=key)
+    return BadTensor(why + "send images of one size, send them one by one, or ask for pool=avg", key=key)

@@ -8,13 +8,15 @@ from collections.abc import Collection
 
 import torch
 
+from fxcore.errors import DuplicateKey
 from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
-from service.engine.memory.graphs import graph_for, named_graph
+from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import require_served
+from service.engine.options import VALID_BOX
 from service.schemas.v1 import ExtractorSpec
 
 
@@ -28,9 +30,12 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     entry = get_model(spec.model)
     weights = entry.canonical_weights(spec.weights)
     check_backend(spec, device, entry, weights)
-    return_nodes = named_graph(spec, entry, weights).resolve(spec.return_nodes)
     graph = graph_for(spec, entry, weights)
-    preprocessing = prepared(entry.preprocessing(weights, spec.image_size), steps(spec))
+    return_nodes = graph.resolve(spec.return_nodes)
+    if spec.fit == "pad" and VALID_BOX in return_nodes:
+        detail = f"fit=pad adds an output {VALID_BOX!r}: give the node of that name another key"
+        raise DuplicateKey(detail, key=VALID_BOX)
+    preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
     return Description(
         id=extractor_id(spec, weights, return_nodes),
         spec=spec,
@@ -55,5 +60,7 @@ def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]
         "backend": spec.backend,
         "transforms": steps(spec),
         "image_size": spec.image_size,
+        # Left out where it is the default, as in specs older than this key: their ids stay.
+        **({} if spec.fit == "crop" else {"fit": spec.fit}),
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
+from fxcore.models.weights import sized_model
 from service.engine.backends.upgrade import Upgrades
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
@@ -75,16 +78,20 @@ class Builder:
             params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
             self.make_room(params * description.dtype.itemsize)
         model = await self.models.get(entry, description.model_key)
-        extractor = await in_pool(
-            self.pool, build_extractor, graph, model.module, description.return_nodes, description.dtype
-        )
+        pruned = partial(build_extractor, any_size=not description.preprocessing.fixed_size)
+        module = model.module
+        if graph.entry.input_size is not None:
+            module = await in_pool(self.pool, sized_model, graph.entry, module, graph.weights)
+        extractor = await in_pool(self.pool, pruned, graph, module, description.return_nodes, description.dtype)
         original: Callable[..., Any] = extractor.module
         done = None
         if spec.transforms:
             extractor, done, original = await in_pool(
                 self.pool, transformed, description, graph, extractor, steps(spec)
             )
-        return Runtime(description, graph, extractor, done, self.ledger), original
+        shared = storages_of(tensors_of(model.module))
+        held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
+        return Runtime(description, graph, extractor, done, self.ledger, held), original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any]) -> None:
         try:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from fxcore.errors import BadTensor
 from fxcore.graph.model_graph import ModelGraph, kept_graphs, model_graph
+from fxcore.graph.multiples import multiple_of
+from fxcore.images.fitting import fitted
+from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from service.engine.memory.transforms import steps, with_their_nodes
 from service.schemas.v1 import ExtractorSpec
@@ -27,14 +30,28 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
 
     Raises:
         BadTensor: the model does not take inputs of another size than its weights were made for.
+        Unsupported: see :func:`preprocessing_for`.
     """
     graph = named_graph(spec, entry, weights)
-    if spec.image_size is None:
+    if spec.image_size is None and spec.fit == "crop":
         return graph
     try:
-        return graph.at(spec.image_size, spec.image_size)
+        return graph.at(*preprocessing_for(spec, entry, weights).nominal_size())
     except BadTensor as error:
         raise BadTensor(f"image_size: {error.detail}", **error.extra) from error
+
+
+def preprocessing_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> Preprocessing:
+    """Return the preprocessing that brings images to the size that ``spec`` asks for. Not for the event loop.
+
+    Raises:
+        BadTensor: ``image_size`` and ``fit`` do not go together.
+        Unsupported: images of this model come to their size in no other way than their weights'.
+    """
+    if spec.fit == "crop":
+        return entry.preprocessing(weights, spec.image_size)
+    multiple = multiple_of(model_graph(entry, weights)) if spec.fit == "native" else 1
+    return fitted(entry.preprocessing(weights), spec.fit, spec.image_size, multiple)
 
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:

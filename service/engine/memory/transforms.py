@@ -111,10 +111,7 @@ def transformed(
         CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
             node that is asked for.
     """
-    mean, std = description.entry.preprocessing(description.weights, description.spec.image_size).normalization() or (
-        [],
-        [],
-    )
+    mean, std = description.entry.preprocessing(description.weights).normalization() or ([], [])
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
     given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(graph, step) for step in after]
     module = apply_transforms(

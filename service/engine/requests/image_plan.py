@@ -96,7 +96,8 @@ def plan_images(
             return (preparation.row(images[index])[None],)
 
     parts = [(range(index, index + 1), partial(row, index)) for index in range(len(images))]
-    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements)
+    boxes = [box for height, width, _ in headers if (box := preparation.valid_box(height, width)) is not None]
+    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements, boxes)
 
 
 class _Preparation(Protocol):
@@ -130,6 +131,9 @@ class _Preparation(Protocol):
     def placement(self, height: int, width: int) -> Placement:
         """Return where the image is in its row."""
 
+    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
+        """See :meth:`fxcore.images.preprocessing.Preprocessing.valid_box`."""
+
     def decoding_bytes(self, header: Header) -> int:
         """Peak bytes until the image is a row, beside its file."""
 
@@ -155,6 +159,9 @@ class _AsSent:
 
     def placement(self, height: int, width: int) -> Placement:
         return Placement((height, width), 1.0, 1.0, 0, 0, (height, width))
+
+    def valid_box(self, height: int, width: int) -> None:
+        return None
 
     def decoding_bytes(self, header: Header) -> int:
         return _decoded_bytes(header)
@@ -183,6 +190,9 @@ class _Preprocessed:
 
     def placement(self, height: int, width: int) -> Placement:
         return self._preprocessing.placement(height, width)
+
+    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
+        return self._preprocessing.valid_box(height, width)
 
     def decoding_bytes(self, header: Header) -> int:
         return max(_decoded_bytes(header), self._decoder.held(header.height, header.width, self._preprocess))

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+import torch
+
 from fxcore.images.files import Header
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool
 from service.engine.memory.projections import Projections
-from service.engine.options import FeatureOptions, FeatureResult
+from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.regions import Boxes, Regions
 from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
@@ -92,6 +94,7 @@ class Pipeline:
         waited = await ticket.turn()
         job = Job(runtime, options, len(plan.shapes), deadline, sizes.regions, matrices)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
+        boxes_of_rows = plan.valid_boxes
         del plan  # now the decoders and the queue own the images
         outputs = await job.result()
         timings = {
@@ -100,8 +103,13 @@ class Pipeline:
             "compute": job.computed,
         }
         self._upgrades.used(runtime, job.rows)
+        answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
+        if boxes_of_rows:
+            boxes_of_images = torch.tensor(boxes_of_rows, dtype=torch.float32)
+            of_rows = slice(None) if sizes.regions is None else sizes.regions.box_image
+            answered[VALID_BOX] = boxes_of_images[of_rows]
         return FeatureResult(
-            {key: outputs[key] for key in runtime.description.return_nodes if key in outputs},
+            answered,
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
             None if sizes.regions is None else sizes.regions.box_image,

@@ -47,6 +47,7 @@ class Plan:
         placements: says where each image is in its row; of tensors nothing is known.
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so; each part is one
             row then.
+        valid_boxes: x1, y1, x2, y2 of each image in its row, where the rest is padding; empty where there is no rest.
     """
 
     shapes: list[RowShape]
@@ -55,6 +56,7 @@ class Plan:
     parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
     placements: Callable[[], Sequence[Placement]] = tuple
+    valid_boxes: Sequence[tuple[int, int, int, int]] = ()
 
     def is_small_tensor(self) -> bool:
         """Return whether there is one part, which is only converted to float32, and quickly."""

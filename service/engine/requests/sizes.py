@@ -57,7 +57,7 @@ def response_bytes(
     row for each box.
 
     Raises:
-        BadTensor: the options make no sense for an output, or rows of these shapes do not form one tensor.
+        BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor.
         ResponseTooLarge: more than ``limit``.
     """
     total = 0
@@ -70,7 +70,7 @@ def response_bytes(
     for shape, rows in counts.items():
         for key, (dims, size) in _row_outputs(runtime, shape, options).items():
             if dims != first[key][0]:
-                raise cannot_stack(key, [tuple(first[key][0][1:]), tuple(dims[1:])])
+                raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
             total += rows * size
     if total > limit:
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))

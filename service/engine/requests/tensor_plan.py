@@ -30,6 +30,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     rows = next(iter(counts.values()))
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
+    boxes: list[tuple[int, int, int, int]] = []
     for spec, tensor in zip(specs, ordered, strict=True):
         _check_tensor(spec, tensor)
         if tensor.dtype == torch.uint8:
@@ -37,6 +38,8 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
             if preprocess != "none":
                 _check_preprocessed(spec, tensor, description.preprocessing)
                 bounded(description.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+                box = description.preprocessing.valid_box(tensor.shape[-3], tensor.shape[-2])
+                boxes = [] if box is None else [box] * rows
         shapes.append(_row_shape(description.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
@@ -56,7 +59,8 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     parts = spread(rows, step)
     # The rows of a part are stacked from single ones.
     costs = [cost and cost + decoded * len(part) // rows for part in parts]
-    return Plan([row_shape] * rows, decoded, costs, [(part, partial(prepare, part)) for part in parts])
+    prepared = [(part, partial(prepare, part)) for part in parts]
+    return Plan([row_shape] * rows, decoded, costs, prepared, valid_boxes=boxes)
 
 
 def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:

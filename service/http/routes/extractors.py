@@ -70,6 +70,7 @@ COMPUTE_PROBLEMS = (
     problems.UnsupportedMediaType,
     problems.BadImage,
     problems.Overflow,
+    problems.Ragged,
     problems.AdmissionFull,
     problems.ComputeFailed,
     problems.DeadlineExceeded,

@@ -119,6 +119,7 @@ async def extract_in_one_step(request: Request) -> Response:
         precision=query.precision,
         backend=query.backend,
         image_size=query.image_size,
+        fit=query.fit,
     )
 
     return await _respond(request, state, lambda: state.extractor(caller, spec), query, timeout)

@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.graph.multiples import multiple_of
 from fxcore.images.decoding import PREPROCESS_MODES
 from fxcore.models.catalog import Source, source_of
 from fxcore.models.entry import ModelEntry
@@ -271,6 +272,7 @@ def _detail(entry: ModelEntry, chosen: str, preprocess: str, categories: bool) -
             "preprocessing": entry.preprocessing(chosen).describe(),
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": _levels(graph),
+            "multiple": multiple_of(graph),
             "closed": graph_formats.closed_parts(graph),
         }
     )

@@ -225,7 +225,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a\x1bb", "--out", "OUT"], 2, "no output can have the key"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:path", "--out", "OUT"], 1, "an output cannot be called 'path'"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "CAT"], 1, "cat.jpg is a file; --out names a folder"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "image_size: "),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "--image-size: Input"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT"], 1, "pool=cls takes"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "roi", "--out", "OUT"], 2, "--boxes go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--boxes", "x.csv", "--out", "OUT"], 2, "--boxes go together"),

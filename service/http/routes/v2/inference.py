@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
 from fastapi import Request, Response
 
 from fxcore.models.entry import ModelEntry
@@ -13,7 +14,7 @@ from service.codecs import compression, json, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.options import NAMES
+from service.engine.options import NAMES, VALID_BOX
 from service.http.access.callers import caller_of
 from service.http.deadline import Deadline
 from service.http.headers import joined_header
@@ -111,8 +112,9 @@ async def _infer(
     record = await _extractor(request, state, target, payload)
     await state.engine.extractors.load(record)
     requested = _requested_outputs(record, name, payload, options)
-    if len(requested) < len(record.description.return_nodes):
-        options = replace(options, keys=frozenset(requested))
+    nodes = requested.keys() & record.description.return_nodes.keys()
+    if 0 < len(nodes) < len(record.description.return_nodes):
+        options = replace(options, keys=frozenset(nodes))
     inputs = payload.images if payload.images is not None else payload.tensors
     result = await state.engine.features(record, inputs, options, deadline, reservation=reservation_of(request.scope))
     written = time.perf_counter()
@@ -158,10 +160,13 @@ def _requested_outputs(
 ) -> dict[str, bool]:
     """Map the keys of requested outputs, in order, to whether they are returned as raw bytes."""
     requested: dict[str, bool] = {}
+    there = list(record.description.return_nodes)
+    preprocessed = payload.images is not None or torch.uint8 in {tensor.dtype for tensor in payload.tensors.values()}
+    if record.description.spec.fit == "pad" and preprocessed and options.preprocess != "none":
+        there.append(VALID_BOX)
     for output in payload.outputs:
-        for key in record.description.return_nodes if output.name is None else [output.name]:
-            if key not in record.description.return_nodes:
-                there = list(record.description.return_nodes)
+        for key in there if output.name is None else [output.name]:
+            if key not in there:
                 detail = f"{name} has no output {key!r}; it has {', '.join(there)}"
                 raise problems.UnknownNode(detail, name=key, suggestions=there)
             if key in requested:

@@ -22,6 +22,7 @@ from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.memory.graphs import graph_for
+from service.engine.options import VALID_BOX
 from service.http.access.callers import Caller
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
@@ -113,6 +114,8 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
         own, preprocessing = target.description, target.description.preprocessing
         graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
         outputs = _outputs(graph, preprocessing, own.return_nodes, own.dtype)
+        if own.spec.fit == "pad":
+            outputs.append(TensorMetadata(name=VALID_BOX, datatype="FP32", shape=[-1, 4]))
         return Tensors(inputs(graph.inputs, preprocessing), outputs)
     graph = model_graph(target, target.structure())
     outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)

@@ -186,12 +186,12 @@ async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypat
     """Though nothing is evicted: what is left of a build refers to itself, and what is built is not looked through."""
     left: list[weakref.ref[torch.nn.Module]] = []
 
-    def build(*args: object) -> object:
+    def build(*args: object, **options: object) -> object:
         rest = torch.nn.Linear(1, 1)
         rest.__dict__["itself"] = rest
         gc.collect()  # as old as what is built, so that no collection of young objects comes across it
         left.append(weakref.ref(rest))
-        return build_extractor(*args)  # type: ignore[arg-type]
+        return build_extractor(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("service.engine.memory.building.build_extractor", build)
     async with engine() as running:

@@ -38,7 +38,7 @@ async def test_a_build_logs_under_no_request(engine: MakeEngine, monkeypatch: py
         def emit(self, record: logging.LogRecord) -> None:
             seen.append(logs.request_id.get())
 
-    def fail(*given: Any) -> None:
+    def fail(*given: Any, **options: Any) -> None:
         raise LookupError("nobody thought of this")
 
     monkeypatch.setattr("service.engine.memory.building.build_extractor", fail)

@@ -1,0 +1,223 @@
+"""Ways to bring an image to the size of a model's input, beside the weights' own resize and centre crop.
+
+Images are resized as tensors, by ``torchvision.transforms.v2.functional.resize`` with antialiasing and the weights'
+interpolation, and normalised as the weights were trained with.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import PIL.Image
+import torch
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from fxcore.errors import BadTensor, Unsupported
+from fxcore.images.placement import Placement
+from fxcore.images.preprocessing import ImageSize, Preprocessing, sides
+
+Fit = Literal["crop", "stretch", "pad", "native"]
+
+_FLOAT_BYTES = 3 * 4
+"""Bytes of a pixel of three float32 values."""
+
+
+class FittedPreprocessing(Preprocessing):
+    """Resize to a size, perhaps pad, scale to [0, 1], normalise.
+
+    A subclass decides the size.
+
+    Args:
+        own: the weights' own preprocessing, which says how to interpolate and normalise.
+    """
+
+    fits = True
+
+    def __init__(self, own: Preprocessing) -> None:
+        described = own.describe()
+        self._interpolation = InterpolationMode(described["interpolation"])
+        self.mean: list[float] = list(described["mean"])
+        self._scale = self.mean, list(described["std"])
+
+    def describe(self) -> dict[str, Any]:
+        mean, std = self._scale
+        return {
+            "resize_size": None,
+            "crop_size": None,
+            "mean": mean,
+            "std": std,
+            "interpolation": self._interpolation.value,
+            "antialias": True,
+        }
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return self._scale
+
+    def without_normalization(self) -> FittedPreprocessing:
+        made = copy.copy(self)
+        made._scale = [0.0] * len(self.mean), [1.0] * len(self.mean)
+        return made
+
+    def image(self, image: PIL.Image.Image) -> Tensor:
+        return self._finished(F.pil_to_tensor(self._resized(image, image.height, image.width)))
+
+    def pixels(self, pixels: Tensor) -> Tensor:
+        return self._finished(self._resized(pixels, pixels.shape[-2], pixels.shape[-1]))
+
+    def held(self, height: int, width: int) -> int:
+        resized = self.largest_size(height, width)
+        # torch resizes floats in two passes, and widths first.
+        passes = height * width + height * resized[1] + math.prod(resized)
+        return _FLOAT_BYTES * (passes + 2 * math.prod(self.output_size(height, width)))
+
+    def _resized(self, image: Any, height: int, width: int) -> Any:
+        size = list(self.largest_size(height, width))
+        return F.resize(image, size, interpolation=self._interpolation, antialias=True)
+
+    def _finished(self, resized: Tensor) -> Tensor:
+        floats = self._placed(F.to_dtype(resized, torch.float32, scale=True))
+        result: Tensor = F.normalize(floats, *self._scale)
+        return result
+
+    def _placed(self, resized: Tensor) -> Tensor:
+        """Put the resized image, floats from 0 to 1, into the input."""
+        return resized
+
+
+class Stretched(FittedPreprocessing):
+    """Every image is resized to exactly ``size``, height and width."""
+
+    def __init__(self, own: Preprocessing, size: tuple[int, int]) -> None:
+        super().__init__(own)
+        self._size = size
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "resize_size": list(self._size), "fit": "stretch"}
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return self._size
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self._size
+
+
+class Padded(FittedPreprocessing):
+    """Every image is resized until it fits into ``size``, height and width, and centred; the rest has the mean colour.
+
+    >>> from fxcore import get_model
+    >>> padded = Padded(get_model("resnet18").preprocessing(), (224, 224))
+    >>> padded.valid_box(300, 600)
+    (0, 56, 224, 168)
+    >>> padded.image(PIL.Image.new("RGB", (600, 300), "white"))[0, ::56, 0]
+    tensor([0.0000, 2.2489, 2.2489, 0.0000])
+    """
+
+    def __init__(self, own: Preprocessing, size: tuple[int, int]) -> None:
+        super().__init__(own)
+        self._size = size
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "resize_size": list(self._size), "fit": "pad"}
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        return self._size
+
+    def largest_size(self, height: int, width: int) -> tuple[int, int]:
+        scale = min(self._size[0] / height, self._size[1] / width)
+        return _scaled(height, scale, self._size[0]), _scaled(width, scale, self._size[1])
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self._size
+
+    def placement(self, height: int, width: int) -> Placement:
+        resized = self.largest_size(height, width)
+        left, top, _, _ = self.valid_box(height, width)
+        return Placement((height, width), resized[0] / height, resized[1] / width, -top, -left, self._size)
+
+    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """x1, y1, x2, y2 of an image of that size, in pixels of the input."""
+        resized = self.largest_size(height, width)
+        top, left = ((side - part) // 2 for side, part in zip(self._size, resized, strict=True))
+        return left, top, left + resized[1], top + resized[0]
+
+    def _placed(self, resized: Tensor) -> Tensor:
+        height, width = resized.shape[-2:]
+        top, left = (self._size[0] - height) // 2, (self._size[1] - width) // 2
+        # In float32, so that normalising makes zeros of it.
+        filled = torch.tensor(self.mean, dtype=resized.dtype)[:, None, None].repeat(1, *self._size)
+        filled[:, top : top + height, left : left + width] = resized
+        return filled
+
+
+class Native(FittedPreprocessing):
+    """The aspect ratio is kept: the shorter side becomes ``side``, and each a multiple of ``multiple``.
+
+    >>> from fxcore import get_model
+    >>> native = Native(get_model("resnet18").preprocessing(), 224, 32)
+    >>> native.output_size(480, 640), native.output_size(1000, 300)
+    ((224, 288), (736, 224))
+    """
+
+    def __init__(self, own: Preprocessing, side: int, multiple: int) -> None:
+        super().__init__(own)
+        self._side, self._multiple = side, multiple
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **super().describe(),
+            "resize_size": [self._side],
+            "fit": "native",
+            "multiple": self._multiple,
+        }
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        scale = self._side / min(height, width)
+        return self._rounded(height * scale), self._rounded(width * scale)
+
+    def nominal_size(self) -> tuple[int, int]:
+        return self.output_size(self._side, self._side)
+
+    def placement(self, height: int, width: int) -> Placement:
+        size = self.output_size(height, width)
+        return Placement((height, width), size[0] / height, size[1] / width, 0, 0, size)
+
+    def _rounded(self, side: float) -> int:
+        return max(1, round(side / self._multiple)) * self._multiple
+
+
+def fitted(own: Preprocessing, fit: Fit, image_size: ImageSize | None, multiple: int = 1) -> FittedPreprocessing:
+    """Return the preprocessing that brings images to ``image_size`` in the way ``fit``.
+
+    Args:
+        own: the weights' own preprocessing.
+        fit: not ``crop``, which is the weights' own way.
+        image_size: size of the input; the weights' own crop without it. With ``native`` it is the shorter side.
+        multiple: of which each side is one, with ``native``.
+
+    Raises:
+        Unsupported: the model's inputs are no single images that its weights resize.
+        BadTensor: ``image_size`` is two numbers with ``native``.
+    """
+    if not own.fits:
+        raise Unsupported(
+            f"fit={fit} is not for this model, whose input is no single image that its weights resize; leave it out",
+            field="fit",
+            value=fit,
+            available=["crop"],
+        )
+    size = own.nominal_size() if image_size is None else sides(image_size)
+    if fit == "stretch":
+        return Stretched(own, size)
+    if fit == "pad":
+        return Padded(own, size)
+    if image_size is not None and not isinstance(image_size, int):
+        raise BadTensor("image_size: with fit=native it is one number, the length of the shorter side")
+    return Native(own, min(size), multiple)
+
+
+def _scaled(side: int, scale: float, most: int) -> int:
+    return min(most, max(1, round(side * scale)))

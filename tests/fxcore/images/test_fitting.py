@@ -1,0 +1,151 @@
+"""Images at sizes of one's own, against torchvision's own resizing of the decoded tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as F
+
+from fxcore import get_model
+from fxcore.errors import BadTensor, Unsupported
+from fxcore.graph.model_graph import model_graph
+from fxcore.graph.multiples import multiple_of
+from fxcore.images.decoding import Decoder
+from fxcore.images.fitting import fitted
+
+MODELS = ["resnet18", "vit_b_16", "timm.resnet18", "timm.vit_tiny_patch16_224"]
+PHOTO = (300, 451)
+
+
+@pytest.fixture(scope="module")
+def photo():
+    noise = np.random.default_rng(0).integers(0, 256, (30, 41, 3), np.uint8)
+    image = PIL.Image.fromarray(noise).resize((PHOTO[1], PHOTO[0]), PIL.Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def resized(photo, model, height, width):
+    """By torchvision, with the weights' interpolation and normalisation."""
+    own = get_model(model).preprocessing().describe()
+    image = F.resize(photo, [height, width], F.InterpolationMode(own["interpolation"]), antialias=True)
+    return F.normalize(image / 255, own["mean"], own["std"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", [(160, 160), (128, 192), (288, 96)])
+def test_stretched(photo, model, size):
+    stretched = fitted(get_model(model).preprocessing(), "stretch", size)
+    assert stretched.nominal_size() == stretched.output_size(*PHOTO) == size
+    torch.testing.assert_close(stretched.pixels(photo), resized(photo, model, *size))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("size", "inner", "box"),
+    [
+        ((160, 160), (106, 160), (0, 27, 160, 133)),
+        ((128, 192), (128, 192), (0, 0, 192, 128)),
+        ((288, 96), (64, 96), (0, 112, 96, 176)),
+        ((100, 400), (100, 150), (125, 0, 275, 100)),
+    ],
+)
+def test_padded_with_what_normalising_makes_zero(photo, model, size, inner, box):
+    padded = fitted(get_model(model).preprocessing(), "pad", size)
+    x1, y1, x2, y2 = box
+    assert padded.valid_box(*PHOTO) == box
+    result = padded.pixels(photo)
+    torch.testing.assert_close(result[:, y1:y2, x1:x2], resized(photo, model, *inner))
+    result[:, y1:y2, x1:x2] = 0
+    assert result.shape == (3, *size)
+    assert not result.any()
+
+
+@pytest.mark.parametrize(
+    ("side", "multiple", "size"), [(224, 32, (224, 352)), (224, 14, (224, 336)), (10, 16, (16, 16))]
+)
+def test_native_rounds_each_side(photo, side, multiple, size):
+    native = fitted(get_model("resnet18").preprocessing(), "native", side, multiple)
+    assert native.output_size(*PHOTO) == size
+    assert native.output_size(*PHOTO[::-1]) == size[::-1]
+    assert not native.fixed_size
+    torch.testing.assert_close(native.pixels(photo), resized(photo, "resnet18", *size))
+
+
+@pytest.mark.parametrize(("size", "whole"), [((128, 192), (146, 219)), ((192, 96), (219, 329))])
+def test_a_rectangle_is_cropped_of_what_covers_it_enlarged_as_by_the_weights(photo, size, whole):
+    """The weights resize to 256 pixels and crop 224."""
+    preprocessing = get_model("resnet18").preprocessing(image_size=size)
+    assert preprocessing.largest_size(*PHOTO) == whole
+    top, left = (round((have - keep) / 2) for have, keep in zip(whole, size, strict=True))
+    expected = resized(photo, "resnet18", *whole)[:, top : top + size[0], left : left + size[1]]
+    torch.testing.assert_close(preprocessing.pixels(photo), expected, atol=0.02, rtol=0)  # a level of uint8
+    decoder = Decoder(preprocessing)
+    row = decoder.pixels(photo.permute(1, 2, 0).contiguous())
+    torch.testing.assert_close(decoder.batch(row[None])[0], preprocessing.pixels(photo))
+
+
+def test_timm_crops_rectangles_itself(photo):
+    import timm
+
+    image = PIL.Image.fromarray(photo.permute(1, 2, 0).numpy())
+    entry = get_model("timm.resnet18")
+    config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg("resnet18").to_dict())
+    expected = timm.data.create_transform(**{**config, "input_size": (3, 128, 192)})(image)
+    assert torch.equal(entry.preprocessing(image_size=(128, 192)).image(image), expected)
+
+
+@pytest.mark.parametrize("fit", ["stretch", "pad", "native"])
+def test_boxes_follow(fit):
+    """A white box is at the place that its corners are carried to: by its centre of mass and its area."""
+    x1, y1, x2, y2 = box = (120, 60, 260, 180)
+    pixels = torch.zeros(3, *PHOTO, dtype=torch.uint8)
+    pixels[:, y1:y2, x1:x2] = 255
+    own = get_model("resnet18").preprocessing()
+    preprocessing = fitted(own, fit, 192 if fit == "native" else (160, 256), 32)
+    dark, white = (
+        fitted(own, "stretch", 8).pixels(torch.full((3, 9, 9), v, dtype=torch.uint8))[0, 0, 0] for v in (0, 255)
+    )
+    seen = ((preprocessing.pixels(pixels)[0] - dark) / (white - dark)).clamp(0, 1)
+    if fit == "pad":
+        left, top, right, bottom = preprocessing.valid_box(*PHOTO)
+        seen[:top], seen[bottom:], seen[:, :left], seen[:, right:] = 0, 0, 0, 0
+    [carried] = preprocessing.placement(*PHOTO).carry([box]).tolist()
+    rows, columns = torch.arange(seen.shape[0]) + 0.5, torch.arange(seen.shape[1]) + 0.5
+    centre = [(seen * columns).sum() / seen.sum(), (seen * rows[:, None]).sum() / seen.sum()]
+    expected = [(carried[0] + carried[2]) / 2, (carried[1] + carried[3]) / 2]
+    torch.testing.assert_close(torch.tensor(centre), torch.tensor(expected), atol=0.05, rtol=0)
+    area = (carried[2] - carried[0]) * (carried[3] - carried[1])
+    assert float(seen.sum()) == pytest.approx(area, rel=0.01)
+
+
+def test_padding_stays_zero_where_the_model_normalises(photo):
+    padded = fitted(get_model("resnet18").preprocessing(), "pad", 100)
+    mean, std = (torch.tensor(values)[:, None, None] for values in padded.normalization())
+    plain = padded.without_normalization().pixels(photo)
+    torch.testing.assert_close((plain - mean) / std, padded.pixels(photo))
+
+
+@pytest.mark.parametrize(
+    ("model", "multiple"),
+    [
+        ("resnet18", 32),
+        ("alexnet", 32),
+        ("swin_t", 32),
+        ("vit_b_32", 32),
+        ("timm.vit_small_patch14_dinov2", 14),
+        ("timm.test_vit", 16),
+        ("timm.test_convnext", 32),
+    ],
+)
+def test_multiple(model, multiple):
+    entry = get_model(model)
+    assert multiple_of(model_graph(entry, entry.structure())) == multiple
+
+
+def test_refused():
+    with pytest.raises(Unsupported, match="fit=pad is not for this model"):
+        fitted(get_model("fasterrcnn_resnet50_fpn").preprocessing(), "pad", 320)
+    with pytest.raises(BadTensor, match="one number, the length of the shorter side"):
+        fitted(get_model("resnet18").preprocessing(), "native", (320, 480))

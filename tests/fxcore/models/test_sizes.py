@@ -1,0 +1,167 @@
+"""Models built for other sizes, against timm's and torchvision's own ways of making and loading them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+from torchvision.models import VisionTransformer, vit_b_32
+from torchvision.models.vision_transformer import interpolate_embeddings
+
+from fxcore import get_model, load_model, model_graph
+from fxcore.errors import BadTensor
+from fxcore.extractor import build_extractor, whole_module
+from fxcore.graph.multiples import multiple_of
+from fxcore.models.sized_vit import resampled, sized
+from fxcore.models.weights import sized_model
+
+
+def three(multiple: int) -> list[tuple[int, int]]:
+    """A square, 2:3 and 3:1."""
+    return [(5 * multiple,) * 2, (4 * multiple, 6 * multiple), (6 * multiple, 2 * multiple)]
+
+
+def check(name: str, size: tuple[int, int]) -> None:
+    """The graph at ``size`` over the shared weights gives what timm's model made for it gives, with a checkpoint of
+    the usual size; and its patches, levels and strides are of that size."""
+    entry = get_model(name)
+    base, usual = load_model(entry, "random"), model_graph(entry)
+    graph = usual.at(*size)
+    assert graph.input_size == size
+    model = sized_model(graph.entry, base, "random") if entry.one_size else base
+    state = {key: value.clone() for key, value in base.state_dict().items()}
+    architecture, arguments = name.removeprefix("timm."), {"img_size": size} if entry.one_size else {}
+    overlay = {"state_dict": state}
+    reference = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=overlay, **arguments).eval()
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = reference(images)
+        torch.testing.assert_close(whole_module(graph, model)(images), expected, atol=1e-5, rtol=1e-4)
+    assert graph.eval_nodes == usual.eval_nodes
+    assert list(graph.levels) == list(usual.levels)
+    for level in graph.levels.values():
+        axes = graph.by_name[level.node].meta["axes"]
+        shape = graph.shape_of(graph.by_name[level.node])
+        if axes is not None and "H" in axes:
+            found = shape[axes.index("H")], shape[axes.index("W")]
+            assert found == tuple(-(-side // level.stride) for side in size)
+    own = {tensor.data_ptr() for tensor in base.parameters()}
+    changed = [key for key, tensor in model.named_parameters() if tensor.data_ptr() not in own]
+    assert all(any(word in key for word in ("pos", "rel", "bias_table", "rope")) for key in changed), changed
+
+
+@pytest.mark.parametrize("name", ["timm.test_vit", "timm.test_vit3", "timm.test_convnext"])
+@pytest.mark.parametrize("shape", range(3))
+def test_as_timm_makes_it(name: str, shape: int) -> None:
+    check(name, three(multiple_of(model_graph(name)))[shape])
+
+
+def test_as_timm_makes_windows() -> None:
+    check("timm.swin_tiny_patch4_window7_224", (96, 128))
+
+
+FAMILIES = [
+    "beit_base_patch16_224", "cait_xxs24_224", "coat_lite_mini", "coatnet_0_rw_224", "convit_tiny",
+    "crossvit_9_240", "deit3_small_patch16_224", "deit_tiny_distilled_patch16_224", "eva02_tiny_patch14_224",
+    "fastvit_t8", "focalnet_tiny_srf", "gcvit_xxtiny", "maxvit_rmlp_pico_rw_256", "mvitv2_tiny", "pit_ti_224",
+    "pvt_v2_b0", "resnet10t", "samvit_base_patch16", "swin_tiny_patch4_window7_224", "swinv2_cr_tiny_224",
+    "swinv2_tiny_window8_256", "tiny_vit_5m_224", "tnt_s_patch16_224", "twins_svt_small",
+    "vit_base_r26_s32_224", "vit_relpos_small_patch16_224", "vit_small_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vitamin_small_224", "volo_d1_224",
+    "xcit_nano_12_p16_224", "efficientnet_b0", "mobilenetv3_small_050", "regnetx_002", "densenet121", "vgg11",
+    "convnext_atto", "davit_tiny",
+]  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shape", range(3))
+def test_every_family_as_timm_makes_it(name: str, shape: int) -> None:
+    entry = get_model(f"timm.{name}")
+    multiple = multiple_of(model_graph(entry))
+    size = three(max(multiple, 32 if multiple < 14 else multiple))[shape]
+    try:
+        model_graph(entry).at(*size)
+        if entry.one_size:
+            sized_model(entry.at(*size), load_model(entry, "random"), "random")
+    except BadTensor as refused:  # only where timm itself cannot do it
+        overlay = {"state_dict": dict(load_model(entry, "random").state_dict())}
+        try:
+            timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, img_size=size).eval()(
+                torch.zeros(1, 3, *size)
+            )
+        except Exception:
+            pytest.skip(refused.detail)
+        raise
+    check(f"timm.{name}", size)
+
+
+@pytest.mark.parametrize("side", [64, 96, 320])
+def test_squares_as_torchvision_interpolates(side: int) -> None:
+    state = vit_b_32(weights=None, image_size=224).state_dict()
+    positions = torch.randn(1, 50, 768, generator=torch.Generator().manual_seed(0))
+    state["encoder.pos_embedding"] = positions
+    expected = interpolate_embeddings(side, 32, OrderedDict(state))["encoder.pos_embedding"]
+    assert torch.equal(resampled(positions, side // 32, side // 32), expected)
+
+
+def test_rectangles_are_resampled_side_by_side() -> None:
+    """Bicubic resampling is separable: a rectangle is the rows of one square's and the columns of another's."""
+    positions = torch.randn(1, 50, 8, generator=torch.Generator().manual_seed(0))
+    grid = positions[:, 1:].permute(0, 2, 1).reshape(1, 8, 7, 7)
+    rows = torch.nn.functional.interpolate(grid, (4, 7), mode="bicubic", align_corners=True)
+    both = torch.nn.functional.interpolate(rows, (4, 9), mode="bicubic", align_corners=True)
+    expected = torch.cat([positions[:, :1], both.flatten(2).permute(0, 2, 1)], 1)
+    torch.testing.assert_close(resampled(positions, 4, 9), expected)
+
+
+def tiny(side: int) -> VisionTransformer:
+    torch.manual_seed(0)
+    model = VisionTransformer(side, 16, 2, 2, 32, 64)
+    torch.nn.init.normal_(model.encoder.pos_embedding)
+    return model.eval()
+
+
+def test_a_sized_vit_is_torchvisions_on_squares() -> None:
+    images = torch.randn(2, 3, 96, 96)
+    other = tiny(64)
+    sized(other, 96, 96).encoder.pos_embedding.data.copy_(tiny(96).encoder.pos_embedding.data)
+    with torch.inference_mode():
+        assert torch.equal(other._process_input(images), tiny(64).conv_proj(images).flatten(2).permute(0, 2, 1))
+    with pytest.raises(AssertionError, match="Expected 64 but got 96"):
+        sized(tiny(64), 64, 64)(images)
+
+
+def test_torchvisions_vits_at_rectangles() -> None:
+    """A wide image's patches under the positions of its grid, through torchvision's own encoder."""
+    entry, size = get_model("vit_b_32"), (64, 160)
+    base, graph = load_model(entry, "random"), model_graph("vit_b_32").at(64, 160)
+    base.encoder.pos_embedding.data.normal_(generator=torch.Generator().manual_seed(0))
+    model = sized_model(graph.entry, base, "random")
+    nodes = {"tokens": "encoder.ln"}
+    extractor = build_extractor(graph, model, nodes)
+    images = torch.randn(2, 3, *size)
+    with torch.inference_mode():
+        patches = base.conv_proj(images).flatten(2).permute(0, 2, 1)
+        tokens = torch.cat([base.class_token.expand(2, -1, -1), patches], 1)
+        tokens = tokens + resampled(base.encoder.pos_embedding, 2, 5)
+        expected = base.encoder.ln(base.encoder.layers(tokens))
+        torch.testing.assert_close(extractor.module(images)["tokens"], expected)
+    grid = extractor.outputs[0].tokens
+    assert grid is not None
+    assert (grid.height, grid.width, grid.prefix) == (2, 5, 1)
+    assert model.heads.head.weight is not base.heads.head.weight
+    assert model.heads.head.weight.data_ptr() == base.heads.head.weight.data_ptr()
+
+
+def test_sizes_that_a_model_cannot_take() -> None:
+    with pytest.raises(BadTensor, match=r"vit_b_32 cannot take an input of 100 x 64: .* multiples of the patch, 32"):
+        model_graph("vit_b_32").at(100, 64)
+    with pytest.raises(BadTensor, match="divisible by partition size 7"):
+        model_graph("maxvit_t").at(256, 256)
+    assert multiple_of(model_graph("maxvit_t")) == 224
+    entry = get_model("timm.levit_128s")  # timm has no way to resample its biases
+    with pytest.raises(BadTensor, match="levit_128s cannot be made fit for 256 x 256"):
+        sized_model(entry.at(256, 256), load_model(entry, "random"), "random")

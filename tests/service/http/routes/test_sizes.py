@@ -1,0 +1,202 @@
+"""``image_size`` and ``fit``: against torchvision's and timm's own models on images that torchvision resized."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import PIL.Image
+import pytest
+import timm
+import torch
+import torchvision
+from torchvision.models.feature_extraction import create_feature_extractor
+from torchvision.transforms.v2 import functional as F
+
+from tests.decoding import decoded
+
+NAMES = ["chelsea", "coffee", "rocket"]
+
+
+def outputs(response):
+    assert response.status_code == 200, response.text
+    return {one["name"]: torch.tensor(one["data"]).reshape(one["shape"]) for one in response.json()["outputs"]}
+
+
+def body(photos, names=NAMES, **others):
+    return {"images": [base64.b64encode(photos[name]).decode() for name in names], **others}
+
+
+def close(actual, expected):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def resized(data, size, own):
+    image = F.resize(decoded(data), list(size), F.InterpolationMode(own["interpolation"]), antialias=True)
+    return F.normalize(image / 255, own["mean"], own["std"])
+
+
+@pytest.fixture(scope="module")
+def own(client):
+    """The preprocessing that the service tells."""
+    return lambda model: client.get(f"/v1/models/{model}").json()["preprocessing"]
+
+
+def made(model):
+    torch.manual_seed(0)
+    if model.startswith("timm."):
+        return timm.create_model(model.removeprefix("timm.")).eval()
+    return torchvision.models.get_model(model, weights=None).eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "node"),
+    [("squeezenet1_1", "features.12.cat"), ("swin_t", "features.3"), ("timm.test_resnet", "layer4")],
+)
+def test_stretched_and_padded(client, photos, own, model, node):
+    """A square, 2:3 and 3:1, of a CNN, a Swin and one of timm's."""
+    module = made(model)
+    for text, size in (("128", (128, 128)), ("128x192", (128, 192)), ("288x96", (288, 96))):
+        url = f"/v1/models/{model}/features?weights=random&nodes={node}:it&image_size={text}&fit="
+        batch = torch.stack([resized(photos[name], size, own(model)) for name in NAMES])
+        reference = create_feature_extractor(module, {node: "it"}).eval()
+        with torch.inference_mode():
+            close(outputs(client.post(url + "stretch", json=body(photos)))["it"], reference(batch)["it"])
+        padded = outputs(client.post(url + "pad", json=body(photos)))
+        inputs = torch.zeros(3, 3, *size)
+        for row, name, box in zip(inputs, NAMES, padded["valid_box"].int().tolist(), strict=True):
+            x1, y1, x2, y2 = box
+            height, width = decoded(photos[name]).shape[-2:]
+            assert (x2 - x1, y2 - y1) == tuple(
+                round(side * min(size[0] / height, size[1] / width)) for side in (width, height)
+            )
+            assert (x1, y1) == ((size[1] - x2 + x1) // 2, (size[0] - y2 + y1) // 2)
+            row[:, y1:y2, x1:x2] = resized(photos[name], (y2 - y1, x2 - x1), own(model))
+        with torch.inference_mode():
+            close(padded["it"], reference(inputs)["it"])
+
+
+def test_native_images_of_several_sizes(client, photos, own):
+    """Rows come in the order sent; of several shapes they are pooled or refused."""
+    url = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.12.cat:it&fit=native&image_size=100"
+    upright = io.BytesIO()
+    PIL.Image.open(io.BytesIO(photos["coffee"])).crop((100, 0, 350, 400)).save(upright, "PNG")
+    photos = {**photos, "upright": upright.getvalue()}
+    order = ["rocket", "upright", "rocket", "coffee"]
+    sizes = {}
+    multiple = client.get("/v1/models/squeezenet1_1").json()["multiple"]
+    for name in order:
+        height, width = decoded(photos[name]).shape[-2:]
+        scale = 100 / min(height, width)
+        sizes[name] = tuple(round(side * scale / multiple) * multiple for side in (height, width))
+    assert len(set(sizes.values())) == 2
+    reference = create_feature_extractor(made("squeezenet1_1"), {"features.12.cat": "it"}).eval()
+    with torch.inference_mode():
+        maps = [reference(resized(photos[name], sizes[name], own("squeezenet1_1"))[None])["it"] for name in order]
+    pooled = outputs(client.post(url + "&pool=avg", json=body(photos, order)))["it"]
+    close(pooled, torch.cat([one.mean((2, 3)) for one in maps]))
+    close(outputs(client.post(url, json=body(photos, ["rocket"])))["it"], maps[0])
+    refused = client.post(url, json=body(photos, order))
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/ragged")
+    assert "pool=avg" in refused.json()["detail"]
+    assert refused.json()["key"] == "it"
+
+
+def test_one_size_in_specs_and_queries(client, photos):
+    """The id is a function of the spec alone: defaults and squares are written in one way."""
+
+    def made(**size):
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"], **size}
+        response = client.post("/v1/extractors", json=spec)
+        assert response.status_code in (200, 201), response.text
+        return response.json()
+
+    plain = made()
+    assert made(fit="crop")["id"] == plain["id"]
+    assert made(image_size=96)["id"] == made(image_size=[96, 96])["id"]
+    others = [made(image_size=96), made(image_size=[64, 96]), made(image_size=[64, 96], fit="pad"), made(fit="native")]
+    assert len({plain["id"], *(one["id"] for one in others)}) == 5
+    assert others[1]["outputs"][0]["shape"] == [None, 128, 15, 23]
+    assert others[3]["outputs"][0]["shape"] == [None, 128, None, None]
+    url = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&image_size=64x96&fit=pad"
+    assert client.post(url, json=body(photos)).json()["extractor"] == others[2]["id"]
+
+
+def test_boxes_follow_padding(client, photos):
+    """The whole image's box covers its place in the input, whose features fill the pooled map."""
+    boxes = [[[0, 0, 451, 300]], [[0, 0, 600, 400], [0, 0, 300, 200]], []]
+    url = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3:it&pool=roi&roi_size=2&fit=pad&image_size="
+    found = outputs(client.post(f"{url}192x128", json=body(photos, boxes=boxes)))
+    assert found["valid_box"].tolist() == [[0, 53, 128, 138], [0, 53, 128, 138], [0, 53, 128, 138]]
+    # Under stretch to the size of that place, the whole image is the whole input.
+    same = outputs(client.post(f"{url.replace('pad', 'stretch')}85x128", json=body(photos, boxes=boxes)))
+    assert found["it"].shape == same["it"].shape
+    assert torch.nn.functional.cosine_similarity(found["it"].flatten(1), same["it"].flatten(1)).min() > 0.9
+
+
+def test_v2_has_the_places_too(client, photos):
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.3": "it"}, "name": "padded-v2"}
+    assert client.post("/v1/extractors", json={**spec, "fit": "pad", "image_size": [96, 160]}).status_code == 201
+    described = client.get("/v2/models/padded-v2").json()["outputs"]
+    assert described[-1] == {"name": "valid_box", "datatype": "FP32", "shape": [-1, 4]}
+    sent = {"name": "image", "datatype": "BYTES", "shape": [3], "data": body(photos)["images"]}
+    expected = outputs(client.post("/v1/extractors/padded-v2/features", json=body(photos)))
+    for wanted in ({}, {"outputs": [{"name": "valid_box"}]}):
+        found = client.post("/v2/models/padded-v2/infer", json={"inputs": [sent], **wanted}).json()["outputs"]
+        assert [one["name"] for one in found] == (["valid_box"] if wanted else ["it", "valid_box"])
+        assert found[-1]["data"] == expected["valid_box"].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("query", "kind", "detail"),
+    [
+        ("image_size=0", "invalid-request", "from 1 to 4096"),
+        ("image_size=448x", "invalid-request", "448x672"),
+        ("image_size=448x5000", "invalid-request", "from 1 to 4096"),
+        ("fit=squash", "invalid-request", "'stretch'"),
+        ("fit=native&image_size=448x672", "bad-tensor", "the length of the shorter side"),
+    ],
+)
+def test_wrong_sizes(client, photos, query, kind, detail):
+    url = f"/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&{query}"
+    response = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg"})
+    assert (response.status_code, response.json()["type"]) == (422, f"/problems/{kind}")
+    assert detail in response.json()["detail"]
+
+
+def test_wrong_specs(client):
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.3": "valid_box"}}
+    response = client.post("/v1/extractors", json={**spec, "fit": "pad"})
+    assert (response.status_code, response.json()["key"]) == (422, "valid_box")
+    for size in (True, "448x672", [448], [448, 672, 3], 4097):
+        refused = client.post("/v1/extractors", json={**spec, "image_size": size})
+        assert refused.json()["errors"][0]["field"] == "image_size"
+
+
+def test_a_vision_transformer_at_a_rectangle(client, photos, own):
+    """timm's, made for that size of the same weights; boxes, tokens and the graph are of that size's patches."""
+    base = made("timm.test_vit")
+    overlay = {"state_dict": {key: value.clone() for key, value in base.state_dict().items()}}
+    module = timm.create_model("test_vit", pretrained=True, pretrained_cfg_overlay=overlay, img_size=(64, 96)).eval()
+    module.norm = torch.nn.Identity()
+    batch = torch.stack([resized(photos[name], (64, 96), own("timm.test_vit")) for name in NAMES])
+    with torch.inference_mode():
+        expected = module.forward_features(batch)
+    url = "/v1/models/timm.test_vit/features?weights=random&nodes=blocks:it&image_size=64x96&fit=stretch"
+    response = client.post(url, json=body(photos))
+    close(outputs(response)["it"], expected)
+    extractor = client.get(f"/v1/extractors/{response.json()['extractor']}").json()
+    [output] = extractor["outputs"]
+    assert output["shape"] == [None, 1 + 4 * 6, 64]
+    assert (output["tokens"]["height"], output["tokens"]["width"], output["tokens"]["prefix"]) == (4, 6, 1)
+    grid = expected[:, 1:].unflatten(1, (4, 6)).permute(0, 3, 1, 2)
+    pooled = client.post(f"{url}&pool=roi&roi_size=1", json=body(photos, boxes=[[[0, 0, 451, 150]], [], []]))
+    rois = torch.tensor([[0, 0, 0, 96, 32.0]])
+    wanted = torchvision.ops.roi_align(grid, rois, 1, spatial_scale=1 / 16, aligned=True)
+    close(outputs(pooled)["it"].flatten(), wanted.flatten())
+    graph = client.get("/v1/models/timm.test_vit/graph?weights=random&height=64&width=96").json()
+    assert graph["input_shape"] == [None, 3, 64, 96]
+    refused = client.post(url.replace("64x96", "60x96"), json=body(photos))
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+    assert client.get("/v1/models/timm.test_vit").json()["multiple"] == 16
