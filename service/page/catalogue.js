@@ -16,7 +16,7 @@ const TASKS = {
 const lists = new Map()
 
 /** @param {string} source */
-function listed(source) {
+export function listed(source) {
   if (!lists.has(source)) lists.set(source, askJson(`v1/models${source ? `?source=${source}` : ""}`))
   return /** @type {Promise<any>} */ (lists.get(source))
 }

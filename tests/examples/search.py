@@ -1,6 +1,6 @@
 """Image search: which images of a folder look most like one.
 
-    python tests/examples/search.py QUERY FOLDER [--server URL] [--model resnet50] [--weights DEFAULT]
+    python tests/examples/search.py QUERY FOLDER [--server URL] [--model efficientnet_lite0] [--weights DEFAULT]
 
 Every image becomes one vector, the average of its C5, of length 1; the nearest are found by their cosine.
 """
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("query", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--model", default="efficientnet_lite0")
     parser.add_argument("--weights", default="DEFAULT")
     parser.add_argument("--results", type=int, default=5)
     options = parser.parse_args()

@@ -104,6 +104,15 @@ def test_choose_a_model_open_a_module_and_look(open_server, visit):
     assert tab.complaints == []
 
 
+def test_the_first_model_to_start_with_is_trained_and_here(open_server, visit):
+    page = visit(open_server.url).go()
+    page.get_by_text("nothing to download").wait_for()
+    page.locator(".starts a").first.click()
+    page.wait_for_selector(TILES)
+    assert page.get_by_label("Weights").input_value() == "IMAGENET1K"
+    assert page.evaluate("new URLSearchParams(location.hash.slice(1)).get('m')") == "efficientnet_lite0"
+
+
 @pytest.mark.exhaustive
 def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, visit):
     page = visit(open_server.url).go()
