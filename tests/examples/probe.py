@@ -1,6 +1,6 @@
 """A linear probe: how well a layer's features tell handwritten digits apart.
 
-    python tests/examples/probe.py [--server URL] [--model efficientnet_lite0] [--node C3] [--weights DEFAULT]
+    python tests/examples/probe.py [--server URL] [--model efficientnet_lite0] [--node C4] [--weights DEFAULT]
 
 The digits are scikit-learn's, 8 x 8 pixels each. The server gives features; logistic regression is all that is trained.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="efficientnet_lite0")
-    parser.add_argument("--node", default="C3")
+    parser.add_argument("--node", default="C4")
     parser.add_argument("--weights", default="DEFAULT")
     parser.add_argument("--digits", type=int, default=1797)
     options = parser.parse_args()
