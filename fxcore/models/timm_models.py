@@ -60,7 +60,7 @@ class TimmEntry(ModelEntry):
     def sized(self, model: nn.Module, structure: str) -> nn.Module:
         """Build it as timm does with ``img_size``, and have timm's own filter of checkpoints resample the weights."""
         try:
-            with weightless():
+            with BUILD_LOCK, weightless():
                 return self._sized(model, structure)
         except RuntimeError:  # see build_weightless
             return self._sized(model, structure)

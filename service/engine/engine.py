@@ -117,7 +117,14 @@ class Engine:
         # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)
         self._pipeline = Pipeline(
-            settings, self.admission, self._queue, self._intake, self._decoders, self._upgrades, projections
+            settings,
+            self.admission,
+            self._queue,
+            self._intake,
+            self._decoders,
+            self._upgrades,
+            projections,
+            self.extractors.sizes,
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"

@@ -54,6 +54,8 @@ class Runtime:
         images: how many images it has answered.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
+        sizes: what computes rows of other sizes than its own, by height and width, where its model is built for one;
+            see :mod:`service.engine.memory.input_sizes`.
         row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
         response_sizes: the sizes of a row of the response by shape and options.
     """
@@ -81,12 +83,17 @@ class Runtime:
         self.images = 0
         self.last_used = time.monotonic()
         self.retired = False
+        self.sizes: dict[tuple[int, int], Runtime] = {}
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
         self._ledger = ledger
         self._held = held or {}
         self._counted: Mapping[int, int] = {}
         self._users = 0
+
+    def at(self, shape: RowShape) -> Runtime:
+        """Return what computes rows of ``shape``."""
+        return self.sizes.get((shape[0][-2], shape[0][-1]), self) if self.sizes else self
 
     def serve(self, run: Lowered, backend: str) -> None:
         """Let ``run`` of ``backend`` compute the batches from now on."""
@@ -98,6 +105,8 @@ class Runtime:
         self.retired = True
         self.stop()
         self._count({})
+        for sized in self.sizes.values():
+            sized.retire()
 
     def stop(self) -> None:
         """End its background tasks."""
@@ -131,10 +140,16 @@ class Runtime:
         return self._users > 0
 
     @property
+    def graphs(self) -> list[ModelGraph]:
+        """Its graph, and those of its other sizes."""
+        return [self.graph, *(sized.graph for sized in self.sizes.values())]
+
+    @property
     def own_bytes(self) -> int:
         """Bytes that it holds beside what the ledger counts: Python objects, and what its backend made meanwhile."""
         nodes = len(self.extractor.module.graph.nodes)
-        return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown
+        others = sum(sized.own_bytes for sized in self.sizes.values())
+        return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown + others
 
     def _count(self, storages: Mapping[int, int]) -> None:
         self._ledger.add(storages)

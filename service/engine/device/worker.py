@@ -216,7 +216,7 @@ class DeviceWorker:
     def _compute(self, items: Sequence[Item]) -> list[Finished]:
         """Run a batch through its extractor; the outputs of its items in groups of equal options."""
         started = time.monotonic()
-        runtime = items[0].job.runtime
+        runtime = items[0].job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in items[0].inputs))
         run = runtime.run  # read once: a backend is swapped in between batches
         if run is None:  # evicted meanwhile: no request waits for these items
             return []

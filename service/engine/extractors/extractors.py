@@ -32,6 +32,7 @@ from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
 from service.engine.memory.deleted import Deleted
 from service.engine.memory.eviction import Eviction
+from service.engine.memory.input_sizes import InputSizes
 from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
@@ -66,6 +67,7 @@ class Extractors:
 
     Attributes:
         eviction: keeps them under the memory budget.
+        sizes: the other input sizes of those with ``fit=native``.
         sharing: access to the store; None without one.
         store_health: whether the store can be used; None without one.
     """
@@ -97,6 +99,7 @@ class Extractors:
         )
         upgrades.on_upgrade = self.eviction.make_room
         self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)
+        self.sizes = InputSizes(self._builder)
         self.sharing: Sharing | None = None
         self.store_health: StoreHealth | None = None
         self._watcher: Watcher | None = None

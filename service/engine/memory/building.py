@@ -5,25 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
+from fxcore.images.decoding import Decoder
 from fxcore.models.weights import sized_model
 from service.engine.backends.upgrade import Upgrades
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
 from service.engine.ledger import Ledger
-from service.engine.memory.graphs import graph_for
-from service.engine.memory.transforms import steps, transformed
+from service.engine.memory.graphs import graph_for, preprocessing_for
+from service.engine.memory.transforms import prepared, steps, transformed
 from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
 from service.engine.runtime import Runtime
 from service.garbage import exempt
 from service.problems import ExtractorFailed, Problem
+from service.schemas.v1 import ExtractorSpec
 
 log = logging.getLogger("fxserve.extractors")
 
@@ -69,6 +71,20 @@ class Builder:
         self.pool.submit(exempt)
         return runtime
 
+    async def at(self, description: Description, size: tuple[int, int]) -> Runtime:
+        """Build the extractor of ``description`` for images that were brought to ``size``, height and width.
+
+        Raises:
+            BadTensor: the model does not take that size.
+            FxError: why it cannot be built.
+        """
+        spec = description.spec.model_copy(update={"image_size": size, "fit": "stretch"})
+        sized = await in_pool(self.pool, _described, description, spec)
+        runtime, original = await self._pruned(sized)
+        await self._lowered(runtime, original)
+        runtime.stop()  # a size that comes once is not worth comparing, nor searching a faster backend for
+        return runtime
+
     async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
         """Return the extractor before its first backend is chosen, and what computes what the model itself does."""
         spec, entry = description.spec, description.entry
@@ -99,3 +115,16 @@ class Builder:
         except BaseException:
             runtime.retire()
             raise
+
+
+def _described(description: Description, spec: ExtractorSpec) -> Description:
+    """``description`` for ``spec``, which differs from its own in the size of images only."""
+    entry, weights = description.entry, description.weights
+    preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
+    return replace(
+        description,
+        spec=spec,
+        inputs=graph_for(spec, entry, weights).inputs,
+        preprocessing=preprocessing,
+        decoder=Decoder(preprocessing),
+    )

@@ -113,7 +113,7 @@ class Eviction:
             self._later.cancel()
 
     def _graphs(self) -> Sequence[ModelGraph]:
-        return [record.runtime.graph for record in self._records if record.runtime is not None]
+        return [graph for record in self._records if record.runtime is not None for graph in record.runtime.graphs]
 
     def _evict_compiled(self) -> bool:
         """Evict extractors that OpenVINO runs, down to the limits; whether one was evicted."""

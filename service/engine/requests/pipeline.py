@@ -14,6 +14,7 @@ from service.engine.backends.upgrade import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool
+from service.engine.memory.input_sizes import InputSizes
 from service.engine.memory.projections import Projections
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.regions import Boxes, Regions
@@ -52,6 +53,7 @@ class Pipeline:
         decoders: the threads that decode.
         upgrades: counts what each extractor answers.
         projections: the matrices of those requests that project.
+        input_sizes: the other sizes of models that are built for one.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Pipeline:
         decoders: Decoders,
         upgrades: Upgrades,
         projections: Projections,
+        input_sizes: InputSizes,
     ) -> None:
         self._settings = settings
         self._admission = admission
@@ -71,6 +74,7 @@ class Pipeline:
         self._decoders = decoders
         self._upgrades = upgrades
         self._projections = projections
+        self._input_sizes = input_sizes
 
     async def compute(
         self,
@@ -84,6 +88,19 @@ class Pipeline:
         """Features of ``images`` by ``runtime``, which is built; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
+        async with self._input_sizes.use(runtime, plan.shapes):
+            return await self._compute(runtime, plan, boxes, options, deadline, ticket, started)
+
+    async def _compute(
+        self,
+        runtime: Runtime,
+        plan: Plan,
+        boxes: Boxes | None,
+        options: FeatureOptions,
+        deadline: float,
+        ticket: Ticket,
+        started: float,
+    ) -> FeatureResult:
         sizes = await self._sizes(runtime, plan, options, boxes)
         matrices = {}
         if options.project is not None:
@@ -128,7 +145,7 @@ class Pipeline:
         return await in_pool(self._intake, planning.plan, runtime, images, preprocess, max_pixels, headers)
 
     async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:
-        known = all(shape in runtime.row_sizes for shape in set(plan.shapes))
+        known = all(shape in runtime.at(shape).row_sizes for shape in set(plan.shapes))
         predicted = (runtime, plan, options, boxes, self._settings.max_response_bytes)
         if known and boxes is None:
             return _predicted(*predicted)

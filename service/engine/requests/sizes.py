@@ -24,6 +24,7 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     Raises:
         BadTensor: the model does not take that shape.
     """
+    runtime = runtime.at(shape)
     known = runtime.row_sizes.get(shape)
     if known is None:
         graph = runtime.graph
@@ -89,6 +90,7 @@ def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: Fea
 
 def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
     """key → shape and bytes of one row of the response; cached for recent shapes and options."""
+    runtime = runtime.at(shape)
     known = runtime.response_sizes.get((shape, options))
     if known is None:
         row = row_size(runtime, shape)

@@ -14,6 +14,7 @@ from tests.service.engine.running import MakeEngine, built, tensors
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.usefixtures("no_graphs")
 async def test_requests_share_a_matrix_that_is_counted_and_evicted(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,6 +42,7 @@ async def test_requests_share_a_matrix_that_is_counted_and_evicted(
         assert (await kept.get([length], 9, 0))[length] is first  # seed 1 was used before it
 
 
+@pytest.mark.usefixtures("no_graphs")
 async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, nodes=["features.12"])

@@ -103,6 +103,42 @@ def test_native_images_of_several_sizes(client, photos, own):
     assert refused.json()["key"] == "it"
 
 
+def test_native_images_of_a_vision_transformer(client, photos, own):
+    """Each image at its own size, as timm's model made for that size of the same weights; rows in the order sent."""
+    base = made("timm.test_vit")
+    upright = io.BytesIO()
+    PIL.Image.open(io.BytesIO(photos["coffee"])).crop((100, 0, 350, 400)).save(upright, "PNG")
+    photos = {**photos, "upright": upright.getvalue()}
+    sizes = {"upright": (160, 96), "rocket": (96, 144), "square": (96, 96)}
+    square = io.BytesIO()
+    PIL.Image.open(io.BytesIO(photos["coffee"])).crop((100, 0, 500, 400)).save(square, "PNG")
+    photos["square"] = square.getvalue()
+    order, expected = ["upright", "rocket", "square", "upright"], []
+    for name in order:
+        overlay = {"state_dict": {key: value.clone() for key, value in base.state_dict().items()}}
+        module = timm.create_model(
+            "test_vit", pretrained=True, pretrained_cfg_overlay=overlay, img_size=sizes[name]
+        ).eval()
+        module.norm = torch.nn.Identity()
+        with torch.inference_mode():
+            expected.append(module.forward_features(resized(photos[name], sizes[name], own("timm.test_vit"))[None]))
+    url = "/v1/models/timm.test_vit/features?weights=random&nodes=blocks:it&image_size=100&fit=native"
+    pooled = outputs(client.post(url + "&pool=cls", json=body(photos, order)))["it"]
+    close(pooled, torch.cat([one[:, 0] for one in expected]))
+    averaged = outputs(client.post(url + "&pool=avg", json=body(photos, order)))["it"]
+    close(averaged, torch.cat([one[:, 1:].mean(1) for one in expected]))
+    close(outputs(client.post(url, json=body(photos, ["upright", "upright"])))["it"], expected[0].repeat(2, 1, 1))
+    refused = client.post(url, json=body(photos, order))
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/ragged")
+    # The right half of the upright image: of 10 x 6 patches the last three columns.
+    boxes = [[[125, 0, 250, 400]], [], [], []]
+    half = outputs(client.post(f"{url}&pool=roi&roi_size=1", json=body(photos, order, boxes=boxes)))["it"]
+    grid = expected[0][:, 1:].unflatten(1, (10, 6)).permute(0, 3, 1, 2)
+    rois = torch.tensor([[0, 48.0, 0, 96, 160]])
+    wanted = torchvision.ops.roi_align(grid, rois, 1, spatial_scale=1 / 16, aligned=True)
+    close(half.flatten(), wanted.flatten())
+
+
 def test_one_size_in_specs_and_queries(client, photos):
     """The id is a function of the spec alone: defaults and squares are written in one way."""
 

@@ -1,0 +1,70 @@
+"""Other sizes of models that are built for one: shared weights, one build each, a bounded number."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from fxcore.backends.backend import storages_of, tensors_of
+from fxcore.errors import BadTensor
+from service.engine import FeatureOptions
+from service.engine.memory import input_sizes
+from tests.service.engine.running import MakeEngine, built, encoded
+
+pytestmark = pytest.mark.anyio
+
+AVERAGE = FeatureOptions(pool="avg")
+
+
+def image(height: int, width: int) -> bytes:
+    return encoded(np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8), "PNG")
+
+
+async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        images = [image(64, 64), image(64, 96), image(96, 64)]
+        each = await asyncio.gather(*(running.features(record, [one], AVERAGE) for one in images))
+        together = await asyncio.gather(*(running.features(record, images[::-1], AVERAGE) for _ in range(3)))
+        for result in together:
+            for row, alone in zip(result.outputs["blocks"], reversed(each), strict=True):
+                torch.testing.assert_close(row, alone.outputs["blocks"][0], rtol=1e-4, atol=1e-4)
+        runtime = record.runtime
+        assert runtime is not None
+        assert set(runtime.sizes) == {(64, 96), (96, 64)}
+        assert len({id(graph) for graph in runtime.graphs}) == 3
+        [loaded] = running.models.loaded().values()
+        own = storages_of(tensors_of(loaded.module))
+        for sized in runtime.sizes.values():
+            held = storages_of(tensors_of(sized.extractor.module))
+            assert sum(held.values()) > 100 * sum(size for at, size in held.items() if at not in own)
+        before = running.extractors.eviction.bytes()
+        running.extractors.eviction.unload(record)
+        assert running.extractors.eviction.bytes() < before
+        assert all(sized.retired for sized in runtime.sizes.values())
+
+
+async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_sizes, "MOST", 2)
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=32, fit="native")
+        runtime = record.runtime
+        assert runtime is not None
+        images = [image(32, 32 + 16 * more) for more in range(1, 4)]
+        for one in (images[0], images[1], images[0], images[2]):
+            await running.features(record, [one], AVERAGE)
+        assert set(runtime.sizes) == {(32, 48), (32, 80)}
+        whole = await running.features(record, images, AVERAGE)  # all three are in use at once
+        assert whole.outputs["blocks"].shape == (3, 64)
+
+
+async def test_a_size_that_the_model_cannot_take(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        sent = {"x": torch.zeros(1, 3, 60, 64)}
+        with pytest.raises(BadTensor, match="cannot take an input of 60 x 64"):
+            await running.features(record, sent, AVERAGE)
+        assert (await running.features(record, {"x": torch.zeros(1, 3, 32, 64)}, AVERAGE)).images == 1
