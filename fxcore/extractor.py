@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
@@ -21,9 +21,11 @@ from fxcore.copies import narrowed, own_modules
 from fxcore.errors import BadArgument, BadTensor, FxError, summarize
 from fxcore.graph.annotate import metadata, observe
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
+from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_part import ModelPart
 from fxcore.graph.node_names import NodeNames
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
@@ -93,6 +95,9 @@ class Extractor:
         graph: the model's graph that it was built from.
         outputs: its outputs, in order.
         dtype: the floating-point dtype of its parameters.
+        part: what it computes, where it begins at inner nodes.
+        front: computes its inputs from the model's own, ``front(*inputs) -> {key: tensor}``, where it begins at inner
+            nodes.
 
     Its module has only the nodes that the outputs need, and shares the model's parameters:
 
@@ -110,11 +115,32 @@ class Extractor:
     graph: ModelGraph
     outputs: list[OutputInfo]
     dtype: torch.dtype
+    part: ModelPart | None = None
+    front: fx.GraphModule | None = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The inputs of the module, in order."""
-        return self.graph.inputs
+        return self.graph.inputs if self.part is None else self.part.inputs
+
+    def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at."""
+        if self.front is None:
+            return inputs
+        with torch.no_grad():
+            values = self.front(*inputs)
+        return tuple(values[spec.name].reshape(len(inputs[0]), *spec.usual) for spec in self.inputs)
+
+    def values_at(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Return shape and dtype of its outputs and of what they depend on by node, for one row; nothing is computed.
+
+        Args:
+            shapes: the shape of each input without its batch dimension.
+
+        Raises:
+            BadTensor: the model does not take inputs of that shape.
+        """
+        return (self.part or self.graph).values_at(shapes, {output.node for output in self.outputs})
 
     def bytes_for(self, height: int, width: int) -> int:
         """Estimated bytes of the outputs for one image with an input of that size."""
@@ -130,6 +156,7 @@ def build_extractor(
     dtype: torch.dtype = torch.float32,
     *,
     any_size: bool | None = None,
+    inputs: Mapping[str, str] | None = None,
 ) -> Extractor:
     """Prune ``graph`` to what ``return_nodes`` need and bind it to ``model``.
 
@@ -141,9 +168,12 @@ def build_extractor(
         dtype: the floating-point type that ``model`` has been cast to.
         any_size: whether inputs have sizes of their own, so that the described outputs have no fixed ones; by default
             as by the model's own preprocessing.
+        inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`; default: the model's inputs.
 
     Raises:
-        BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` are not exact names of its nodes.
+        BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` or ``inputs`` are not exact names of
+            its nodes.
+        OpenCut, UnneededInput, DuplicateKey, UnknownNode: see :class:`~fxcore.graph.model_part.ModelPart`.
         CannotTransform: the model's in-place operations cannot be rewritten; see
             :func:`fxcore.passes.functionalize.functionalize`.
 
@@ -153,27 +183,55 @@ def build_extractor(
     >>> extractor = build_extractor(graph, model, graph.resolve({"layer3": "C4", "layer4": "C5"}))
     >>> {key: tuple(value.shape) for key, value in extractor.module(torch.zeros(1, 3, 224, 224)).items()}
     {'C4': (1, 256, 14, 14), 'C5': (1, 512, 7, 7)}
+    >>> half = build_extractor(graph, model, graph.resolve(["C5"]), inputs=graph.resolve(["layer3"]))
+    >>> half.module(torch.zeros(1, 256, 14, 14))["C5"].shape
+    torch.Size([1, 512, 7, 7])
     """
     if not isinstance(graph, ModelGraph):
         raise BadArgument(f"graph is what model_graph returns, not {graph!r:.100}")
-    exact = return_nodes.values() if isinstance(return_nodes, Mapping) else [None]
-    if any(not isinstance(name, str) or name not in graph.by_name for name in exact):
-        raise BadArgument(f"return_nodes is what graph.resolve returns, not {return_nodes!r:.100}")
-    pruned = fx.Graph()
+    for name, named in (("return_nodes", return_nodes), ("inputs", {} if inputs is None else inputs)):
+        exact = named.values() if isinstance(named, Mapping) else [None]
+        if any(not isinstance(node, str) or node not in graph.by_name for node in exact):
+            raise BadArgument(f"{name} is what graph.resolve returns, not {named!r:.100}")
+    part = ModelPart(graph, inputs, return_nodes) if inputs else None
+    varies = not graph.preprocessing.fixed_size if any_size is None else any_size
+    varies = varies and (part is None or part.any_size)
+    outputs = [_describe(graph, key, name, dtype, varies) for key, name in return_nodes.items()]
     whole, by_name = _bound(graph, model, dtype, with_output=False)
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
-    kept = _pruned(whole, list(wanted.values()), pruned)
-    results = {key: kept[node] for key, node in wanted.items()}
+    if not inputs:
+        return Extractor(_module(graph, model, pruned(whole, wanted.values()), wanted), graph, outputs, dtype)
+    given = {key: by_name[name] for key, name in inputs.items()}
+    front = pruned(whole, given.values())
+    between = cut(whole, given, wanted.values(), scales=_scales(graph, model, whole, given.values()))
+    return Extractor(
+        _module(graph, model, between, wanted), graph, outputs, dtype, part, _module(graph, model, front, given)
+    )
+
+
+def _module(graph: ModelGraph, model: nn.Module, part: Part, wanted: Mapping[str, fx.Node]) -> fx.GraphModule:
+    """Return the module of a part that returns ``wanted`` by their keys."""
+    results = {key: part.kept[node] for key, node in wanted.items()}
     for key, node in wanted.items():
         if node.meta["value"].is_quantized:  # outputs of int8 models are dequantized
-            results[key] = pruned.call_method("dequantize", (kept[node],))
-    pruned.output(results)
-    pruned.lint()
-    module = GraphModule(model, pruned, class_name=f"{graph.entry.name}_extractor").eval()
+            results[key] = part.graph.call_method("dequantize", (part.kept[node],))
+    part.graph.output(results)
+    part.graph.lint()
+    module = GraphModule(model, part.graph, class_name=f"{graph.entry.name}_extractor").eval()
     module.meta[APPLIED] = graph.passes
-    varies = not graph.preprocessing.fixed_size if any_size is None else any_size
-    outputs = [_describe(graph, key, name, dtype, varies) for key, name in return_nodes.items()]
-    return Extractor(module, graph, outputs, dtype)
+    return module
+
+
+def _scales(graph: ModelGraph, model: nn.Module, whole: fx.Graph, given: Collection[fx.Node]) -> dict[fx.Node, Scale]:
+    """Return the scales of the quantized nodes among ``given``, which an int8 model has once it runs."""
+    quantized = [node for node in given if node.meta["value"].is_quantized]
+    if not quantized:
+        return {}
+    front = pruned(whole, quantized)
+    front.graph.output([front.kept[node] for node in quantized])
+    with torch.no_grad():
+        values = fx.GraphModule(model, front.graph)(*(torch.zeros([d or 1 for d in i.shape]) for i in graph.inputs))
+    return {node: (value.q_scale(), value.q_zero_point()) for node, value in zip(quantized, values, strict=True)}
 
 
 def whole_module(graph: ModelGraph, model: nn.Module, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
@@ -293,20 +351,19 @@ def create_extractor(
         check_traced(private(model, training=False), traced, pure, inputs)
     by_fx_name = {n.name: n for n in pure.graph.nodes}
     wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
-    pruned = fx.Graph()
-    kept = _pruned(pure.graph, list(wanted.values()), pruned)
-    pruned.output({key: kept[node] for key, node in wanted.items()})
-    for node in pruned.nodes:
+    part = pruned(pure.graph, wanted.values())
+    part.graph.output({key: part.kept[node] for key, node in wanted.items()})
+    for node in part.graph.nodes:
         value = node.meta.pop("value", None)
         for key in ("memory", "carries", "mutates"):
             node.meta.pop(key, None)
         if isinstance(value, Tensor) and value.layout is torch.strided:
             node.meta["tensor_meta"] = metadata(value)
-    result = GraphModule(pure, pruned, class_name=f"{type(module).__name__}Extractor")
+    result = GraphModule(pure, part.graph, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(traced.meta)
-    for part in result.modules():
-        if part is result or type(part) is nn.Module:  # a container that GraphModule made
-            part.training = False
+    for child in result.modules():
+        if child is result or type(child) is nn.Module:  # a container that GraphModule made
+            child.training = False
     return result
 
 
@@ -329,27 +386,6 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
 
 def _holds_tensor(value: Any) -> bool:
     return bool(tensors_in(value))
-
-
-def _pruned(whole: fx.Graph, wanted: list[fx.Node], graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Copy the inputs of ``whole``, and ``wanted`` with their ancestors, to ``graph``; returns original → copy."""
-    needed = _ancestors(wanted)
-    kept: dict[fx.Node, fx.Node] = {}
-    for node in whole.nodes:
-        if node in needed or node.op == "placeholder":
-            kept[node] = graph.node_copy(node, lambda n: kept[n])
-    return kept
-
-
-def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
 
 
 def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> None:

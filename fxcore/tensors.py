@@ -37,16 +37,22 @@ def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A model's input: its name, its layout, and its shape with None for dynamic sizes.
+    """An input: its name, its layout, and its shape with None for dynamic sizes.
+
+    Attributes:
+        node: the inner node that it stands for; None for an input of the model.
+        usual: the sizes of one row where the image has its usual size, of an inner node.
 
     >>> import fxcore
     >>> fxcore.model_graph("squeezenet1_1").inputs
-    (TensorSpec(name='x', layout='NCHW', shape=(None, 3, 224, 224)),)
+    (TensorSpec(name='x', layout='NCHW', shape=(None, 3, 224, 224), node=None, usual=()),)
     """
 
     name: str
     layout: str
     shape: tuple[int | None, ...]
+    node: str | None = None
+    usual: tuple[int, ...] = ()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -164,6 +164,14 @@ class UnknownNode(Invalid, slug="unknown-node", title="Unknown node"):
     """There is no such node, or its value cannot be extracted; ``name`` and ``suggestions``."""
 
 
+class OpenCut(Invalid, slug="open-cut", title="Open cut"):
+    """Outputs depend on the image beside the nodes to begin at; ``missing`` has nodes that would close the cut."""
+
+
+class UnneededInput(Invalid, slug="unneeded-input", title="Unneeded input"):
+    """No output depends on a node to begin at; ``name``."""
+
+
 class DuplicateKey(Invalid, slug="duplicate-key", title="Duplicate key"):
     """Two outputs have the same ``key``."""
 

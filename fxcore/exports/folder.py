@@ -199,7 +199,8 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         package=package,
         torchvision=", torchvision" if any("torchvision" in line for line in imports) else "",
         call=", ".join(
-            f"torch.zeros({[d or 1 for d in i.shape]}{_dtype(t)})" for i, t in zip(subject.inputs, types, strict=True)
+            f"torch.zeros({[1, *i.usual] if i.usual else [d or 1 for d in i.shape]}{_dtype(t)})"
+            for i, t in zip(subject.inputs, types, strict=True)
         ),
         inputs="\n".join(
             f"- `{i.name}`: {', '.join([*filter(None, [i.layout]), dtype_name(t)])}, {list(i.shape)}"

@@ -89,13 +89,13 @@ def _of_extractor(extractor: Extractor) -> Subject:
 
     def photographs() -> tuple[Tensor, ...]:
         """Two photographs as inputs of the nominal size, in the extractor's precision."""
-        rows = check_rows(graph.preprocessing, extractor.inputs, photos()[:2], graph.input_size)
-        return tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
+        rows = check_rows(graph.preprocessing, graph.inputs, photos()[:2], graph.input_size)
+        return extractor.entered(tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True)))
 
     about = {
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
-        "preprocessing": graph.preprocessing.describe(),
+        "preprocessing": graph.preprocessing.describe() if extractor.part is None else None,
     }
     outputs = extractor.outputs
     return Subject(graph.entry.name, extractor.module, extractor.dtype, extractor.inputs, outputs, about, photographs)

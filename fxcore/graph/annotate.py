@@ -23,6 +23,10 @@ from fxcore.tracing.interpreter import Interpreter, on_device
 _BATCH = 13
 """Batch size of the first of two runs. Dimensions that differ in the second, with one image, grow with the batch."""
 
+MANY = "many"
+"""Key in ``node.meta`` of a value without tensors that depends on the number of images: how many times as many there
+were in another run, and the value there."""
+
 _JOINING = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, "repeat", "tile")
 
 
@@ -95,6 +99,7 @@ def annotate(
     - ``adds_prefix``: see :func:`fxcore.graph.prefix_tokens.adds_prefix`;
     - ``axes``: see :mod:`fxcore.graph.layout`;
     - ``carries``: whether the value holds any tensor;
+    - ``many``: see :data:`MANY`;
     - ``memory``: numbers of the storages that the value lies in; nodes that share one share memory;
     - ``mutates``: indices of the ``all_input_nodes`` that the node overwrites, as functions that fx does not trace
       into may (MViT's do).
@@ -108,10 +113,13 @@ def annotate(
     [('_0', (1, 8, 8, 8), 'NCHW'), ('_1', (1, 512), 'NC')]
     """
     many: dict[fx.Node, torch.Size] = {}
+    numbers: dict[fx.Node, Any] = {}
 
     def remember(node: fx.Node, value: Any) -> None:
         if isinstance(value, Tensor):
             many[node] = value.shape
+        elif not _tensors(value):
+            numbers[node] = value
 
     def write(node: fx.Node, value: Any) -> None:
         node.meta["value"] = value
@@ -124,6 +132,7 @@ def annotate(
         node.meta.pop("rows", None)
         if isinstance(value, Tensor):
             node.meta["rows"] = _rows(value.shape, many.get(node))
+        _note_many(node, value, numbers.get(node), _BATCH)
 
     with torch.no_grad():  # not inference mode, whose tensors have no versions
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
@@ -155,6 +164,12 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     with torch.no_grad():
         _Recorder(module, write).run(*map_tensors(torch.clone, list(inputs)))
+
+
+def _note_many(node: fx.Node, value: Any, many: Any, factor: int) -> None:
+    node.meta.pop(MANY, None)
+    if isinstance(value, (int, tuple, list)) and not _tensors(value) and many != value:
+        node.meta[MANY] = factor, many
 
 
 def count_flops(

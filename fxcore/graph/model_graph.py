@@ -56,6 +56,8 @@ class ModelGraph:
 
     Attributes:
         entry, weights, preprocessing, train_nodes, untraceable, num_params, constants: of ``traced``.
+        root: the traced module, its parameters on ``device``.
+        device: ``meta``, or ``cpu`` for models that do not run on meta tensors.
         graph: the eval graph; copy it before changing it.
         eval_nodes: names in order of execution, as ``get_graph_node_names`` returns them.
         input_size: height and width that shapes and FLOPs are for.
@@ -83,7 +85,7 @@ class ModelGraph:
         self.constants = traced.constants
         self.traced_modules = traced.modules
         self.input_size = input_size
-        self._root, self._device = traced.root, traced.device
+        self.root, self.device = traced.root, traced.device
         self._module = traced.module if derived is None else fork(derived)
         self.graph = self._module.graph
         self.eval_nodes = names(self.graph)
@@ -127,13 +129,13 @@ class ModelGraph:
     @functools.cached_property
     def nodes(self) -> list[NodeInfo]:
         """All nodes but the output, in order of execution."""
-        flops = count_flops(self._module, self._row_shapes(), self._device, self.entry.dtype)
+        flops = count_flops(self._module, self._row_shapes(), self.device, self.entry.dtype)
         level_of = {level.node: name for name, level in self.levels.items()}
         seen: set[int] = set()
         return [
             describe(
                 n,
-                self._root,
+                self.root,
                 self.input_size,
                 self.shape_of(n),
                 level=level_of.get(n.meta.get(PATH, "")),
@@ -153,7 +155,7 @@ class ModelGraph:
     def leaf_modules(self) -> list[str]:
         """Names of the classes of the modules that were not traced into, sorted."""
         called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
-        return sorted({type(self._root.get_submodule(target)).__name__ for target in called})
+        return sorted({type(self.root.get_submodule(target)).__name__ for target in called})
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -185,7 +187,7 @@ class ModelGraph:
         if self.entry.one_size:
             return self._built_for(height, width)
         usual = self.preprocessing.nominal_size()
-        if self._device.type != "meta" and height * width > _LARGEST_COMPUTED * math.prod(usual):
+        if self.device.type != "meta" and height * width > _LARGEST_COMPUTED * math.prod(usual):
             raise BadTensor(
                 f"{self.entry.name} is run to describe it, which takes memory: {height} x {width} is more than "
                 f"{_LARGEST_COMPUTED} times the pixels of its usual size, {usual[0]} x {usual[1]}"
@@ -222,7 +224,7 @@ class ModelGraph:
 
     def _annotate(self) -> None:
         try:
-            annotate(self._module, self._row_shapes(), self._device, self.entry.dtype)
+            annotate(self._module, self._row_shapes(), self.device, self.entry.dtype)
         except Exception as error:
             raise BadTensor(self._refusal([self.input_size], error)) from error
         for node in self.graph.nodes:
@@ -230,7 +232,7 @@ class ModelGraph:
                 node.meta["rows"], node.meta[naming.APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
         self.levels: dict[str, Level] = find_levels(
-            self.entry.name, self.graph, self._root, self.input_size, self._traced.feature_maps
+            self.entry.name, self.graph, self.root, self.input_size, self._traced.feature_maps
         )
 
     @property
@@ -254,7 +256,7 @@ class ModelGraph:
         """
         try:
             nodes = [self.by_name[name] for name in wanted]
-            found = values_at(self._module, shapes, self._device, nodes, self.entry.dtype)
+            found = values_at(self._module, shapes, self.device, nodes, self.entry.dtype)
         except Exception as error:
             raise BadTensor(self._refusal(shapes, error)) from error
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}

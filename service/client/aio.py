@@ -68,6 +68,7 @@ class AsyncClient(BaseClient):
         transforms: Sequence[str | Mapping[str, Any]] = (),
         image_size: int | Sequence[int] | None = None,
         fit: Fit = "crop",
+        inputs: Sequence[str] | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> AsyncExtractor:
         """Create an extractor of ``nodes``. Arguments and errors: see :meth:`service.client.Client.extractor`."""
@@ -81,6 +82,7 @@ class AsyncClient(BaseClient):
             transforms=list(transforms),
             image_size=image_size,
             fit=fit,
+            inputs=None if inputs is None else list(inputs),
         )
         return AsyncExtractor(self, await self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 

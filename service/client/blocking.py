@@ -69,6 +69,7 @@ class Client(BaseClient):
         transforms: Sequence[str | Mapping[str, Any]] = (),
         image_size: int | Sequence[int] | None = None,
         fit: Fit = "crop",
+        inputs: Sequence[str] | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> Extractor:
         """Create an extractor of ``nodes`` (names, or a map node → key), or find the existing one of the same spec.
@@ -86,6 +87,7 @@ class Client(BaseClient):
             fit: how an image comes to that size: ``crop`` as the weights do, ``stretch``, ``pad`` (the output
                 ``valid_box`` has its place), or ``native``, where ``image_size`` is the shorter side and nothing is
                 cropped.
+            inputs: nodes to begin at instead of the model's inputs; call it with a mapping from these names to arrays.
             wait: seconds to wait for the build.
 
         Raises:
@@ -102,6 +104,7 @@ class Client(BaseClient):
             transforms=list(transforms),
             image_size=image_size,
             fit=fit,
+            inputs=None if inputs is None else list(inputs),
         )
         return Extractor(self, self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 

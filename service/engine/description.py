@@ -30,7 +30,7 @@ class Description:
         entry: its model.
         weights: canonical name of the weights.
         device: where it runs: ``cpu``, ``cuda:0``.
-        inputs: names, layouts and channels of the model's inputs; the sizes are its usual ones.
+        inputs: names, layouts and channels of its inputs; the sizes are their usual ones.
         fingerprint: of the model's graph.
         return_nodes: key → node, resolved, in the order asked for.
         preprocessing: turns images into its inputs.
@@ -57,10 +57,25 @@ class Description:
         """The dtype of floating inputs."""
         return precision_dtype(self.entry, self.spec.precision)
 
+    @property
+    def of(self) -> str:
+        """Its model, or the part of it, in a sentence."""
+        return f"this part of {self.spec.model}" if self.spec.inputs else self.spec.model
+
+    @property
+    def begins_at(self) -> dict[str, str]:
+        """Its inputs, name → node, where it begins at inner nodes; else empty."""
+        return {spec.name: spec.node for spec in self.inputs if spec.node is not None}
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether it takes single images."""
+        return not self.begins_at and self.preprocessing.takes_images and len(self.inputs) == 1
+
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Return shapes of one row of each input, for the usual image size."""
         size = self.preprocessing.nominal_size()
-        return [(*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
+        return [spec.usual or (*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
 
     @cached_property
     def spec_bytes(self) -> int:

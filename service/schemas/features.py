@@ -98,6 +98,13 @@ class OneStepQuery(FeatureQuery):
         examples=["layer3:C4,layer4:C5"],
     )
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
+    inputs: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16384,
+        description="Nodes to begin at, separated by commas: the body holds tensors of these names.",
+        examples=["layer2"],
+    )
     precision: Precision = Field(default="float32", examples=["bfloat16"])
     backend: Backend = Field(default="auto", examples=["eager"])
     image_size: ImageSizeText | None = Field(

@@ -64,6 +64,13 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "'layer5' is no node, level or path of resnet50; did you mean layer4?",
         {"name": "layer5", "suggestions": ["layer4"]},
     ),
+    problems.OpenCut: Example(
+        "the nodes asked for depend on the image beside layer3.0.conv1; give layer3.0.downsample.1 too",
+        {"missing": ["layer3.0.downsample.1"]},
+    ),
+    problems.UnneededInput: Example(
+        "no node that is asked for depends on the input 'layer2' beside the others", {"name": "layer2"}
+    ),
     problems.DuplicateKey: Example("two outputs are asked for under the key 'C4'", {"key": "C4"}),
     problems.NotTraceable: Example(
         "rpn cannot be traced; ask for a node of backbone instead", {"module": "rpn", "source": "for img in images:"}

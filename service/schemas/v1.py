@@ -48,6 +48,9 @@ ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
 MAX_NODES = 1024
 """Maximum nodes of an extractor."""
 
+MAX_INPUTS = 64
+"""Maximum inner nodes that an extractor begins at."""
+
 State = Literal["building", "ready", "failed"]
 
 
@@ -136,6 +139,12 @@ class ExtractorSpec(BaseModel):
         "colour, and an output `valid_box` has its place; `native` makes the shorter side `image_size`, crops nothing, "
         "and rounds each side to the model's `multiple`.",
         examples=["pad"],
+    )
+    inputs: Annotated[list[NodeName], Field(min_length=1, max_length=MAX_INPUTS)] | None = Field(
+        default=None,
+        description="Nodes to begin at instead of the model's inputs, named as in `return_nodes`. Requests send "
+        "tensors by these names, one row an image.",
+        examples=[["layer2"]],
     )
 
 
@@ -335,6 +344,19 @@ class OutputDetail(BaseModel):
     )
 
 
+class InputDetail(BaseModel):
+    """An input of an extractor."""
+
+    name: str = Field(examples=["x"])
+    node: str | None = Field(
+        description="The inner node it stands for; null for an input of the model.", examples=[None]
+    )
+    layout: str | None = Field(examples=["NCHW"])
+    shape: list[int | None] | None = Field(
+        description="Sizes, null where any is taken.", examples=[[None, 3, 224, 224]]
+    )
+
+
 class ExtractorDetail(BaseModel):
     """An extractor and its state."""
 
@@ -346,6 +368,7 @@ class ExtractorDetail(BaseModel):
     device: str | None = Field(examples=["cpu"])
     backend: str | None = Field(examples=["eager"])
     precision: Precision = Field(examples=["float32"])
+    inputs: list[InputDetail] = Field(description="What its requests hold as tensors.")
     outputs: list[OutputDetail]
     preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])

@@ -100,3 +100,14 @@ def attention_of_the_class_token(photo: bytes) -> NDArray[np.float32]:
         model(batch)
         _, weights = attention(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)
     return np.asarray(weights[0, :, 0, 1:])
+
+
+@pytest.mark.exhaustive
+def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
+    said = run("split_network", tmp_path / "cat.jpg", "--server", url, "--model", "resnet18", "--at", "layer3")
+    match = re.match(r"class (\d+) by the head here, class (\d+) by the server; apart by (\S+)", said)
+    assert match is not None, said
+    assert match[1] == match[2]
+    assert float(match[3]) < 1e-3

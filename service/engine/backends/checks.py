@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
+from fxcore.extractor import Extractor
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
 from service.engine.candidate import MIN_COSINE, TOLERANCE, Candidate
 from service.engine.description import Description
@@ -67,12 +68,12 @@ class Reference:
     def takes_another_size(self, lowered: Lowered) -> bool:
         """Return whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
         them."""
-        larger = []
-        for x in self._rows[0]:
-            size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
-            flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=size)
-            larger.append(flat.to(x.dtype).reshape(*x.shape[:-2], *size))
         try:
+            larger = []
+            for x in self._rows[0]:
+                size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
+                flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=size)
+                larger.append(flat.to(x.dtype).reshape(*x.shape[:-2], *size))
             found = verify(self._module, lowered, tuple(larger))
         except Exception:
             return False
@@ -104,25 +105,27 @@ def timed(run: Lowered, inputs: Inputs) -> float:
 
 
 def example_rows(
-    description: Description, device: torch.device, folder: Path | None
+    description: Description, extractor: Extractor, device: torch.device, folder: Path | None
 ) -> tuple[list[Inputs], list[Inputs]]:
     """Photographs as the extractor's inputs: those to compare on, and those that int8 is calibrated on.
 
     Args:
         folder: of photographs to calibrate on instead of those that are shipped.
     """
-    calibration = calibration_of(description, folder) if description.spec.precision == "int8" else []
-    return check_photographs(description, device), calibration
+    calibration = calibration_of(description, extractor, folder) if description.spec.precision == "int8" else []
+    return check_photographs(description, extractor, device), calibration
 
 
-def check_photographs(description: Description, device: torch.device, count: int | None = None) -> list[Inputs]:
+def check_photographs(
+    description: Description, extractor: Extractor, device: torch.device, count: int | None = None
+) -> list[Inputs]:
     """Return the shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
     size = description.preprocessing.nominal_size()
-    rows = check_rows(description.preprocessing, description.inputs, photos()[:count], size)
-    return [tuple(x.to(device, description.dtype) for x in row) for row in rows]
+    rows = check_rows(description.preprocessing, extractor.graph.inputs, photos()[:count], size)
+    return [extractor.entered(tuple(x.to(device, description.dtype) for x in row)) for row in rows]
 
 
-def calibration_of(description: Description, folder: Path | None) -> list[Inputs]:
+def calibration_of(description: Description, extractor: Extractor, folder: Path | None) -> list[Inputs]:
     """Inputs to calibrate int8 of an extractor on, one row each: photographs in ``folder``, or the shipped ones.
 
     Raises:
@@ -131,7 +134,8 @@ def calibration_of(description: Description, folder: Path | None) -> list[Inputs
     count = CALIBRATION_IMAGES if folder is None else 256
     size = description.preprocessing.nominal_size()
     try:
-        return calibration_rows(description.preprocessing, description.inputs, size, folder, count)
+        rows = calibration_rows(description.preprocessing, extractor.graph.inputs, size, folder, count)
+        return [extractor.entered(row) for row in rows]
     except NoPhotographs as error:
         said = f"int8 cannot be calibrated: {error.detail}"
         raise ExtractorFailed(said, problem={"error": error.detail}) from error

@@ -53,7 +53,7 @@ def simulation(description: Description, extractor: Extractor, folder: Path | No
     Args:
         folder: of photographs to take the ranges from instead of those that are shipped.
     """
-    return simulated(extractor.module, calibration_of(description, folder)[:_SIMULATED_IMAGES])
+    return simulated(extractor.module, calibration_of(description, extractor, folder)[:_SIMULATED_IMAGES])
 
 
 def int8_graph(runtime: Runtime) -> fx.GraphModule | None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import fx
 
 from fxcore.backends import Backend, Lowered, LoweringFailed, Options
 from service.engine.backends.checks import PassFailed, Reference, example_rows
@@ -17,6 +16,7 @@ from service.engine.backends.trials import Trials
 from service.engine.candidate import Candidate
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
+from service.engine.runtime import Runtime
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
@@ -45,10 +45,8 @@ class Lowering:
             self._device, description.spec.precision, self._settings.compute_threads, self._settings.cache_dir
         )
 
-    async def lower(
-        self, description: Description, module: fx.GraphModule, backend: Backend, pool: Executor
-    ) -> tuple[Lowered, Reference]:
-        """Lower ``module`` of an extractor in ``pool``; also gives the reference to compare with.
+    async def lower(self, runtime: Runtime, backend: Backend, pool: Executor) -> tuple[Lowered, Reference]:
+        """Lower an extractor in ``pool``; also gives the reference to compare with.
 
         A cached artifact is tried on one photograph: a damaged one may load and compute something else. Cancelling the
         call cancels the lowering.
@@ -56,6 +54,7 @@ class Lowering:
         Raises:
             LoweringFailed: the backend does not take the model, or the lowering was cancelled.
         """
+        description, extractor = runtime.description, runtime.extractor
         cancelled = threading.Event()
         self._in_progress.add(cancelled)
 
@@ -63,10 +62,10 @@ class Lowering:
             if cancelled.is_set():
                 raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
             options = replace(self.options(description), cancelled=cancelled, reuse=reuse)
-            rows, calibration = example_rows(description, self._device, self._settings.calibration_dir)
+            rows, calibration = example_rows(description, extractor, self._device, self._settings.calibration_dir)
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
-            lowered = backend.lower(module, two, replace(options, calibration=calibration))
-            return lowered, Reference(module, rows, description.spec.precision)
+            lowered = backend.lower(extractor.module, two, replace(options, calibration=calibration))
+            return lowered, Reference(extractor.module, rows, description.spec.precision)
 
         try:
             lowered, reference = await in_pool(pool, work, True)

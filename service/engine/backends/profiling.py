@@ -51,7 +51,7 @@ async def profiled(runtime: Runtime, queue: Queue) -> Measured:
     description, extractor = runtime.description, runtime.extractor
 
     def prepare() -> tuple[Profiler, Inputs]:
-        [inputs] = check_photographs(description, torch.device(description.device), 1)
+        [inputs] = check_photographs(description, extractor, torch.device(description.device), 1)
         return Profiler(int8 or extractor.module, inputs), inputs
 
     profiler, inputs = await asyncio.to_thread(prepare)

@@ -71,9 +71,7 @@ class Search:
         runtime = self._runtime
         try:
             with runtime.in_use():
-                lowered, reference = await self._lowering.lower(
-                    runtime.description, runtime.extractor.module, backend, self._pool
-                )
+                lowered, reference = await self._lowering.lower(runtime, backend, self._pool)
                 faster = await self._is_faster(candidate, reference, eager, lowered)
                 if faster:
                     await self._trials.warm(reference, lowered)

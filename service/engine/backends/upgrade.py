@@ -121,12 +121,11 @@ class Upgrades:
 
     async def _lowered_first(self, runtime: Runtime, backend: Backend) -> None:
         """Lower before the first request, and compare: the backend serves, or the spec is refused."""
-        description, module = runtime.description, runtime.extractor.module
-        spec = description.spec
+        spec = runtime.description.spec
         candidate = Candidate(backend.name)
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
-            lowered, reference = await self._lowering.lower(description, module, backend, self._foreground)
+            lowered, reference = await self._lowering.lower(runtime, backend, self._foreground)
             await self._trials.compare(candidate, reference, lowered)
             await self._trials.warm(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
@@ -158,7 +157,7 @@ class Upgrades:
         description = runtime.description
         try:
             # Not in a pool, whose work takes longer than this does.
-            rows = await asyncio.to_thread(check_photographs, description, self._device, 1)
+            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._device, 1)
             reference = Reference(original, rows, description.spec.precision)
             await self._trials.compare_one(own, reference, eager)
             own.state, own.reason = CandidateState.SERVING, None
@@ -213,7 +212,7 @@ class Upgrades:
         for backend in faster:
             if await asyncio.to_thread(self._verdicts.read, description, backend.name) is not None:
                 return True
-        rows = await asyncio.to_thread(check_photographs, description, self._device)
+        rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._device)
         reference = Reference(eager, rows, description.spec.precision)
         try:
             return images * await self._trials.seconds_per_row(reference, eager) > WORTH_SECONDS

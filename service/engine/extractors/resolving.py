@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
-from fxcore.errors import DuplicateKey
+from fxcore.errors import BadTensor, DuplicateKey
+from fxcore.graph.model_part import ModelPart
 from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
+from fxcore.tensors import TensorSpec
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
 from service.engine.memory.graphs import graph_for, preprocessing_for
@@ -35,14 +37,17 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     if spec.fit == "pad" and VALID_BOX in return_nodes:
         detail = f"fit=pad adds an output {VALID_BOX!r}: give the node of that name another key"
         raise DuplicateKey(detail, key=VALID_BOX)
+    if spec.inputs is not None and spec.fit != "crop":
+        raise BadTensor(f"fit={spec.fit} is for images, and an extractor that begins at inner nodes takes none")
+    inputs = graph.inputs if spec.inputs is None else ModelPart(graph, graph.resolve(spec.inputs), return_nodes).inputs
     preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
     return Description(
-        id=extractor_id(spec, weights, return_nodes),
+        id=extractor_id(spec, weights, return_nodes, inputs),
         spec=spec,
         entry=entry,
         weights=weights,
         device=str(device),
-        inputs=graph.inputs,
+        inputs=inputs,
         fingerprint=graph.fingerprint,
         return_nodes=return_nodes,
         preprocessing=preprocessing,
@@ -50,7 +55,9 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     )
 
 
-def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]) -> str:
+def extractor_id(
+    spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], inputs: Sequence[TensorSpec] = ()
+) -> str:
     """Return the id of the extractor that ``spec`` describes, with the full names of its weights and nodes."""
     decisive = {
         "model": spec.model,
@@ -63,4 +70,7 @@ def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str]
         # Left out where it is the default, as in specs older than this key: their ids stay.
         **({} if spec.fit == "crop" else {"fit": spec.fit}),
     }
+    begins_at = {one.name: one.node for one in inputs if one.node is not None}
+    if begins_at:  # left out otherwise, as in specs older than this key: their ids stay
+        decisive["inputs"] = list(begins_at.items())
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

@@ -94,7 +94,9 @@ class Builder:
             params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
             self.make_room(params * description.dtype.itemsize)
         model = await self.models.get(entry, description.model_key)
-        pruned = partial(build_extractor, any_size=not description.preprocessing.fixed_size)
+        pruned = partial(
+            build_extractor, any_size=not description.preprocessing.fixed_size, inputs=description.begins_at
+        )
         module = model.module
         if graph.entry.input_size is not None:
             module = await in_pool(self.pool, sized_model, graph.entry, module, graph.weights)

@@ -153,7 +153,7 @@ def _verified(
     Raises:
         CannotTransform: ``module`` cannot run, or an output changed though every transform is exact.
     """
-    [inputs] = check_photographs(description, torch.device(description.device), 1)
+    [inputs] = check_photographs(description, extractor, torch.device(description.device), 1)
     names = ", ".join(step["name"] for step in wanted)
     try:
         started = time.monotonic()

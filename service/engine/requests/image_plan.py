@@ -42,9 +42,9 @@ def check_takes_images(description: Description, images: Sequence[bytes]) -> Non
     """
     if not images:
         raise BadTensor("the request holds no image; send at least one")
-    if not description.preprocessing.takes_images or len(description.inputs) != 1:
+    if not description.takes_images:
         wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in description.inputs)
-        raise BadTensor(f"{description.spec.model} does not take single images; send tensors: {wanted}")
+        raise BadTensor(f"{description.of} does not take single images; send tensors: {wanted}")
 
 
 def header_steps(count: int) -> list[range]:

@@ -27,8 +27,7 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     runtime = runtime.at(shape)
     known = runtime.row_sizes.get(shape)
     if known is None:
-        graph = runtime.graph
-        values = graph.values_at(shape, set(runtime.description.return_nodes.values()))
+        values = runtime.extractor.values_at(shape)
         per_value = {
             node: (dims, returned_dtype(dtype, runtime.description.dtype)) for node, (dims, dtype) in values.items()
         }
@@ -36,8 +35,11 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
         for info in runtime.outputs:
             dims, dtype = per_value[info.node]
             outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
-        height, width = shape[0][-2:]
-        grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), graph.input_size) for i in runtime.outputs}
+        grids = {}
+        if not runtime.description.begins_at:
+            height, width = shape[0][-2:]
+            size = runtime.graph.input_size
+            grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), size) for i in runtime.outputs}
         inputs = sum(_bytes([1, *dims], runtime.description.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest

@@ -21,7 +21,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
         raise BadTensor(
-            f"{description.spec.model} takes tensors named {', '.join(s.name for s in specs)}; the request has "
+            f"{description.of} takes tensors named {', '.join(s.name for s in specs)}; the request has "
             f"{', '.join(sorted(tensors)) or 'none'}"
         )
     counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
@@ -32,6 +32,10 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     shapes = []
     boxes: list[tuple[int, int, int, int]] = []
     for spec, tensor in zip(specs, ordered, strict=True):
+        if spec.node is not None:
+            _check_value(spec, tensor)
+            shapes.append(tuple(tensor.shape[1:]))
+            continue
         _check_tensor(spec, tensor)
         if tensor.dtype == torch.uint8:
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
@@ -61,6 +65,23 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     costs = [cost and cost + decoded * len(part) // rows for part in parts]
     prepared = [(part, partial(prepare, part)) for part in parts]
     return Plan([row_shape] * rows, decoded, costs, prepared, valid_boxes=boxes)
+
+
+def _check_value(spec: TensorSpec, tensor: Tensor) -> None:
+    """Check a request's tensor for the inner node that ``spec`` stands for.
+
+    Raises:
+        BadTensor: its dtype or shape is wrong.
+    """
+    wanted = spec.shape[1:]
+    fits = tensor.ndim == len(spec.shape) and all(w in (None, d) for w, d in zip(wanted, tensor.shape[1:], strict=True))
+    if tensor.dtype.is_floating_point and fits and 0 not in tensor.shape:
+        return
+    sizes = ", ".join(["N", *(str(size) if size is not None else "any" for size in wanted)])
+    raise BadTensor(
+        f"tensor {spec.name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; values of {spec.node} are float32 "
+        f"[{sizes}]"
+    )
 
 
 def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:

@@ -99,4 +99,4 @@ def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: thr
             "export an extractor in float32",
             format=format,
         )
-    return export(built, format, cancelled, calibration_of(description, state.settings.calibration_dir))
+    return export(built, format, cancelled, calibration_of(description, built, state.settings.calibration_dir))

@@ -52,6 +52,8 @@ BUILD_PROBLEMS = (
 MAKING_PROBLEMS = (
     problems.UnknownModel,
     problems.UnknownNode,
+    problems.OpenCut,
+    problems.UnneededInput,
     problems.DuplicateKey,
     problems.NotTraceable,
     problems.BadTensor,
@@ -90,8 +92,12 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "device": description.device,
         "backend": record.backend,
         "precision": description.spec.precision,
+        "inputs": [
+            {"name": spec.name, "node": spec.node, "layout": spec.layout or None, "shape": spec.shape}
+            for spec in description.inputs
+        ],
         "outputs": [asdict(output) for output in record.outputs],
-        "preprocessing": description.preprocessing.describe(),
+        "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "checks": record.checks,
         "problem": problem(failed) if failed is not None else None,
@@ -110,6 +116,7 @@ def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
         "device": None,
         "backend": None,
         "precision": stored.spec.precision,
+        "inputs": [{"name": name, "node": None, "layout": None, "shape": None} for name in stored.spec.inputs or ()],
         "outputs": [
             {"key": key, "node": node, **unknown, "rows_per_image": 1} for key, node in stored.return_nodes.items()
         ],

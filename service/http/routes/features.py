@@ -26,7 +26,7 @@ from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.v1 import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec
 
 Parts = list[bytes | memoryview]
 
@@ -120,9 +120,23 @@ async def extract_in_one_step(request: Request) -> Response:
         backend=query.backend,
         image_size=query.image_size,
         fit=query.fit,
+        inputs=None if query.inputs is None else _input_names(query.inputs),
     )
 
     return await _respond(request, state, lambda: state.extractor(caller, spec), query, timeout)
+
+
+def _input_names(text: str) -> list[str]:
+    """Parse ``"layer2,layer3"`` into the ``inputs`` of a spec.
+
+    Raises:
+        Problem: 422: a name is invalid, or there are too many.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(0 < len(name) <= MAX_NAME_LENGTH for name in names) or len(names) > MAX_INPUTS:
+        detail = f"query parameter 'inputs' is at most {MAX_INPUTS} names of nodes, separated by commas"
+        raise problems.InvalidRequest(detail, field="inputs")
+    return names
 
 
 def named_nodes(text: str) -> list[str] | dict[str, str]:

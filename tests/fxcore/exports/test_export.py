@@ -73,8 +73,8 @@ def make(name: str, nodes: dict[str, str]) -> Extractor:
 
 def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
     graph = extractor.graph
-    made = check_rows(graph.preprocessing, extractor.inputs, photos()[-rows:], graph.input_size)
-    return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
+    made = check_rows(graph.preprocessing, graph.inputs, photos()[-rows:], graph.input_size)
+    return extractor.entered(tuple(torch.cat(parts) for parts in zip(*made, strict=True)))
 
 
 def check(
@@ -120,6 +120,17 @@ def test_exports_run_elsewhere_and_agree(format: str, tmp_path: Path) -> None:
         pytest.importorskip(package)
     extractor = make("mobilenet_v3_small", {"C5": "late", "x": "image", "C4": "C4", "features.8": "again"})
     assert extractor.outputs[2].node == extractor.outputs[3].node
+    check(extractor, format, export(extractor, format), tmp_path, (1, 3))
+
+
+@pytest.mark.parametrize(
+    "format", [pytest.param(f, marks=pytest.mark.exhaustive if f in SELDOM else ()) for f in FORMATS]
+)
+def test_exports_begin_where_the_extractor_does(format: str, tmp_path: Path) -> None:
+    graph = model_graph("resnet18")
+    model = load_model(graph.entry, "random")
+    begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
+    extractor = build_extractor(graph, model, graph.resolve({"layer3": "C4", "fc": "end"}), inputs=begin)
     check(extractor, format, export(extractor, format), tmp_path, (1, 3))
 
 

@@ -116,7 +116,7 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
         outputs = _outputs(graph, preprocessing, own.return_nodes, own.dtype)
         if own.spec.fit == "pad":
             outputs.append(TensorMetadata(name=VALID_BOX, datatype="FP32", shape=[-1, 4]))
-        return Tensors(inputs(graph.inputs, preprocessing), outputs)
+        return Tensors(inputs(own.inputs, preprocessing), outputs)
     graph = model_graph(target, target.structure())
     outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)
     return Tensors(inputs(graph.inputs, graph.preprocessing), outputs)
@@ -124,6 +124,11 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
     """List the accepted inputs: encoded images if the model takes single ones, or the model's own tensors."""
+    if any(spec.node is not None for spec in specs):
+        return [
+            TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:])])
+            for spec in specs
+        ]
     size = list(preprocessing.nominal_size()) if preprocessing.fixed_size else [-1, -1]
     tensors = [
         TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:-2]), *size])

@@ -1,0 +1,100 @@
+"""A part of a model, from inner nodes to others, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from fxcore.errors import BadTensor, DuplicateKey, UnknownNode, summarize
+from fxcore.graph.annotate import values_at
+from fxcore.graph.cut import cut
+from fxcore.graph.layout import layout_name
+from fxcore.graph.model_graph import ModelGraph
+from fxcore.passes.functionalize import functionalize
+from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
+from fxcore.tracing.names import PATH
+
+
+class ModelPart:
+    """What a model computes from inner nodes to others.
+
+    Args:
+        graph: of the model; it does not change.
+        inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`.
+        return_nodes: key → exact name of a node to end at.
+
+    Attributes:
+        inputs: its inputs, in order. Height and width of a map are None where the rest may take others.
+        any_size: whether it may take them: no size of the image is a constant in it.
+
+    Raises:
+        OpenCut: the nodes to end at depend on the image beside ``inputs``; ``missing`` closes the cut.
+        UnneededInput: they do not depend on one of ``inputs``.
+        DuplicateKey, UnknownNode: no values can be given for one of ``inputs``.
+        CannotTransform: the model's in-place operations cannot be rewritten.
+
+    >>> from fxcore import model_graph
+    >>> part = ModelPart(model_graph("resnet18"), {"C3": "layer2.1.relu_1"}, {"C4": "layer3.1.relu_1"})
+    >>> [(spec.name, spec.node, spec.shape) for spec in part.inputs]
+    [('C3', 'layer2.1.relu_1', (None, 128, None, None))]
+    """
+
+    def __init__(self, graph: ModelGraph, inputs: Mapping[str, str], return_nodes: Mapping[str, str]) -> None:
+        check_inputs(graph, inputs)
+        self._model, self._device, self._dtype = graph.entry.name, graph.device, graph.entry.dtype
+        whole = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        whole.graph_copy(graph.graph, copies)
+        functionalize(whole, dict(graph.traced_modules))
+        given = {key: copies[graph.by_name[name]] for key, name in inputs.items()}
+        wanted = [copies[graph.by_name[name]] for name in return_nodes.values()]
+        part = cut(whole, given, wanted, lambda node: PATH in node.meta and graph.extractable(node))
+        part.graph.output(tuple(part.kept[node] for node in wanted))
+        self._module = fx.GraphModule(graph.root, part.graph)
+        self.any_size = not part.fixed
+        self.inputs = tuple(_spec(key, node, part.fixed) for key, node in given.items())
+
+    def values_at(
+        self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
+    ) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Return shape and dtype of the values of ``wanted`` nodes and of what they depend on, for one image; see
+        :meth:`ModelGraph.values_at`.
+
+        Raises:
+            BadTensor: the part does not take inputs of that shape.
+        """
+        nodes = [node for node in self._module.graph.nodes if node.meta.get(PATH) in wanted]
+        try:
+            found = values_at(self._module, shapes, self._device, nodes, self._dtype)
+        except Exception as error:
+            shown = ", ".join(f"{spec.name} {list(shape)}" for spec, shape in zip(self.inputs, shapes, strict=True))
+            raise BadTensor(f"this part of {self._model} cannot take {shown}: {summarize(error)}") from error
+        return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
+
+
+def check_inputs(graph: ModelGraph, inputs: Mapping[str, str]) -> None:
+    """Check that values can be given for nodes.
+
+    Raises:
+        DuplicateKey: a node is named twice.
+        UnknownNode: the values of a node are no floating-point numbers.
+    """
+    for key, name in inputs.items():
+        if list(inputs.values()).count(name) > 1:
+            raise DuplicateKey(f"the input {key!r} is {name}, which is an input already; name each node once", key=key)
+        value = graph.by_name[name].meta["value"]
+        if not returned_dtype(value.dtype, torch.float32).is_floating_point:
+            detail = f"{name!r} has values of {dtype_name(value.dtype)}; begin at a node of floating-point numbers"
+            raise UnknownNode(detail, name=key, suggestions=[])
+
+
+def _spec(key: str, node: fx.Node, fixed: bool) -> TensorSpec:
+    value, axes = node.meta["value"], node.meta.get("axes")
+    rows = node.meta["rows"]
+    usual = tuple(value.shape[1:]) if rows == 1 else (rows, *value.shape[1:])
+    free = axes is not None and rows == 1 and not fixed and len(axes) == value.ndim
+    sizes = [None if free and axis in "HW" else size for axis, size in zip((axes or "")[1:], usual, strict=False)]
+    shape = (None, *(sizes if free else usual))
+    return TensorSpec(key, layout_name(axes) or "" if rows == 1 else "", shape, node.meta[PATH], usual)

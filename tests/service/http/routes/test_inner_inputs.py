@@ -1,0 +1,111 @@
+"""Extractors that begin at inner nodes: requests carry the values of these, one row an image."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torchvision.models.feature_extraction import create_feature_extractor
+
+from fxcore import get_model, load_model
+from tests.service.conftest import Client, checked
+
+SAFETENSORS = "application/x-safetensors"
+URL = "/v1/models/resnet18/features?weights=random&backend=eager"
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Tensor]:
+    """What torchvision's own extractor gives for two random inputs of the model."""
+    module = create_feature_extractor(load_model(get_model("resnet18"), "random"), ["layer2", "layer3", "layer4"])
+    with torch.no_grad():
+        found = module.eval()(torch.rand(2, 3, 224, 224, generator=torch.Generator().manual_seed(0)))
+    return {name: value.contiguous() for name, value in found.items()}
+
+
+def sent(client: Client, url: str, tensors: Mapping[str, Tensor]) -> httpx.Response:
+    headers = {"Content-Type": SAFETENSORS, "Accept": SAFETENSORS}
+    return client.post(url, content=save(dict(tensors)), headers=headers)
+
+
+def test_the_second_half_gives_what_the_whole_does(client: Client, values: dict[str, Tensor]) -> None:
+    response = sent(client, f"{URL}&nodes=layer3,C5&inputs=layer2", {"layer2": values["layer2"]})
+    assert response.status_code == 200, response.text
+    found = load(response.content)
+    for key, name in (("layer3", "layer3"), ("C5", "layer4")):
+        assert torch.dist(found[key], values[name]) <= 1e-5 * values[name].norm()
+
+
+def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) -> None:
+    body = io.BytesIO()
+    np.save(body, values["layer3"].numpy())
+    headers = {"Content-Type": "application/x-npy", "Accept": SAFETENSORS}
+    response = client.post(f"{URL}&nodes=C5&inputs=C4", content=body.getvalue(), headers=headers)
+    assert torch.dist(load(response.content)["C5"], values["layer4"]) <= 1e-5 * values["layer4"].norm()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inputs", "shape", "slug", "said"),
+    [
+        ("layer4", "layer2", (1, 5, 28, 28), "bad-tensor", "values of layer2.1.relu_1 are float32 [N, 128, any, any]"),
+        ("layer4", "layer2", (1, 128), "bad-tensor", "float32 [1, 128]"),
+        ("layer4", "layer2.0.conv1", (1, 128, 28, 28), "open-cut", "give layer2.0.downsample.1 too"),
+        ("layer2", "layer4", (1, 512, 7, 7), "open-cut", "give layer2.1.relu_1 too"),
+        ("layer4", "layer2,layer3", (1, 128, 28, 28), "unneeded-input", "'layer2'"),
+        ("layer4", "layer3,C4", (1, 256, 14, 14), "duplicate-key", "layer3.1.relu_1, which is an input already"),
+        ("layer4", "layr2", (1, 128, 28, 28), "unknown-node", "did you mean layer2"),
+        ("layer4", "layer2,", (1, 128, 28, 28), "invalid-request", "names of nodes"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    client: Client, nodes: str, inputs: str, shape: tuple[int, ...], slug: str, said: str
+) -> None:
+    tensors = {name: torch.zeros(shape) for name in inputs.split(",")}
+    response = sent(client, f"{URL}&nodes={nodes}&inputs={inputs}", tensors)
+    assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}")
+    assert said in response.json()["detail"]
+
+
+def test_images_are_refused(client: Client) -> None:
+    body = {"images": [base64.b64encode(b"GIF89a").decode()]}
+    response = client.post(f"{URL}&nodes=layer4&inputs=layer2", json=body)
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-tensor")
+    assert "send tensors: layer2" in response.json()["detail"]
+
+
+def created(client: Client, **more: Any) -> dict[str, Any]:
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": {"layer4": "end"}, "inputs": ["layer2"]}
+    response = client.post("/v1/extractors", json={**spec, **more})
+    assert response.status_code in (200, 201), response.text
+    made: dict[str, Any] = response.json()
+    return made
+
+
+def test_its_description_says_where_it_begins(client: Client) -> None:
+    made = created(client)
+    assert made["inputs"] == [
+        {"name": "layer2", "node": "layer2.1.relu_1", "layout": "NCHW", "shape": [None, 128, None, None]}
+    ]
+    assert made["preprocessing"] is None
+    assert made["id"] == created(client)["id"] != created(client, inputs=["layer3"])["id"]
+    assert checked(client, made["id"])["max_rel_error"] < 1e-5
+
+
+def test_the_open_inference_protocol_has_its_inputs(client: Client, values: dict[str, Tensor]) -> None:
+    id = created(client)["id"]
+    assert client.get(f"/v2/models/{id}").json()["inputs"] == [
+        {"name": "layer2", "datatype": "FP32", "shape": [-1, 128, -1, -1]}
+    ]
+    given = values["layer2"][:1]
+    tensor = {"name": "layer2", "datatype": "FP32", "shape": list(given.shape), "data": given.flatten().tolist()}
+    [output] = client.post(f"/v2/models/{id}/infer", json={"inputs": [tensor]}).json()["outputs"]
+    expected = values["layer4"][:1]
+    assert torch.dist(torch.tensor(output["data"]).view(expected.shape), expected) <= 1e-5 * expected.norm()
