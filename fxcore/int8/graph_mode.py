@@ -21,7 +21,7 @@ from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
-from fxcore.int8.layers import class_of, computed_by, inline_leaves
+from fxcore.int8.layers import class_of, computed_by, inline_leaves, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
@@ -87,6 +87,7 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
     _range_inputs(observed, mapping)
+    _range_before_relu6(observed)
     _share_rounded(observed, kept)
     return observed, kept
 
@@ -112,6 +113,17 @@ def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
     for path in read:
         if observed.get_submodule(path) not in returned:
             observed.set_submodule(path, mapping.global_qconfig.activation())
+
+
+def _range_before_relu6(observed: fx.GraphModule) -> None:
+    """Observe what ReLU6 leaves of values that only it reads: torch gives both the range of the wider one, in which few
+    of the integers are between 0 and 6."""
+    for node in observed.graph.nodes:
+        if not str(node.target).startswith("activation_post_process") or not node.users:
+            continue
+        if all(is_relu6(observed, user) for user in node.users):
+            observer = observed.get_submodule(str(node.target))
+            observer.register_forward_pre_hook(lambda _, args: (torch.nn.functional.relu6(args[0]),))
 
 
 def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:

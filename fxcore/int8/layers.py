@@ -60,11 +60,12 @@ class _NoModule(nn.Module):
 
 
 def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """Return the layer that ``node`` belongs to: a batch norm or ReLU belongs to the layer before it, which fuses
-    it."""
+    """Return the layer that ``node`` belongs to: a batch norm, ReLU or ReLU6 belongs to the layer before it, which
+    fuses it, or for ReLU6 rounds to its range."""
     while len(node.all_input_nodes) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
+        relu = relu or is_relu6(module, node)
         if issubclass(class_of(module, node), BATCH_NORMS):
             fused = issubclass(class_of(module, before), WEIGHTED)
         else:
@@ -75,6 +76,11 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
             break
         node = before
     return node
+
+
+def is_relu6(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether ``node`` calls ReLU6."""
+    return node.target is nn.functional.relu6 or issubclass(class_of(module, node), nn.ReLU6)
 
 
 def class_of(module: fx.GraphModule, node: fx.Node) -> type:

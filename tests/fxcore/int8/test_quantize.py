@@ -22,7 +22,7 @@ from fxcore.photos import calibration_rows
 # without VNNI activations have seven bits of eight.
 TABLE = [
     ("resnet18", {"C3": 0.995, "C5": 0.98, "fc": 0.99}, 32),
-    ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 101),
+    ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 66),
     ("regnet_y_400mf", {"C3": 0.97, "C5": 0.7, "fc": 0.98}, 152),
     ("vit_b_16", {"encoder.layers.encoder_layer_3": 0.99}, 51),
 ]
@@ -246,6 +246,29 @@ def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Mod
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
     found = quantize(trace(model), rows, keep=["2"])
     assert verify(model, found.module, rows[0]).relative < 0.03
+
+
+@pytest.mark.parametrize("by_a_function", [False, True])
+def test_relu6_leaves_all_steps_to_the_values_from_0_to_6(by_a_function: bool) -> None:
+    """Values before it reach from -300 to 300 here; steps of that range would be coarser than a third of ReLU6's."""
+
+    class Function(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.relu6(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), Function() if by_a_function else nn.ReLU6()).eval()
+    nn.init.constant_(model[1].weight, 100.0)
+    rows: list[Inputs] = [(torch.randn(1, 3, 16, 16),) for _ in range(8)]
+    with torch.no_grad():
+        assert model[:2](rows[0][0]).max() > 100
+        found = quantize(trace(model), rows)
+        got, expected = found.module(rows[0][0]), model(rows[0][0])
+    assert [layer.name for layer in found.layers] == ["0"]
+    between = (expected > 0) & (expected < 6)
+    assert got[between].unique().numel() > 60
+    assert got.amin() == 0
+    assert 5.9 < float(got.amax()) < 6.1
 
 
 def test_products_of_all_eight_bits_do_not_overflow() -> None:
