@@ -172,6 +172,10 @@ class UnneededInput(Invalid, slug="unneeded-input", title="Unneeded input"):
     """No output depends on a node to begin at; ``name``."""
 
 
+class TooManyNodes(Invalid, slug="too-many-nodes", title="Too many nodes"):
+    """Groups of names are more nodes than the ``limit``; ``count``."""
+
+
 class DuplicateKey(Invalid, slug="duplicate-key", title="Duplicate key"):
     """Two outputs have the same ``key``."""
 

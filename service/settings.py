@@ -118,6 +118,9 @@ class Settings(BaseSettings):
         "extractors' specs, names and deletions. All server processes that use the same one share their extractors, "
         "also across restarts. By default, the processes of one server share a temporary folder.",
     )
+    max_nodes: int = Field(
+        default=64, ge=1, description="Maximum nodes that names with `*`, such as `blocks.*`, stand for."
+    )
     max_stored_extractors: int = Field(
         default=10_000,
         ge=1,

@@ -266,7 +266,8 @@ class ModelGraph:
 
         Args:
             return_nodes: names, which are their own keys, or name → key. A name is an exact node name, a level, or a
-                truncated path, which means the last node under that path.
+                truncated path, which means the last node under that path. In a list, a name with ``*`` for components
+                of a path is every path that matches, in order.
 
         Raises:
             UnknownNode: a name matches nothing, or its value cannot be extracted.
@@ -274,6 +275,13 @@ class ModelGraph:
 
         >>> model_graph("resnet18").resolve({"C3": "level", "layer2": "path", "layer2.1.relu_1": "exact"})
         {'level': 'layer2.1.relu_1', 'path': 'layer2.1.relu_1', 'exact': 'layer2.1.relu_1'}
+        >>> model_graph("resnet18").resolve(["layer*", "layer1.*"])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        fxcore.errors.UnknownNode: no path of resnet18 matches 'layer*', in which each * stands for one component...
+        >>> model_graph("resnet18").resolve(["layer1.*", "*.1.bn2"])  # doctest: +NORMALIZE_WHITESPACE
+        {'layer1.0': 'layer1.0.relu_1', 'layer1.1': 'layer1.1.relu_1', 'layer1.1.bn2': 'layer1.1.bn2',
+         'layer2.1.bn2': 'layer2.1.bn2', 'layer3.1.bn2': 'layer3.1.bn2', 'layer4.1.bn2': 'layer4.1.bn2'}
         """
         return naming.resolve(self, return_nodes)
 

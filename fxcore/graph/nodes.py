@@ -54,6 +54,8 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
     if not isinstance(return_nodes, Iterable):
         raise BadArgument(f"nodes are a list of names, or names with keys, not {return_nodes!r:.100}")
     pairs = list(return_nodes.items()) if isinstance(return_nodes, Mapping) else [(name, name) for name in return_nodes]
+    if not isinstance(return_nodes, Mapping):
+        pairs = [(one, one) for name, _ in pairs for one in (group(graph, name) if is_group(name) else [name])]
     if wrong := [pair for pair in pairs if not all(isinstance(part, str) for part in pair)]:
         name, key = wrong[0]
         raise BadArgument(f"names of nodes and keys are text, not {key if isinstance(name, str) else name!r:.100}")
@@ -67,6 +69,39 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
     return resolved
 
 
+def is_group(name: object) -> bool:
+    """Return whether a name stands for a group of nodes."""
+    return isinstance(name, str) and "*" in name
+
+
+def group(graph: Named, name: str) -> list[str]:
+    """Return the paths that ``name`` matches, in order of execution; ``*`` in it stands for one component of a path.
+
+    Paths whose last node cannot be extracted are left out.
+
+    Raises:
+        UnknownNode: there are none.
+    """
+    parts = name.split(".")
+    found: dict[str, None] = {}
+    for exact in graph.eval_nodes:
+        path = exact.split(".")[: len(parts)]
+        if len(path) == len(parts) and all(part in ("*", there) for part, there in zip(parts, path, strict=True)):
+            found[".".join(path)] = None
+    paths = [path for path in found if graph.extractable(graph.by_name[str(_lookup(graph, path))])]
+    if not paths:
+        above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+        near = [f"{path}.*" for path in reversed(above) if "*" not in path and _lookup(graph, path)][:1]
+        near = [one for one in near if one != name] or suggest(graph, name.replace(".*", ""))
+        hint = f"; did you mean {', '.join(near)}?" if near else "; see the list of nodes"
+        raise UnknownNode(
+            f"no path of {graph.model} matches {name!r}, in which each * stands for one component{hint}",
+            name=name,
+            suggestions=near,
+        )
+    return paths
+
+
 def resolve_one(graph: Named, name: str) -> str:
     """Return the exact name of the node that ``name`` means: an exact name, a level, or the last node under a path.
 
@@ -74,6 +109,12 @@ def resolve_one(graph: Named, name: str) -> str:
         UnknownNode: nothing of that name, or its value is not a tensor of the images.
     """
     exact = _lookup(graph, name)
+    if exact is None and is_group(name):
+        raise UnknownNode(
+            f"{name!r} stands for several nodes, whose keys are their paths: give a list of names without keys",
+            name=name,
+            suggestions=group(graph, name)[:5],
+        )
     if exact is None:
         if part := next((p for p in graph.untraceable if name == p.path or name.startswith(p.path + ".")), None):
             raise UnknownNode(

@@ -113,6 +113,7 @@ class Engine:
             projections=projections,
             store=None if settings.extractors is None else Store(settings.extractors),
             max_stored=settings.max_stored_extractors,
+            max_nodes=settings.max_nodes,
         )
         # Admission needs the headers, and must not wait for the decoding of admitted requests.
         self._intake = Pool(1, "fxserve-intake", compute_with, 1)

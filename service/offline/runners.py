@@ -18,7 +18,7 @@ from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.offline.shards import BOX
 from service.offline.sources import Boxes
 from service.problems import Problem
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.v1 import MAX_NODES, ExtractorSpec
 from service.settings import Settings
 
 Rows = dict[str, Tensor]
@@ -32,7 +32,7 @@ _OWN_SETTINGS = frozenset(
 )
 """The settings that an offline run takes: what computes, with what, and how much at a time."""
 
-_LIMITS = {"max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
+_LIMITS = {"max_nodes": MAX_NODES, "max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
 """The engine's limits protect a service from its clients; here the only client bounds its own load."""
 
 _SERVER_TIMEOUT = 600.0

@@ -94,7 +94,7 @@ class OneStepQuery(FeatureQuery):
     nodes: str = Field(
         min_length=1,
         max_length=65536,
-        description="`node` or `node:key`, separated by commas.",
+        description="`node` or `node:key`, separated by commas; without keys, `*` stands for one component of a path.",
         examples=["layer3:C4,layer4:C5"],
     )
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])

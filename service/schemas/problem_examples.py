@@ -71,6 +71,10 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
     problems.UnneededInput: Example(
         "no node that is asked for depends on the input 'layer2' beside the others", {"name": "layer2"}
     ),
+    problems.TooManyNodes: Example(
+        "the names stand for 81 nodes, and groups may stand for 64 at most (FXSERVE_MAX_NODES); name fewer",
+        {"count": 81, "limit": 64},
+    ),
     problems.DuplicateKey: Example("two outputs are asked for under the key 'C4'", {"key": "C4"}),
     problems.NotTraceable: Example(
         "rpn cannot be traced; ask for a node of backbone instead", {"module": "rpn", "source": "for img in images:"}

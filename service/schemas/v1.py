@@ -109,7 +109,8 @@ class ExtractorSpec(BaseModel):
         | Annotated[dict[NodeName, OutputKey], Field(min_length=1, max_length=MAX_NODES)]
     ) = Field(
         description="Nodes to return: a list, or a map node → key. A name is an exact node name, a level (`C4`) or a "
-        "truncated path, which means the last node under it. The response keeps this order.",
+        "truncated path, which means the last node under it. In a list, `*` stands for one component of a path: "
+        "`blocks.*` is each child of `blocks`. The response keeps this order.",
     )
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
         default=None,

@@ -42,7 +42,7 @@ from service.engine.tasks import background
 from service.garbage import tidy
 from service.observability.metrics import Metrics
 from service.problems import ExtractorFailed, Forbidden, NameTaken, NotReady, Problem, StoreFull
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.v1 import MAX_NODES, ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
 
@@ -64,6 +64,7 @@ class Extractors:
         compiled: how many extractors OpenVINO may run at a time.
         store: the extractors that other processes know too.
         max_stored: extractors that the store may have.
+        max_nodes: nodes that groups of names may stand for.
 
     Attributes:
         eviction: keeps them under the memory budget.
@@ -87,10 +88,12 @@ class Extractors:
         projections: Projections,
         store: Store | None = None,
         max_stored: int = 1,
+        max_nodes: int = MAX_NODES,
     ) -> None:
         self._deleted = Deleted(pool)
         self._device = device
         self._pool = pool
+        self._max_nodes = max_nodes
         self._allowed = None if allowed is None else frozenset(allowed)
         self._records = records
         ledger = Ledger()
@@ -164,11 +167,11 @@ class Extractors:
 
     async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
         if trace_in is None:
-            described = await in_pool(self._pool, resolve, spec, self._device, self._allowed)
+            described = await in_pool(self._pool, resolve, spec, self._device, self._allowed, self._max_nodes)
             return ExtractorRecord(described, spec.name)
         # One at a time: all but the first find the graph traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            described = await trace_in(lambda: resolve(spec, self._device, self._allowed))
+            described = await trace_in(lambda: resolve(spec, self._device, self._allowed, self._max_nodes))
         return ExtractorRecord(described, spec.name)
 
     async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:

@@ -10,6 +10,7 @@ import torch
 
 from fxcore.errors import BadTensor, DuplicateKey
 from fxcore.graph.model_part import ModelPart
+from fxcore.graph.nodes import is_group
 from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
 from fxcore.tensors import TensorSpec
@@ -19,13 +20,21 @@ from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import require_served
 from service.engine.options import VALID_BOX
+from service.problems import TooManyNodes
 from service.schemas.v1 import ExtractorSpec
 
 
-def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None) -> Description:
+def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None, max_nodes: int) -> Description:
     """Describe the extractor that ``spec`` asks for. Not for the event loop: it may trace the model.
 
+    Args:
+        spec: names its model and nodes.
+        device: where it will run.
+        allowed: the only models served; None for all.
+        max_nodes: maximum nodes that names with ``*`` stand for.
+
     Raises:
+        TooManyNodes: they stand for more.
         FxError: the spec names something that does not exist, or is not served.
     """
     require_served(spec.model, allowed)
@@ -34,6 +43,13 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     check_backend(spec, device, entry, weights)
     graph = graph_for(spec, entry, weights)
     return_nodes = graph.resolve(spec.return_nodes)
+    if len(return_nodes) > max_nodes and any(map(is_group, spec.return_nodes)):
+        raise TooManyNodes(
+            f"the names stand for {len(return_nodes)} nodes, and groups may stand for {max_nodes} at most "
+            "(FXSERVE_MAX_NODES); name fewer",
+            count=len(return_nodes),
+            limit=max_nodes,
+        )
     if spec.fit == "pad" and VALID_BOX in return_nodes:
         detail = f"fit=pad adds an output {VALID_BOX!r}: give the node of that name another key"
         raise DuplicateKey(detail, key=VALID_BOX)

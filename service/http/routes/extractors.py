@@ -54,6 +54,7 @@ MAKING_PROBLEMS = (
     problems.UnknownNode,
     problems.OpenCut,
     problems.UnneededInput,
+    problems.TooManyNodes,
     problems.DuplicateKey,
     problems.NotTraceable,
     problems.BadTensor,

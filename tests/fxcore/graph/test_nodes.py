@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_duplicate_keys_are_refused(asked: dict[str, str] | list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer.", "layer4(", "layer4.*", "layer[34]", "layer", "lay", "", ".", "layer4.", "relu_"]
+    "name", ["layer.", "layer4(", "layer4.+", "layer[34]", "layer", "lay", "", ".", "layer4.", "relu_"]
 )
 def test_names_are_no_patterns(name: str) -> None:
     """HAZARDS 2: torchvision takes `layer.` and returns nothing, and dies of `layer4(`."""
@@ -197,3 +198,27 @@ def test_untraceable_parts_say_why(model: str, name: str, part: str) -> None:
     assert reason in caught.value.detail
     assert len(reason) > 20
     graph.resolve(caught.value.extra["suggestions"])
+
+
+def test_a_star_is_each_component_in_order() -> None:
+    graph = model_graph("vit_b_32")
+    layers = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
+    assert list(graph.resolve(["encoder.layers.*"])) == layers
+    assert graph.resolve(["encoder.layers.*"]) == graph.resolve(layers)
+    assert graph.resolve(["encoder.*.encoder_layer_3.mlp", "heads"]) == graph.resolve(
+        ["encoder.layers.encoder_layer_3.mlp", "heads"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "suggestions"),
+    [
+        (["encoder.layer.*"], r"no path of vit_b_32 matches 'encoder\.layer\.\*'", ["encoder.*"]),
+        (["encoder.layers.encoder_*"], "each \\* stands for one component", ["encoder.layers.*"]),
+        ({"encoder.*": "e"}, "give a list of names without keys", ["encoder.add"]),
+    ],
+)
+def test_a_group_that_stands_for_nothing_is_refused(names: Any, said: str, suggestions: list[str]) -> None:
+    with pytest.raises(UnknownNode, match=said) as caught:
+        model_graph("vit_b_32").resolve(names)
+    assert caught.value.extra["suggestions"][: len(suggestions)] == suggestions

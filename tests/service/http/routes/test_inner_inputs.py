@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load, save
@@ -16,8 +17,10 @@ from torch import Tensor
 from torchvision.models.feature_extraction import create_feature_extractor
 
 from fxcore import get_model, load_model
+from tests.hostile_images import saved
 from tests.service.conftest import Client, checked
 
+PNG = saved(PIL.Image.new("RGB", (32, 32), "teal"), "PNG")
 SAFETENSORS = "application/x-safetensors"
 URL = "/v1/models/resnet18/features?weights=random&backend=eager"
 
@@ -109,3 +112,15 @@ def test_the_open_inference_protocol_has_its_inputs(client: Client, values: dict
     [output] = client.post(f"/v2/models/{id}/infer", json={"inputs": [tensor]}).json()["outputs"]
     expected = values["layer4"][:1]
     assert torch.dist(torch.tensor(output["data"]).view(expected.shape), expected) <= 1e-5 * expected.norm()
+
+
+def test_groups_are_in_queries_and_specs_and_limited(client: Client) -> None:
+    body = {"images": [base64.b64encode(PNG).decode()]}
+    outputs = client.post(f"{URL}&nodes=layer*,layer1.*", json=body)
+    assert outputs.json()["type"] == "/problems/unknown-node"
+    outputs = client.post(f"{URL}&nodes=layer1.*,fc", json=body).json()["outputs"]
+    assert [output["name"] for output in outputs] == ["layer1.0", "layer1.1", "fc"]
+    spec = {"model": "vit_b_32", "weights": "random", "return_nodes": ["encoder.layers.*.*"]}
+    response = client.post("/v1/extractors", json=spec)
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/too-many-nodes")
+    assert response.json()["count"] > response.json()["limit"] == 64
