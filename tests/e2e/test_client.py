@@ -135,6 +135,20 @@ def test_images_of_different_sizes(client, three):
     assert segmenter(three, pool="avg")["map"].shape == (3, 40)
 
 
+def test_sizes(client, three):
+    """A place for each padded image, and whole images of several shapes, one by one where they are not pooled."""
+    padded = client.extractor("resnet18", NODES, weights="random", image_size=(96, 160), fit="pad")
+    found = padded(three)
+    assert found["C5"].shape == (3, 512, 3, 5)
+    # 451 x 300, 600 x 400 and 640 x 427 pixels
+    assert found["valid_box"].tolist() == [[8, 0, 152, 96]] * 3
+    native = client.extractor("squeezenet1_1", {"features.3": "map"}, weights="random", image_size=64, fit="native")
+    upright = PIL.Image.open(io.BytesIO(three[0])).rotate(90, expand=True)
+    mixed = native([three[0], upright])["map"]
+    assert [row.shape for row in mixed] == [(128, 15, 23), (128, 23, 15)]
+    assert native([three[0], upright], pool="avg")["map"].shape == (2, 128)
+
+
 @pytest.mark.exhaustive
 def test_many_images_are_many_requests_at_a_time(server, extractor, three, expected):
     before = served(server)

@@ -304,6 +304,15 @@ def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Pat
         extract(job(root / "001.png", root), SETTINGS)
 
 
+def test_places_of_padded_images_are_a_column(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """The images have 80 x 64 pixels, which become 60 x 48 in the middle of 64 x 48."""
+    root, out = folder(2), tmp_path / "out"
+    assert extract(job(out, root, spec={"image_size": (48, 64), "fit": "pad"}), SETTINGS).done == 2
+    assert [row["valid_box"].tolist() for row in rows(out).values()] == [[2, 0, 62, 48]] * 2
+    with pytest.raises(FxError, match="made with fit pad, not stretch"):
+        extract(job(out, root, spec={"image_size": (48, 64), "fit": "stretch"}), SETTINGS)
+
+
 @pytest.mark.exhaustive
 def test_maps_of_different_sizes_go_into_shards_of_their_own(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(6), tmp_path / "out"
