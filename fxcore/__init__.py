@@ -22,7 +22,7 @@ From a model's name and a photograph to features:
 from fxcore.analysis.profile import profile
 from fxcore.analysis.verify import verify
 from fxcore.errors import FxError
-from fxcore.extractor import Extractor, OutputInfo, build_extractor, create_extractor
+from fxcore.extractor import Extractor, OutputInfo, build_extractor
 from fxcore.graph.levels import Level
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.node_info import NodeInfo
@@ -33,6 +33,7 @@ from fxcore.models.catalog import get_model, list_models
 from fxcore.models.entry import ModelEntry, WeightsInfo
 from fxcore.models.user_models import UserModel
 from fxcore.models.weights import load_model
+from fxcore.module_extractor import create_extractor
 from fxcore.rendering.render import render
 from fxcore.tensors import TensorSpec
 from fxcore.toolbox.health import check_health

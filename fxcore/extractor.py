@@ -8,41 +8,30 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import check_traced
-from fxcore.copies import narrowed, own_modules
-from fxcore.errors import BadArgument, BadTensor, FxError, summarize
-from fxcore.graph.annotate import metadata, observe
+from fxcore.errors import BadArgument
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
-from fxcore.graph.node_names import NodeNames
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
-from fxcore.nesting import tensors_in
-from fxcore.passes.base import APPLIED, fork, require_eval
+from fxcore.passes.base import APPLIED
 from fxcore.passes.functionalize import functionalize
-from fxcore.passes.out_of_place import out_of_place
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
-from fxcore.tracing.explain import called
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.graph_module import GraphModule
-from fxcore.tracing.interpreter import Inputs, bound, on_device, positional
+from fxcore.tracing.interpreter import on_device
 from fxcore.tracing.names import PATH
 from fxcore.tracing.parts import trace_model
-from fxcore.tracing.trace_arguments import LeafModule
-from fxcore.tracing.tracer import enclosed_if_whole, private, record, trace
-from fxcore.wrappers import check_python, unwrapped
+from fxcore.tracing.tracer import record
 
 # Extractors over one model may be built by several threads.
 _ADDING = threading.Lock()
@@ -272,120 +261,6 @@ def _with_scales_of(model: nn.Module, graph: ModelGraph) -> fx.Graph:
     for node, annotated in zip(traced.nodes, graph.graph.nodes, strict=True):
         node.meta = annotated.meta
     return traced
-
-
-def create_extractor(
-    module: nn.Module,
-    return_nodes: Sequence[str] | Mapping[str, str],
-    example_inputs: Inputs,
-    *,
-    leaf_modules: Sequence[LeafModule] | str | None = None,
-    leaf_functions: Sequence[Callable[..., Any]] = (),
-) -> fx.GraphModule:
-    """Make an extractor of any module: a graph module in eval mode that returns the values of chosen nodes.
-
-    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, but no
-    modules: it stays in eval mode when training goes on. In-place operations
-    are replaced by out-of-place ones, so that no value depends on which others are extracted.
-
-    Args:
-        module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned. Of compiled modules, DataParallel and
-            the like it is the model inside, whose nodes may also be named by the wrapper's paths.
-        return_nodes: names, which are their own keys, or name → key. A name is torchvision's name of a node
-            (``get_graph_node_names``), or a truncated path, which means the last node under it.
-        example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
-            Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
-            result. The module runs on copies of them, and on random tensors of the same shapes, to check the graph.
-        leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
-
-    Returns:
-        A graph module that takes the tensors, by position or by name, and returns ``{key: value}`` in the order of
-        ``return_nodes``. Its nodes have ``meta["tensor_meta"]`` as by torch's ``ShapeProp``.
-
-    Raises:
-        NotAModule: ``module`` is not a module.
-        NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
-        UnknownNode: there is no node of that name, or its value has no tensor.
-        DuplicateKey: two names have the same key.
-        BadTensor: the module does not take ``example_inputs``.
-        CannotTransform: its in-place operations cannot be rewritten.
-        GraphDiffers: the graph computes something else than the module; ``node`` is the first that differs.
-
-    >>> class Net(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.words, self.mix = nn.Embedding(10, 4), nn.Linear(4, 4)
-    ...     def forward(self, ids, mask=None, scale=1):
-    ...         x = self.mix(self.words(ids)) * scale
-    ...         return x if mask is None else x * mask
-    >>> extractor = create_extractor(Net(), {"words": "before", "mul": "after"}, {"ids": torch.tensor([[1, 2, 3]])})
-    >>> {key: tuple(value.shape) for key, value in extractor(ids=torch.zeros(2, 5, dtype=torch.int64)).items()}
-    {'before': (2, 5, 4), 'after': (2, 5, 4)}
-    """
-    check_python(module)
-    if not isinstance(module, nn.Module):
-        raise NotAModule(f"an extractor is made of a module, not of {module!r:.100}")
-    wrapper, module = module, unwrapped(module)
-    if isinstance(module, fx.GraphModule):
-        require_eval(module, "create_extractor")  # before it runs, which would change running statistics
-        inputs = positional(module, example_inputs)
-        traced = fork(module)
-        own_modules(traced)
-    else:
-        module = enclosed_if_whole(module)
-        model, inputs = _with_tensors_only(module, example_inputs)
-        traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
-    try:
-        observe(traced, inputs)
-    except Exception as error:
-        raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
-    named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
-    names = NodeNames(
-        called(module),
-        named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
-        wrapped=module is not wrapper,
-    )
-    exact = names.resolve(return_nodes)
-    pure = out_of_place(traced)
-    if not isinstance(module, fx.GraphModule):
-        check_traced(private(model, training=False), traced, pure, inputs)
-    by_fx_name = {n.name: n for n in pure.graph.nodes}
-    wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
-    part = pruned(pure.graph, wanted.values())
-    part.graph.output({key: part.kept[node] for key, node in wanted.items()})
-    for node in part.graph.nodes:
-        value = node.meta.pop("value", None)
-        for key in ("memory", "carries", "mutates"):
-            node.meta.pop(key, None)
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            node.meta["tensor_meta"] = metadata(value)
-    result = GraphModule(pure, part.graph, class_name=f"{type(module).__name__}Extractor")
-    result.meta.update(traced.meta)
-    for child in result.modules():
-        if child is result or type(child) is nn.Module:  # a container that GraphModule made
-            child.training = False
-    return result
-
-
-class NotAModule(FxError):
-    """An argument that must be a module is something else."""
-
-
-def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Narrow the forward of ``module`` to the arguments that hold tensors; returns it with their values."""
-    call = bound(module, inputs)
-    tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
-    kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
-    if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
-        raise BadTensor(f"{called(module)} takes any number of arguments, but a graph takes a fixed number")
-    if len(tensors) == len(kinds) and Parameter.KEYWORD_ONLY not in kinds.values():
-        return module, tuple(tensors.values())
-    fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
-    return narrowed(module, list(tensors), fixed), tuple(tensors.values())
-
-
-def _holds_tensor(value: Any) -> bool:
-    return bool(tensors_in(value))
 
 
 def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> None:

@@ -78,9 +78,9 @@ def export(
     All formats but ``fx`` are written in a child process (:mod:`fxcore.process`), which takes seconds to start.
 
     Args:
-        extractor: an extractor, or a graph module of tensors, such as :func:`~fxcore.extractor.create_extractor` and
-            :func:`~fxcore.tracing.tracer.trace` return. Outputs of a module that returns no dict get the key
-            ``output`` for a single tensor, or ``0``, ``1``… for a tuple.
+        extractor: an extractor, or a graph module of tensors, such as
+            :func:`~fxcore.module_extractor.create_extractor` and :func:`~fxcore.tracing.tracer.trace` return. Outputs
+            of a module that returns no dict get the key ``output`` for a single tensor, or ``0``, ``1``… for a tuple.
         format: a key of :data:`FORMATS`.
         cancelled: once set, a long export ends early with :class:`CannotExport`.
         calibration: for ``openvino``: inputs of one row each (:func:`fxcore.photos.calibration_rows`), with which NNCF

@@ -166,6 +166,21 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         _Recorder(module, write).run(*map_tensors(torch.clone, list(inputs)))
 
 
+def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Set :data:`MANY` of each node of ``module``, on which :func:`observe` was called, from a run on twice the rows.
+    Where the module does not take those, values without tensors are noted as unknown there."""
+
+    def note(node: fx.Node, value: Any) -> None:
+        _note_many(node, node.meta["value"], value, 2)
+
+    try:
+        with torch.no_grad():
+            _Recorder(module, note).run(*map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, list(inputs)))
+    except Exception:
+        for node in module.graph.nodes:
+            _note_many(node, node.meta["value"], None, 2)
+
+
 def _note_many(node: fx.Node, value: Any, many: Any, factor: int) -> None:
     node.meta.pop(MANY, None)
     if isinstance(value, (int, tuple, list)) and not _tensors(value) and many != value:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxcore.errors import FxError
 from fxcore.graph.annotate import MANY
-from fxcore.tracing.names import public_name
+from fxcore.tracing.names import PATH, public_name
 
 Scale = tuple[float, int]
 """Scale and zero point of a quantized tensor."""
@@ -91,6 +91,8 @@ def cut(
     for key, node in given.items():
         if node not in needed:
             raise UnneededInput(f"no node that is asked for depends on the input {key!r} beside the others", name=key)
+    if single := next((key for key, node in given.items() if not isinstance(node.meta["value"], Tensor)), None):
+        raise UnneededInput(f"the value of the input {single!r} is no tensor; begin at nodes that are", name=single)
     part = Part()
     taken: set[str] = set()
     for key, node in given.items():
@@ -229,6 +231,11 @@ class _Numbers:
             return count
         count = graph.call_function(operator.mul, (count, one))
         return count if rows == 1 else graph.call_function(operator.floordiv, (count, rows))
+
+
+def is_named_tensor(node: fx.Node) -> bool:
+    """Return whether a node has a name, and a tensor as its value."""
+    return PATH in node.meta and isinstance(node.meta.get("value"), Tensor)
 
 
 def _ancestors(nodes: Iterable[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:

@@ -22,6 +22,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 import fxcore
 from fxcore.errors import BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
 from fxcore.exports import CannotExport, export, export_folder
+from fxcore.graph.cut import OpenCut
 
 
 def hooked(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -268,3 +269,34 @@ def test_values_of_a_wrong_type_are_refused_by_name(call: Any) -> None:
     module: fx.GraphModule = fxcore.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
     with pytest.raises(FxError, match=r"rules|operations|mean|leaf_modules|leaf_functions|concrete_args"):
         call(module)
+
+
+class Gated(nn.Module):
+    """Adds a token for each row, as transformers do, and overwrites a value that another name has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.token, self.last = nn.Linear(4, 6), nn.Parameter(torch.rand(1, 1, 6)), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        kept = y
+        y += 1
+        z = torch.cat([self.token.expand(x.size(0), -1, -1), kept], 1)
+        return self.last(z) * x.mean()
+
+
+def test_it_begins_at_inner_nodes_and_gives_what_the_module_does() -> None:
+    module, x = Gated().eval(), torch.rand(3, 5, 4)
+    begin = ["first", "mean"]
+    front = fxcore.create_extractor(module, begin, (torch.rand(2, 5, 4),))
+    back = fxcore.create_extractor(module, {"mul": "end"}, (torch.rand(2, 5, 4),), inputs=begin)
+    assert [str(n.target) for n in back.graph.find_nodes(op="placeholder")] == begin
+    with torch.no_grad():
+        assert torch.equal(back(**front(x))["end"], module(x))
+
+
+def test_what_it_would_need_beside_its_inputs_is_named() -> None:
+    with pytest.raises(OpenCut, match="give mean too") as caught:
+        fxcore.create_extractor(Gated().eval(), ["mul"], (torch.rand(2, 5, 4),), inputs=["first"])
+    assert caught.value.extra["missing"] == ["mean"]
