@@ -82,6 +82,14 @@ class BadBox(FxError):
     """A box that is invalid or outside of its image; ``box`` is its index."""
 
 
+class BadPoint(FxError):
+    """A point that is invalid or outside of its image; ``point`` is its index."""
+
+
+class BadMask(FxError):
+    """A mask that is damaged, empty, or of another size than its image; ``mask`` is its index."""
+
+
 class ImageTooLarge(FxError):
     """By its header, an image has more ``pixels`` than the ``limit``."""
 

@@ -1,4 +1,4 @@
-"""Pool feature maps to one vector per image, or to one small map per region.
+"""Pool feature maps to one vector per image, point or mask, or to one small map per box.
 
 The pooled dimensions depend on the layout: all but the batch and the channels. Vectors are returned as they are, and
 tokens that stand for no position are left out.
@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grid_sample
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
@@ -170,12 +171,7 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
     >>> pool_regions(torch.arange(4.0).reshape(1, 1, 2, 2), "NCHW", grid, [torch.tensor([[0.0, 0.0, 32.0, 32.0]])], 1)
     tensor([[1.5000]])
     """
-    if layout == TOKENS:
-        positions = tensor[:, grid.prefix :].transpose(1, 2)
-        maps = positions.reshape(*positions.shape[:2], grid.height, grid.width)
-    else:
-        maps = tensor.movedim(channel_dim(layout, tensor.ndim), 1)
-    wide = maps.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide = _wide_maps(tensor, layout, grid)
     placed = [one.to(wide.device, wide.dtype) for one in boxes]
     scale = 1.0 / grid.stride_y
     if grid.stride_x != grid.stride_y:
@@ -184,7 +180,62 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
     return (pooled.flatten(1) if size == 1 else pooled).to(tensor.dtype)
 
 
+def pool_points(tensor: Tensor, layout: str | None, grid: MapGrid, points: Sequence[Tensor]) -> Tensor:
+    """Sample feature maps at points by :func:`torch.nn.functional.grid_sample`, bilinear and with
+    ``align_corners=False``, so that values fade to zero outside of the outer positions' centres.
+
+    Args:
+        tensor, layout, grid: as for :func:`pool_regions`.
+        points: ``[n, 2]`` for each of the N images: x, y in input pixels.
+
+    Returns:
+        ``[points, C]`` in the dtype of ``tensor``, computed in float32 or wider.
+
+    >>> grid = MapGrid(height=2, width=2, stride_y=16, stride_x=16)
+    >>> pool_points(torch.arange(4.0).reshape(1, 1, 2, 2), "NCHW", grid, [torch.tensor([[16.0, 8.0]])])
+    tensor([[0.5000]])
+    """
+    wide = _wide_maps(tensor, layout, grid)
+    size = wide.new_tensor([grid.stride_x * wide.shape[3], grid.stride_y * wide.shape[2]])
+    sampled = [
+        grid_sample(one, (2 * at.to(size.device, size.dtype) / size - 1)[None, None], align_corners=False)[0, :, 0].T
+        for one, at in zip(torch.split(wide, 1), points, strict=True)
+    ]
+    return torch.cat(sampled).to(tensor.dtype)
+
+
+def pool_masks(tensor: Tensor, layout: str | None, grid: MapGrid, weights: Sequence[Tensor]) -> Tensor:
+    """Average feature maps over their positions by weights.
+
+    Args:
+        tensor, layout, grid: as for :func:`pool_regions`.
+        weights: ``[n, height * width]`` for each of the N images, of sum 1 each.
+
+    Returns:
+        ``[masks, C]`` in the dtype of ``tensor``, computed in float32 or wider.
+
+    >>> grid = MapGrid(height=2, width=2, stride_y=16, stride_x=16)
+    >>> weights = [torch.tensor([[0.0, 0.5, 0.0, 0.5]])]
+    >>> pool_masks(torch.arange(4.0).reshape(1, 1, 2, 2), "NCHW", grid, weights)
+    tensor([[2.]])
+    """
+    wide = _wide_maps(tensor, layout, grid).flatten(2)
+    averaged = [of.to(wide.device, wide.dtype) @ one.T for one, of in zip(wide, weights, strict=True)]
+    return torch.cat(averaged).to(tensor.dtype)
+
+
+def _wide_maps(tensor: Tensor, layout: str | None, grid: MapGrid) -> Tensor:
+    """Return maps, or tokens on a grid, as ``[N, C, H, W]`` in float32 or wider."""
+    if layout == TOKENS:
+        positions = tensor[:, grid.prefix :].transpose(1, 2)
+        maps = positions.reshape(*positions.shape[:2], grid.height, grid.width)
+    else:
+        maps = tensor.movedim(channel_dim(layout, tensor.ndim), 1)
+    return maps.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
-    """Return the shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``."""
+    """Return the shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``; for a ``size`` of 1
+    also of those of :func:`pool_points` and :func:`pool_masks`."""
     channels = shape[channel_dim(layout, len(shape))]
     return [1, channels] if size == 1 else [1, channels, size, size]

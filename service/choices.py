@@ -7,7 +7,7 @@ from typing import Literal, get_args
 Precision = Literal["float32", "bfloat16", "float16", "int8"]
 Backend = Literal["auto", "eager", "inductor", "openvino"]
 VectorPooling = Literal["avg", "max", "gem", "cls"]
-RegionPooling = Literal["roi"]
+RegionPooling = Literal["roi", "points", "mask"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Normalize = Literal["l2"]
 Preprocess = Literal["default", "pil", "fast", "none"]

@@ -206,6 +206,14 @@ class BadBox(ImageProblem, Invalid, slug="bad-box", title="Bad box"):
     """A box is malformed or outside its image; ``box`` is its index in the image's list."""
 
 
+class BadPoint(ImageProblem, Invalid, slug="bad-point", title="Bad point"):
+    """A point is malformed or outside its image; ``point`` is its index in the image's list."""
+
+
+class BadMask(ImageProblem, Invalid, slug="bad-mask", title="Bad mask"):
+    """A mask is damaged, empty or of another size than its image; ``mask`` is its index in the image's list."""
+
+
 class Overflow(ImageProblem, Invalid, slug="overflow", title="Values too large"):
     """An image's output ``key`` has values that the dtype asked for cannot hold."""
 

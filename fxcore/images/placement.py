@@ -1,17 +1,37 @@
-"""Map coordinates of an image to those of the model's input, after resizing and cropping."""
+"""Map boxes, points and masks of an image to those of the model's input, after resizing and cropping."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fxcore.errors import BadBox
+from fxcore.errors import BadBox, BadMask, BadPoint
+from fxcore.images.masks import Mask, read_mask, shares
 
 _TOLERANCE = 1.0
-"""Pixels that a box may extend beyond its image: annotations and detectors round."""
+"""Pixels that a box or a point may extend beyond its image: annotations and detectors round."""
+
+
+class Grid(Protocol):
+    """The positions of a map over the model's input; :class:`fxcore.pooling.MapGrid` is one."""
+
+    @property
+    def height(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def stride_y(self) -> float: ...
+
+    @property
+    def stride_x(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,80 @@ class Placement:
                 shown = ", ".join(f"{value:g}" for value in boxes[index])
                 raise BadBox(f"box {index}, [{shown}], {fault}", box=index)
         return carried.float()
+
+    def carry_points(self, points: Sequence[Sequence[float]]) -> Tensor:
+        """Points in pixels of the image → float32 ``[n, 2]`` in pixels of the input.
+
+        Args:
+            points: ``x, y`` each.
+
+        Raises:
+            BadPoint: a point is not two finite numbers, or lies outside of the image or of the part of it that the
+                model sees; ``point`` in ``extra`` is its index.
+
+        >>> Placement((480, 640), 0.5, 0.5, 8, 48, (224, 224)).carry_points([[100, 50]])
+        tensor([[ 2., 17.]])
+        """
+        if not points:
+            return torch.empty(0, 2)
+        for index, point in enumerate(points):
+            if len(point) != 2:
+                raise BadPoint(f"point {index} has {len(point)} values: write [x, y]", point=index)
+        given = torch.tensor(points, dtype=torch.float64)
+        carried = given * torch.tensor([self.scale_x, self.scale_y], dtype=torch.float64)
+        carried -= torch.tensor([self.left, self.top], dtype=torch.float64)
+        height, width = self.image
+        seen = torch.tensor([self.seen[1], self.seen[0]])
+        beyond = torch.tensor([width, height]) + _TOLERANCE
+        faults = {
+            "is not two finite numbers": ~given.isfinite().all(dim=1),
+            f"lies outside of its image, which is {width} x {height} pixels": (
+                (given < -_TOLERANCE) | (given > beyond)
+            ).any(dim=1),
+            "lies outside of the part of its image that the model sees: leave it out": (
+                (carried < -_TOLERANCE) | (carried > seen + _TOLERANCE)
+            ).any(dim=1),
+        }
+        for fault, found in faults.items():
+            if found.any():
+                index = int(found.nonzero()[0])
+                shown = ", ".join(f"{value:g}" for value in points[index])
+                raise BadPoint(f"point {index}, [{shown}], {fault}", point=index)
+        return carried.float()
+
+    def carry_masks(self, masks: Sequence[Mask], grids: Sequence[Grid]) -> list[Tensor]:
+        """Masks of the image → for each of ``grids`` their shares of its positions, float32 ``[n, height * width]``.
+
+        A position's share is the mask's area in it over the mask's whole area in the grid.
+
+        Raises:
+            BadMask: one is damaged, has another size than the image, or no area in the part of it that the model sees;
+                ``mask`` in ``extra`` is its index.
+        """
+        carried = [torch.empty(len(masks), grid.height * grid.width) for grid in grids]
+        edges = [
+            (self._edges(0, grid.height, grid.stride_y), self._edges(1, grid.width, grid.stride_x)) for grid in grids
+        ]
+        for index, mask in enumerate(masks):
+            try:
+                pixels = read_mask(mask, self.image)
+                if not pixels.any():
+                    raise BadMask("is empty: leave it out")
+                for shared, (ys, xs) in zip(carried, edges, strict=True):
+                    areas = shares(pixels, ys, xs)
+                    if not (whole := areas.sum()):
+                        raise BadMask("lies outside of the part of its image that the model sees: leave it out")
+                    shared[index] = torch.from_numpy(areas / whole).flatten()
+            except BadMask as error:
+                raise BadMask(f"mask {index} {error.detail}", mask=index) from None
+        return carried
+
+    def _edges(self, axis: int, count: int, stride: float) -> NDArray[np.float64]:
+        """The edges of ``count`` positions of the input, in pixels of the image and within what the model sees."""
+        scale, start = ((self.scale_y, self.top), (self.scale_x, self.left))[axis]
+        edges = np.clip(np.arange(count + 1) * stride, 0, self.seen[axis])
+        clipped: NDArray[np.float64] = np.clip((edges + start) / scale, 0, self.image[axis])
+        return clipped
 
 
 def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, int]) -> Placement:

@@ -175,6 +175,8 @@ class AsyncExtractor(BaseExtractor):
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
         boxes: Any = None,
+        points: Any = None,
+        masks: Any = None,
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
@@ -185,7 +187,9 @@ class AsyncExtractor(BaseExtractor):
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = await asyncio.to_thread(split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes)
+        parts = await asyncio.to_thread(
+            split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks
+        )
         assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy

@@ -198,6 +198,8 @@ class Extractor(BaseExtractor):
         normalize: Literal["l2"] | None = None,
         preprocess: Preprocess = "default",
         boxes: Any = None,
+        points: Any = None,
+        masks: Any = None,
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
@@ -214,7 +216,7 @@ class Extractor(BaseExtractor):
                 ``[3, H, W]``), or a floating-point one that is already preprocessed (``[3, H, W]``). Arrays may have
                 a leading batch dimension.
             pool: how to pool each map to one vector per image: ``avg``, ``max``, ``gem`` or ``cls``, or several joined
-                by ``+``; ``roi`` pools ``boxes``.
+                by ``+``; ``roi`` pools ``boxes``, ``points`` samples ``points`` and ``mask`` averages over ``masks``.
             dtype: of floating-point outputs; 16 bits halve the transfer. NumPy arrays get bfloat16 widened to float32.
             normalize: ``l2`` scales to unit length over the channels.
             preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is
@@ -223,6 +225,10 @@ class Extractor(BaseExtractor):
             boxes: with ``pool="roi"``: for each image, or for the single image, a list or array of
                 ``[x1, y1, x2, y2]`` in its pixels. The first dimension is then the boxes, and ``box_image`` is the
                 index of each box's image. Images must be files, bytes or PIL images.
+            points: with ``pool="points"``, likewise: lists or arrays of ``[x, y]``, and ``point_image``.
+            masks: with ``pool="mask"``, likewise: lists of masks of the image's size, and ``mask_image``. A mask is an
+                array or tensor ``[height, width]``, a PIL image, a PNG file (path or bytes), all zero outside of it, or
+                COCO's run lengths as pycocotools has them.
             roi_size: side of each pooled box, 7 by default; 1 gives a vector.
             project: project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's
                 ``SparseRandomProjection(n_components=project, random_state=seed)`` for its length.
@@ -234,7 +240,7 @@ class Extractor(BaseExtractor):
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes)
+        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks)
         assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy

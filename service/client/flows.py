@@ -33,6 +33,7 @@ from service.client.exceptions import (
     problem_of,
 )
 from service.client.images import Part
+from service.schemas.regions import KINDS
 
 Result = TypeVar("Result")
 Buffer = NDArray[np.uint8]
@@ -48,6 +49,10 @@ _MAX_POLL_SECONDS = 30.0
 _MAX_REBUILDS = 16
 """How often one request may recreate its extractor. Server processes that share a port but no store each know only the
 extractors created through themselves, and the retry may reach another process than the creation did."""
+
+
+OUTPUTS = {kind.field: kind.output for kind in KINDS.values()}
+"""The output with the image index of each region, by the field that has these."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +261,8 @@ def extract(
             raise
         rows = _rows_that_fit(part.rows, problem)
     else:
-        yield Call(lambda: assembly.put(part.first_row, response.content, 0 if part.boxes is None else part.start))
+        indices = None if part.regions is None else OUTPUTS[part.regions.field]
+        yield Call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
         return
     del body, send
     for smaller in part.split(rows):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -48,7 +48,16 @@ Item = Encoded | Array
 """An encoded image, or an array whose first dimension is images."""
 
 
-Boxes = list[list[list[float]]]
+class Regions(NamedTuple):
+    """What a call pools instead of whole maps.
+
+    Attributes:
+        field: ``boxes``, ``points`` or ``masks``.
+        of_images: for each image a list of them, as JSON has them.
+    """
+
+    field: str
+    of_images: list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -59,31 +68,33 @@ class Part:
         start: index in the call of its first image.
         rows: number of images.
         content: encoded images, arrays, or tensors by input name.
-        boxes: the boxes of each image, with ``pool=roi``.
-        first_box: index in the call of its first box.
+        regions: what is pooled of each image, if not whole maps.
+        first_region: index in the call of the first of them.
     """
 
     start: int
     rows: int
     content: list[Encoded] | list[Array] | dict[str, Array]
-    boxes: Boxes | None = None
-    first_box: int = 0
+    regions: Regions | None = None
+    first_region: int = 0
 
     @property
     def first_row(self) -> int:
         """Index of its first row in the outputs of the call."""
-        return self.start if self.boxes is None else self.first_box
+        return self.start if self.regions is None else self.first_region
 
     @property
     def row_end(self) -> int:
         """Index after its last row in the outputs of the call."""
-        return self.first_row + (self.rows if self.boxes is None else sum(map(len, self.boxes)))
+        return self.first_row + (self.rows if self.regions is None else sum(map(len, self.regions.of_images)))
 
     def body(self) -> tuple[bytes, str]:
         """Read and encode the request body; returns it with its content type."""
-        if self.boxes is not None:
+        if self.regions is not None:
             images = [base64.b64encode(item.read()).decode() for item in self.content if isinstance(item, Encoded)]
-            return json.dumps({"images": images, "boxes": self.boxes}).encode(), "application/json"
+            return json.dumps(
+                {"images": images, self.regions.field: self.regions.of_images}
+            ).encode(), "application/json"
         if isinstance(self.content, dict):
             return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in self.content.items()}), MEDIA_TYPE
         files = [item.read() for item in self.content if isinstance(item, Encoded)]
@@ -101,10 +112,18 @@ class Part:
         if isinstance(self.content, dict):
             return _split_tensors(self.content, self.start, rows)
         smaller = list(_group(_single_images(self.content), self.start, rows, sys.maxsize))
-        return smaller if self.boxes is None else _with_boxes(smaller, self.boxes, self.start, self.first_box)
+        return smaller if self.regions is None else _with_regions(smaller, self.regions, self.start, self.first_region)
 
 
-def split_call(images: Any, max_rows: int, max_bytes: int, one_by_one: bool = False, boxes: Any = None) -> list[Part]:
+def split_call(
+    images: Any,
+    max_rows: int,
+    max_bytes: int,
+    one_by_one: bool = False,
+    boxes: Any = None,
+    points: Any = None,
+    masks: Any = None,
+) -> list[Part]:
     """Split the images of a call into requests.
 
     Args:
@@ -112,69 +131,122 @@ def split_call(images: Any, max_rows: int, max_bytes: int, one_by_one: bool = Fa
         max_rows: maximum images per request.
         max_bytes: approximate maximum bytes per request; a single image may be larger.
         one_by_one: send each encoded image, whose size in pixels is not known here, in a request of its own.
-        boxes: of each image, or of the single image.
+        boxes, points, masks: one of these, of each image, or of the single image.
 
     Raises:
         TypeError, ValueError: an argument is not an image, or there are no images.
         OSError: a file does not exist.
     """
+    given = [(field, lists) for field, lists in _fields(boxes, points, masks) if lists is not None]
+    if len(given) > 1:
+        raise ValueError("give one of boxes, points and masks")
+    field, lists = given[0] if given else ("", None)
     if isinstance(images, Mapping):
-        if boxes is not None:
-            raise ValueError(_NO_BOXES)
+        if given:
+            raise ValueError(f"{field} {_NOT_ARRAYS}")
         tensors = {str(name): _floats(_array(value)) for name, value in images.items()}
         if len({len(tensor) for tensor in tensors.values()}) != 1 or not len(next(iter(tensors.values()))):
             raise ValueError("tensors by name must have the same first dimension, at least 1")
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
-    single = _item(images, boxes is not None)
-    items = [single] if single is not None else [_require_item(one, boxes is not None) for one in _iterated(images)]
-    box_lists = None if boxes is None else _box_lists([boxes] if single is not None else boxes)
-    if box_lists is not None and not all(isinstance(item, Encoded) for item in items):
-        raise ValueError(_NO_BOXES)
-    if box_lists is not None and len(box_lists) != len(items):
-        raise ValueError(
-            f"there are {len(items)} images and {len(box_lists)} lists of boxes: give one list for each image"
-        )
-    box_counts = repeat(0) if box_lists is None else map(len, box_lists)
-    requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, box_counts))
+    single = _item(images, bool(given))
+    items = [single] if single is not None else [_require_item(one, bool(given)) for one in _iterated(images)]
+    if not given:
+        requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
+    else:
+        regions = Regions(field, _lists(field, [lists] if single is not None else lists))
+        if not all(isinstance(item, Encoded) for item in items):
+            raise ValueError(f"{field} {_NOT_ARRAYS}")
+        if len(regions.of_images) != len(items):
+            raise ValueError(
+                f"there are {len(items)} images and {len(regions.of_images)} lists of {field}: give one list for each "
+                "image"
+            )
+        loads = [(len(of_image), _bytes_of(of_image)) for of_image in regions.of_images]
+        requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, loads))
+        requests = _with_regions(requests, regions, 0, 0)
     if not requests:
         raise ValueError("there are no images; give at least one")
-    return requests if box_lists is None else _with_boxes(requests, box_lists, 0, 0)
+    return requests
 
 
-_MAX_BOXES = 16_384
-"""Maximum boxes that the server takes in a request."""
+_MAX_REGIONS = 16_384
+"""Maximum regions that the server takes in a request."""
 
-_NO_BOXES = "boxes need image files, bytes or PIL images, not arrays"
+_NOT_ARRAYS = "need image files, bytes or PIL images, not arrays"
 
 
-def _box_lists(boxes: Any) -> Boxes:
-    """Convert the boxes of each image, which may be arrays or tensors, to lists.
+def _fields(boxes: Any, points: Any, masks: Any) -> list[tuple[str, Any]]:
+    return [("boxes", boxes), ("points", points), ("masks", masks)]
+
+
+def _lists(field: str, given: Any) -> list[list[Any]]:
+    """Convert the regions of each image to lists that JSON has.
 
     Raises:
-        ValueError: they are nested otherwise, or hold something else than numbers.
+        ValueError: they are nested otherwise, or hold something else.
     """
     try:
-        return [[[float(value) for value in box] for box in of_image] for of_image in boxes]
+        if field == "masks":
+            return [[_mask(mask) for mask in of_image] for of_image in given]
+        return [[[float(value) for value in one] for one in of_image] for of_image in given]
     except (TypeError, ValueError) as error:
-        raise ValueError("boxes are, for each image, a list of boxes [x1, y1, x2, y2]") from error
+        shown = {
+            "boxes": "boxes [x1, y1, x2, y2]",
+            "points": "points [x, y]",
+            "masks": "masks: arrays [height, width], PIL images, PNG files, or COCO's run lengths",
+        }
+        raise ValueError(f"{field} are, for each image, a list of {shown[field]}") from error
 
 
-def _with_boxes(parts: list[Part], boxes: Boxes, start: int, first_box: int) -> list[Part]:
-    """Give each part its boxes.
+def _mask(mask: Any) -> Any:
+    """Convert a mask to base64, or to run lengths.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    if isinstance(mask, Mapping):  # pycocotools has strings as bytes, and other sequences for lists
+        size, counts = mask.get("size", ()), mask.get("counts", ())
+        counts = counts.decode("ascii") if isinstance(counts, bytes) else counts
+        counts = counts if isinstance(counts, str) else [int(count) for count in counts]
+        return {"size": [int(side) for side in size], "counts": counts}
+    if isinstance(mask, np.ndarray) or _is_instance("torch", "Tensor", mask):
+        from PIL import Image
+
+        pixels = _array(mask)
+        if pixels.ndim != 2:
+            raise ValueError("a mask has two dimensions")
+        mask = Image.fromarray((pixels != 0).astype(np.uint8) * 255)
+    if _is_instance("PIL.Image", "Image", mask):
+        buffer = io.BytesIO()
+        mask.save(buffer, "PNG", compress_level=1)
+        mask = buffer.getvalue()
+    if isinstance(mask, str | os.PathLike):
+        mask = Path(mask).read_bytes()
+    return base64.b64encode(mask).decode()
+
+
+def _bytes_of(of_image: list[Any]) -> int:
+    """Return about how many bytes an image's regions take as JSON, if they are large."""
+    counts = [one["counts"] if isinstance(one, dict) else one for one in of_image]
+    return sum(len(one) if isinstance(one, str) else 8 * len(one) for one in counts)
+
+
+def _with_regions(parts: list[Part], regions: Regions, start: int, first_region: int) -> list[Part]:
+    """Give each part its regions.
 
     Args:
-        parts: parts without boxes.
-        boxes: the boxes of each image, beginning with image number ``start``.
-        start: index in the call of the first image of ``boxes``.
-        first_box: index in the call of the first of ``boxes``.
+        parts: parts without regions.
+        regions: of each image, beginning with image number ``start``.
+        start: index in the call of the first image of ``regions``.
+        first_region: index in the call of the first of ``regions``.
     """
-    with_boxes = []
+    with_regions = []
     for part in parts:
-        own = boxes[part.start - start : part.start - start + part.rows]
-        with_boxes.append(replace(part, boxes=own, first_box=first_box))
-        first_box += sum(map(len, own))
-    return with_boxes
+        own = regions.of_images[part.start - start : part.start - start + part.rows]
+        with_regions.append(replace(part, regions=Regions(regions.field, own), first_region=first_region))
+        first_region += sum(map(len, own))
+    return with_regions
 
 
 def _iterated(images: Any) -> Iterable[Any]:
@@ -268,25 +340,25 @@ def _group(
     max_rows: int,
     max_bytes: int,
     one_by_one: bool = False,
-    box_counts: Iterable[int] = repeat(0),
+    loads: Iterable[tuple[int, int]] = repeat((0, 0)),
 ) -> Iterator[Part]:
     """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype.
 
-    ``box_counts`` are the images' numbers of boxes.
+    ``loads`` are the images' numbers of regions, and the bytes of these.
     """
     run: list[Any] = []
-    size = boxes = 0
+    size = regions = 0
     kind: object = None
-    for one, count in zip(ones, box_counts, strict=False):
+    for one, (count, load) in zip(ones, loads, strict=False):
         its_kind = "encoded" if isinstance(one, Encoded) else (one.shape, one.dtype)
-        full = len(run) == max_rows or size + one.nbytes > max_bytes or (one_by_one and its_kind == "encoded")
-        full |= boxes + count > _MAX_BOXES
+        full = len(run) == max_rows or size + one.nbytes + load > max_bytes or (one_by_one and its_kind == "encoded")
+        full |= regions + count > _MAX_REGIONS
         if run and (its_kind != kind or full):
             yield Part(start, len(run), run)
-            start, run, size, boxes = start + len(run), [], 0, 0
+            start, run, size, regions = start + len(run), [], 0, 0
         run.append(one)
-        size += one.nbytes
-        boxes += count
+        size += one.nbytes + load
+        regions += count
         kind = its_kind
     if run:
         yield Part(start, len(run), run)

@@ -18,8 +18,6 @@ Array = NDArray[Any]
 
 MEDIA_TYPE = "application/x-safetensors"
 _BF16 = "BF16"
-_BOX_IMAGE = "box_image"
-"""The output with the image index of each box, with ``pool=roi``; the server reserves the name."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -62,16 +60,17 @@ class Assembly:
         self._parts: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
 
-    def put(self, start: int, content: NDArray[np.uint8], image: int = 0) -> None:
+    def put(self, start: int, content: NDArray[np.uint8], image: int = 0, indices: str | None = None) -> None:
         """Add the response to one request.
 
         Args:
             start: index in the call of its first row.
             content: the response body.
             image: index in the call of its first image.
+            indices: the output with the image index of each region, if it has one; the server reserves the name.
         """
         for key, (name, part) in tensor_views(content).items():
-            if key == _BOX_IMAGE:  # indices within the request
+            if key == indices:  # within the request
                 part = part + image
             if len(part) == self._rows:
                 self._arrays[key] = name, part

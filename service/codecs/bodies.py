@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from fastapi import Request
 from pydantic import ValidationError
 from torch import Tensor
 
-from service.codecs import image_text, multipart, npy, safetensors
+from service.codecs import image_text, multipart, npy, regions, safetensors
 from service.codecs.negotiation import media_type
-from service.problems import BadBox, InvalidRequest, UnsupportedMediaType
-from service.schemas.features import MAX_BOXES, MAX_IMAGES, ImagesBody
+from service.problems import InvalidRequest, UnsupportedMediaType
+from service.schemas.features import MAX_IMAGES, MAX_REGIONS, MAX_RUNS, ImagesBody
 from service.schemas.problems import invalid_body
+from service.schemas.regions import GivenRegions
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
 
@@ -29,11 +29,11 @@ class Sent:
 
     Attributes:
         inputs: encoded images in the order sent, or tensors by input name.
-        boxes: of each image, ``x1, y1, x2, y2`` each; None if the body has none.
+        regions: of the images; None if the body has none.
     """
 
     inputs: Inputs
-    boxes: Sequence[Sequence[Sequence[float]]] | None = None
+    regions: GivenRegions | None = None
 
 
 RunInPool = Callable[..., Awaitable[Sent]]
@@ -128,9 +128,12 @@ def _safetensors(chunks: list[bytes], first_input: str) -> Sent:
 
 def _json(chunks: list[bytes], first_input: str) -> Sent:
     # Counted before parsing, which would make millions of objects: an image has a comma after it and another as a data
-    # URL, its list of boxes one, and each box four.
-    if sum(chunk.count(b",") for chunk in chunks) > 3 * MAX_IMAGES + 4 * MAX_BOXES:
-        detail = f"the body has more than {MAX_IMAGES} images or {MAX_BOXES} boxes; send fewer at a time"
+    # URL, its list of regions one, and each box four.
+    if sum(chunk.count(b",") for chunk in chunks) > 3 * MAX_IMAGES + 4 * MAX_REGIONS + MAX_RUNS:
+        detail = (
+            f"the body has more than {MAX_IMAGES} images, {MAX_REGIONS} regions or {MAX_RUNS} run lengths; send fewer "
+            "at a time, or run lengths as strings"
+        )
         raise InvalidRequest(detail)
     try:
         document = orjson.loads(b"".join(chunks))
@@ -140,25 +143,7 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
         body = ImagesBody.model_validate(document)
     except ValidationError as error:
         raise invalid_body(error) from error
-    return Sent(image_text.decode(body.images), None if body.boxes is None else _checked(body.boxes))
-
-
-def _checked(boxes: list[Any]) -> list[list[list[float]]]:
-    """``boxes``, checked to be lists of lists of four numbers.
-
-    Raises:
-        Problem: they are not.
-    """
-    for index, of_image in enumerate(boxes):
-        if not isinstance(of_image, list):
-            raise BadBox(f"image {index}: its boxes are a list of [x1, y1, x2, y2]", index=index)
-        for place, box in enumerate(of_image):
-            if not isinstance(box, list) or not all(type(value) in (int, float) for value in box):
-                reason = f"image {index}: box {place} is not four finite numbers: write [x1, y1, x2, y2]"
-                raise BadBox(reason, index=index, box=place)
-    if sum(map(len, boxes)) > MAX_BOXES:
-        raise InvalidRequest(f"the body has more than {MAX_BOXES} boxes; send fewer at a time")
-    return boxes
+    return Sent(image_text.decode(body.images), regions.read(body))
 
 
 _PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {

@@ -22,22 +22,31 @@ def decode(texts: Sequence[str]) -> list[bytes]:
     Raises:
         Problem: 422 that names the first string that is neither base64 nor a data URL of base64.
     """
-    return [_decode(index, text) for index, text in enumerate(texts)]
+    images = []
+    for index, text in enumerate(texts):
+        try:
+            images.append(decode_one(text))
+        except ValueError as error:
+            raise BadImage(f"image {index} {error}: {_HINT}", index=index) from error
+    return images
 
 
-def _decode(index: int, text: str) -> bytes:
+def decode_one(text: str) -> bytes:
+    """Decode a file in base64, or in a data URL of it.
+
+    Raises:
+        ValueError: it is neither; says what it is.
+    """
     scheme = _SCHEME.match(text)
     if scheme is not None:
         if scheme[1].lower() != "data":
-            reason = f"image {index} is a URL of the scheme {scheme[1]!r}, and this server fetches nothing: {_HINT}"
-            raise BadImage(reason, index=index)
+            raise ValueError(f"is a URL of the scheme {scheme[1]!r}, and this server fetches nothing")
         comma = text.find(",", 0, _MAX_HEAD)
         if comma < 0 or not text[:comma].rstrip().lower().endswith(";base64"):
-            raise BadImage(f"image {index} is a data URL without base64: {_HINT}", index=index)
+            raise ValueError("is a data URL without base64")
         text = text[comma + 1 :]
     try:
         return pybase64.b64decode(text, validate=True)
     except ValueError as error:
         rule = "RFC 4648, with padding and without line breaks"
-        reason = f"image {index} is neither a data URL nor base64 ({rule}): {_HINT}"
-        raise BadImage(reason, index=index) from error
+        raise ValueError(f"is neither a data URL nor base64 ({rule})") from error

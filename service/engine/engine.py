@@ -34,7 +34,6 @@ from service.engine.models.own_models import register_models, warn_unknown_model
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord, retry_seconds
-from service.engine.regions import Boxes
 from service.engine.requests.admission import SERVICE, Admission, Reservation
 from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
@@ -45,6 +44,7 @@ from service.engine.tasks import background
 from service.garbage import collect_rarely, release, tidy
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
+from service.schemas.regions import GivenRegions
 from service.schemas.spec_text import spec_of_text
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -297,7 +297,7 @@ class Engine:
         images: Inputs,
         options: FeatureOptions | None = None,
         deadline: float | None = None,
-        boxes: Boxes | None = None,
+        regions: GivenRegions | None = None,
         reservation: Reservation | None = None,
     ) -> FeatureResult:
         """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
@@ -311,19 +311,20 @@ class Engine:
             options: what to do with the outputs.
             deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now. Waiting for a
                 build, or for a turn, is for the caller to end.
-            boxes: what ``pool=roi`` pools, of images.
+            regions: what ``pool=roi``, ``points`` and ``mask`` pool, of images.
             reservation: the request's client, and the bytes that it holds already; those of its response are added
                 until it is sent. None for a request of the service itself.
 
         Raises:
-            BadImage, BadBox, ImageTooLarge, BadTensor: for the first such image, with its ``index`` in ``extra``.
+            BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first such image, with its ``index``
+                in ``extra``.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
             DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
             FxError: the error of the extractor's build.
         """
         self._refuse_new_work()
         options = options or FeatureOptions()
-        options.check_boxes(boxes is not None)
+        options.check_regions(regions)
         trouble = self._worker.trouble(self.settings.request_timeout)
         if trouble is not None:
             raise NotReady(trouble)
@@ -332,7 +333,7 @@ class Engine:
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self._in_flight:
             async with self.extractors.use(record) as runtime:
-                return await self._pipeline.compute(runtime, images, boxes, options, deadline, ticket)
+                return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""

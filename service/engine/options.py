@@ -9,13 +9,15 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadBox, BadTensor
+from fxcore.errors import BadBox, BadMask, BadPoint, BadTensor, FxError
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.pooling import (
     MapGrid,
     channel_dim,
     check_poolable,
     pool,
+    pool_masks,
+    pool_points,
     pool_regions,
     pooled_regions_shape,
     pooled_shape,
@@ -23,6 +25,7 @@ from fxcore.pooling import (
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
 from service.schemas.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
+from service.schemas.regions import KINDS, GivenRegions
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,13 +43,19 @@ NAMES = ("pool", *CHOICES, "project", "seed")
 """The options that clients give for any request; ``/v2`` takes them as parameters."""
 
 
+PROBLEMS: Mapping[str, type[FxError]] = {"roi": BadBox, "points": BadPoint, "mask": BadMask}
+"""The errors of regions, by the pooling that takes them."""
+
+_POOL = {"points": pool_points, "mask": pool_masks}
+
+
 @dataclass(frozen=True)
 class FeatureOptions:
     """How the model's outputs become the response.
 
     Attributes:
-        pool: ``none``, a method of :func:`fxcore.pooling.pool` or several, or ``roi``: the regions that come with the
-            request.
+        pool: ``none``, a method of :func:`fxcore.pooling.pool` or several, or ``roi``, ``points`` or ``mask``: the
+            regions that come with the request.
         roi_size: positions a side of what each region becomes; see :func:`fxcore.pooling.pool_regions`.
         dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
             Integers and booleans are never cast.
@@ -98,15 +107,19 @@ class FeatureOptions:
         """Return whether the output ``key`` is answered."""
         return self.keys is None or key in self.keys
 
-    def check_boxes(self, given: bool) -> None:
-        """Check that boxes are ``given`` with ``pool=roi``, and only then.
+    def check_regions(self, given: GivenRegions | None) -> None:
+        """Check that regions are ``given`` where they are to be pooled, and only there.
 
         Raises:
-            BadBox: they are not.
+            BadBox, BadPoint, BadMask: they are not.
         """
-        if (self.pool == "roi") != given:
-            raise BadBox(
-                "pool=roi and boxes go together: a JSON body of POST …/features with images has boxes, a list for each"
+        found = "none" if given is None else given.pool
+        if found != (self.pool if self.pool in KINDS else "none"):
+            pool = self.pool if self.pool in KINDS else found
+            field = KINDS[pool].field
+            raise PROBLEMS[pool](
+                f"pool={pool} and {field} go together: a JSON body of POST …/features with images has {field}, a list "
+                "for each"
             )
 
     def check(
@@ -124,11 +137,11 @@ class FeatureOptions:
             BadTensor: this output cannot be pooled or normalised so.
         """
         try:
-            if self.pool == "roi" and grid is None:
+            if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))
                 raise BadTensor(
-                    f"pool=roi needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid) and this node "
-                    f"gives {shown} an image; ask for a node before the pooling, such as a level"
+                    f"pool={self.pool} needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid) and this "
+                    f"node gives {shown} an image; ask for a node before the pooling, such as a level"
                 )
             if self.pool != "none":
                 check_poolable(layout, len(shape), dtype.is_floating_point, self.pool, prefix)
@@ -141,8 +154,8 @@ class FeatureOptions:
 
     def pooled(self, shape: list[int], layout: str | None) -> list[int]:
         """Return the shape of a tensor of ``shape`` after pooling."""
-        if self.pool == "roi":
-            return pooled_regions_shape(shape, layout, self.roi_size)
+        if self.pool in KINDS:
+            return pooled_regions_shape(shape, layout, self.roi_size if self.pool == "roi" else 1)
         return shape if self.pool == "none" else pooled_shape(shape, layout, self.pool)
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
@@ -159,7 +172,7 @@ class FeatureOptions:
         tensor: Tensor,
         layout: str | None,
         prefix: PrefixTokens = NO_PREFIX,
-        boxes: Sequence[Tensor] = (),
+        regions: Sequence[Tensor] = (),
         grid: MapGrid | None = None,
         matrices: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -169,7 +182,8 @@ class FeatureOptions:
         Args:
             tensor: a row for each image.
             layout, prefix: of ``tensor``.
-            boxes, grid: of :func:`fxcore.pooling.pool_regions`, where the rows of the result are regions.
+            regions, grid: of :func:`fxcore.pooling.pool_regions`, :func:`~fxcore.pooling.pool_points` or
+                :func:`~fxcore.pooling.pool_masks`, where the rows of the result are regions.
             matrices: what rows are projected by, by their number of values.
 
         Returns:
@@ -177,9 +191,13 @@ class FeatureOptions:
             none has.
         """
         given = tensor.dtype
-        if self.pool == "roi":
+        if self.pool in KINDS:
             assert grid is not None  # see check
-            tensor, layout = pool_regions(tensor, layout, grid, boxes, self.roi_size), "NCHW"
+            if self.pool == "roi":
+                tensor = pool_regions(tensor, layout, grid, regions, self.roi_size)
+            else:
+                tensor = _POOL[self.pool](tensor, layout, grid, regions)
+            layout = "NCHW"
         elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool, prefix)
         if self.project is not None:
@@ -205,7 +223,9 @@ class FeatureOptions:
         if not self.one_shape:
             ways += ["pool=avg", "project=4096"]
         if self.pool == "roi":
-            ways += ["roi_size=1", "fewer boxes"]
+            ways.append("roi_size=1")
+        if self.pool in KINDS:
+            ways.append(f"fewer {KINDS[self.pool].field}")
         if self.dtype not in ("float16", "bfloat16"):
             ways.append("dtype=float16")
         if images > 1:
@@ -224,10 +244,10 @@ class FeatureResult:
             sent; keys in the order asked for, and :data:`VALID_BOX` after them.
         timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
         images: how many images (or rows of tensors) there were.
-        box_image: with ``pool=roi``, the index of each row's image.
+        region_image: where rows are regions, the index of each one's image.
     """
 
     outputs: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     images: int = 0
-    box_image: Tensor | None = None
+    region_image: Tensor | None = None

@@ -3,51 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.layout import TOKENS
+from fxcore.images.placement import Placement
 from fxcore.pooling import MapGrid
-
-Boxes = Sequence[Sequence[Sequence[float]]]
-"""For each image its boxes: x1, y1, x2, y2 in pixels of the image."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """The boxes of one request. Its response has a row for each, in the order of the images.
+    """The regions of one request. Its response has a row for each, in the order of the images.
 
     Attributes:
-        boxes: float32 ``[n, 4]`` for each image, in pixels of the model's input.
-        grids: for each image the maps that the boxes are on, by the outputs' keys.
+        counts: how many each image has.
+        placed: for each image its regions on the maps, by the outputs' keys: boxes float32 ``[n, 4]`` and points
+            ``[n, 2]`` in pixels of the model's input, masks as weights ``[n, positions]``.
+        grids: for each image its maps, by the outputs' keys.
     """
 
-    boxes: Sequence[Tensor]
+    counts: Sequence[int]
+    placed: Sequence[Mapping[str, Tensor]]
     grids: Sequence[Mapping[str, MapGrid]]
 
     @cached_property
     def _ends(self) -> list[int]:
-        return list(accumulate(map(len, self.boxes), initial=0))
+        return list(accumulate(self.counts, initial=0))
 
     @property
     def count(self) -> int:
-        """How many boxes there are."""
+        """How many regions there are."""
         return self._ends[-1]
 
-    @property
-    def box_image(self) -> Tensor:
-        """The index of each box's image, int64 ``[count]``."""
-        counts = torch.tensor([len(boxes) for boxes in self.boxes])
-        return torch.repeat_interleave(torch.arange(len(self.boxes)), counts)
+    @cached_property
+    def image(self) -> Tensor:
+        """The index of each region's image, int64 ``[count]``."""
+        return torch.repeat_interleave(torch.arange(len(self.counts)), torch.tensor(self.counts))
 
     def of(self, images: range) -> range:
-        """Return the indices of these images' boxes among all boxes."""
+        """Return the indices of these images' regions among all regions."""
         return range(self._ends[images.start], self._ends[images.stop])
+
+
+def carried(
+    pool: str, placement: Placement, given: Sequence[Any], grids: Mapping[str, MapGrid]
+) -> Mapping[str, Tensor]:
+    """Carry the regions of one image over to its maps, as :attr:`Regions.placed` has them.
+
+    Args:
+        pool: the pooling that takes them.
+        placement: of the image in the model's input.
+        given: the image's regions, as :class:`~service.schemas.regions.GivenRegions` has them.
+        grids: of the maps, by the outputs' keys.
+
+    Raises:
+        BadBox, BadPoint, BadMask: one of them is wrong.
+    """
+    if pool == "mask":
+        distinct = {replace(grid, prefix=0) for grid in grids.values()}
+        weights = dict(zip(distinct, placement.carry_masks(given, list(distinct)), strict=True))
+        return {key: weights[replace(grid, prefix=0)] for key, grid in grids.items()}
+    carry = placement.carry if pool == "roi" else placement.carry_points
+    return dict.fromkeys(grids, carry(given))
 
 
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:

@@ -18,6 +18,7 @@ from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.offline.shards import BOX
 from service.offline.sources import Boxes
 from service.problems import Problem
+from service.schemas.regions import GivenRegions
 from service.schemas.v1 import MAX_NODES, ExtractorSpec
 from service.settings import Settings
 
@@ -163,7 +164,8 @@ class LocalRunner:
     async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
         assert self._record is not None
         try:
-            result = await self._engine.features(self._record, images, self._options, boxes=boxes)
+            regions = None if boxes is None else GivenRegions("roi", boxes)
+            result = await self._engine.features(self._record, images, self._options, regions=regions)
             return _add_boxes(result.outputs, boxes)
         except Exception as error:
             if len(images) > 1 or not is_image_error(error):

@@ -16,8 +16,11 @@ MAX_IMAGES = 1024
 MAX_DIMENSIONS = 8
 """Maximum dimensions of a tensor in a request."""
 
-MAX_BOXES = 16384
-"""Maximum boxes of a request."""
+MAX_REGIONS = 16384
+"""Maximum boxes, points or masks of a request."""
+
+MAX_RUNS = 2**20
+"""Maximum run lengths of all masks of a request that are written as numbers."""
 
 MAX_PROJECT = 65_536
 """Maximum values of a projected row."""
@@ -44,8 +47,9 @@ class FeatureQuery(BaseModel):
     pool: _Pooling = Field(
         default="none",
         description="Pool each map to one vector per image, or to several joined by `+`, which are concatenated; of "
-        "tokens, `cls` returns the class token, and the others leave it and registers out; `roi` pools each box of a "
-        "JSON body to a small map, by `torchvision.ops.roi_align`.",
+        "tokens, `cls` returns the class token, and the others leave it and registers out. Of a JSON body, `roi` pools "
+        "each box to a small map, by `torchvision.ops.roi_align`; `points` samples the map at each point, bilinearly; "
+        "`mask` averages over each mask, by its area in each position.",
         examples=["avg", "cls+avg"],
     )
     roi_size: int = Field(
@@ -120,6 +124,44 @@ class OneStepQuery(FeatureQuery):
     )
 
 
+_MASK = {
+    "anyOf": [
+        {"type": "string", "description": "A PNG file in base64."},
+        {
+            "type": "object",
+            "properties": {
+                "size": {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 1},
+                    "minItems": 2,
+                    "maxItems": 2,
+                    "description": "Height and width.",
+                },
+                "counts": {
+                    "anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "string"}],
+                    "description": "Run lengths down the columns, beginning outside of the mask.",
+                },
+            },
+            "required": ["size", "counts"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
+_Lists = Annotated[list[Any], Field(max_length=MAX_IMAGES)] | None
+"""A list for each image, whose items are checked elsewhere: pydantic would name none of a thousand by its image."""
+
+
+def _numbers(count: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "number"}, "minItems": count, "maxItems": count}
+
+
+def _listed(one: dict[str, Any]) -> WithJsonSchema:
+    lists = {"type": "array", "maxItems": MAX_IMAGES, "items": {"type": "array", "items": one}}
+    return WithJsonSchema({"anyOf": [lists, {"type": "null"}]})
+
+
 class ImagesBody(BaseModel):
     """Encoded images as strings."""
 
@@ -131,39 +173,35 @@ class ImagesBody(BaseModel):
         description="Encoded images, as base64 or as data URLs of base64. Other URLs are refused, never fetched.",
         examples=[["/9j/4AAQ…"]],
     )
-    boxes: (
-        Annotated[
-            list[Any],
-            Field(max_length=MAX_IMAGES),
-            WithJsonSchema(
-                {
-                    "type": "array",
-                    "maxItems": MAX_IMAGES,
-                    "items": {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4},
-                    },
-                }
-            ),
-        ]
-        | None
-    ) = Field(
+    boxes: Annotated[_Lists, _listed(_numbers(4))] = Field(
         default=None,
         description="With `pool=roi`: for each image a list of boxes `[x1, y1, x2, y2]` in pixels of the image as "
         "sent, after its EXIF orientation. They are mapped through resize and crop.",
         examples=[[[[48, 32, 310, 290]]]],
     )
+    points: Annotated[_Lists, _listed(_numbers(2))] = Field(
+        default=None,
+        description="With `pool=points`: for each image a list of points `[x, y]` in the same pixels.",
+        examples=[[[[120.5, 88], [300, 41.25]]]],
+    )
+    masks: Annotated[_Lists, _listed(_MASK)] = Field(
+        default=None,
+        description="With `pool=mask`: for each image a list of masks of its size after EXIF orientation: PNG files of "
+        "one channel, zero outside of the mask, as base64, or COCO's run lengths, as numbers or as its strings.",
+        examples=[[[{"size": [300, 451], "counts": [600, 90, 210, 134400]}]]],
+    )
 
 
 class FeatureTensor(BaseModel):
-    """One output tensor. The first dimension is the images, or with `pool=roi` the boxes."""
+    """One output tensor. The first dimension is the images; with `pool=roi`, `points` or `mask` the regions."""
 
     name: str = Field(
-        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image; with "
-        "`fit=pad`, `valid_box` is the place of each row's image in the input, `[x1, y1, x2, y2]`.",
+        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image, and likewise "
+        "`point_image` and `mask_image`; with `fit=pad`, `valid_box` is the place of each row's image in the input, "
+        "`[x1, y1, x2, y2]`.",
         examples=["C5"],
     )
-    node: str | None = Field(description="Its node; null for `box_image` and `valid_box`.", examples=["layer4"])
+    node: str | None = Field(description="Its node; null for `box_image` and such.", examples=["layer4"])
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
     data: list[float | None] | list[int] | list[bool] | str = Field(

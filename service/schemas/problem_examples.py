@@ -87,6 +87,13 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "image 1: box 0, [300, 40, 120, 200], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
         {"index": 1, "box": 0},
     ),
+    problems.BadPoint: Example(
+        "image 1: point 0, [700, 40], lies outside of its image, which is 640 x 427 pixels", {"index": 1, "point": 0}
+    ),
+    problems.BadMask: Example(
+        "image 1: mask 0 has 640 x 480 pixels and its image, after its EXIF orientation, 640 x 427",
+        {"index": 1, "mask": 0},
+    ),
     problems.Overflow: Example(
         "image 3: output 'layer1' has values beyond 65,504, the largest of float16: ask for dtype=bfloat16 or "
         "dtype=float32, or for normalize=l2",

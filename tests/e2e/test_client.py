@@ -312,6 +312,54 @@ def test_projections(client, three):
     assert_allclose(extractor(three, project=16, seed=5)["layer4"], right, rtol=1e-3, atol=1e-3)
 
 
+def test_points_and_masks(client, server, three):
+    """In every form, over several requests, by both clients; a mask of all is the average."""
+    extractor = client.extractor("resnet18", {"layer3": "C4"}, weights="random")
+    sizes = [PIL.Image.open(io.BytesIO(image)).size for image in three]
+    points = [[[width / 2, height / 2]] * count for count, (width, height) in enumerate(sizes)] * 6
+    asked = {"pool": "points", "points": points}
+    found = extractor(three * 6, **asked)
+    assert found["C4"].shape == (18, 256)
+    assert found["point_image"].tolist() == [image for image, of_image in enumerate(points) for _ in of_image]
+    alone = extractor(three[2], pool="points", points=np.array(points[2]))
+    assert_allclose(found["C4"][1:3], alone["C4"], rtol=1e-4, atol=1e-4)
+
+    (width, height), whole = sizes[0], np.ones(sizes[0][::-1], np.uint8)
+    file = io.BytesIO()
+    PIL.Image.fromarray(whole).save(file, "PNG")
+    runs = {"size": [height, width], "counts": [0, height * width]}
+    written = {"size": (height, width), "counts": b"0" + _compressed(height * width)}
+    masks = [whole, torch.from_numpy(whole) > 0, PIL.Image.fromarray(whole), file.getvalue(), runs, written]
+    average = extractor(three[0], pool="avg")["C4"]
+    averages = extractor(three[0], pool="mask", masks=masks)
+    assert averages["mask_image"].tolist() == [0] * 6
+    assert_allclose(averages["C4"], average.repeat(6, axis=0), rtol=1e-4, atol=1e-4)
+
+    async def main():
+        async with AsyncClient(server.url) as asynchronous:
+            same = await (await asynchronous.find(extractor.id))(three * 6, **asked)
+            assert_allclose(same["C4"], found["C4"], rtol=1e-4, atol=1e-4)
+
+    asyncio.run(main())
+    with pytest.raises(exceptions.BadPoint, match=r"^image 16: point 0") as caught:
+        extractor(three * 6, pool="points", points=[*points[:16], [[9999, 0]], []])
+    assert caught.value.index == 16
+    with pytest.raises(ValueError, match="one of boxes, points and masks"):
+        extractor(three[0], pool="points", points=[[1, 2]], boxes=[[1, 2, 3, 4]])
+    for wrong in ([whole[0]], [7], [{"size": 3}], 5):
+        with pytest.raises(ValueError, match="masks are, for each image, a list of masks"):
+            extractor(three[0], pool="mask", masks=wrong)
+
+
+def _compressed(number):
+    """As pycocotools writes it: five bits a character, the lowest first."""
+    text = b""
+    while number > 15:
+        text += bytes([(number & 31 | 32) + 48])
+        number >>= 5
+    return text + bytes([number + 48])
+
+
 @pytest.mark.exhaustive
 def test_regions(client, three):
     """Over several requests, some of which have no box; as each image alone."""

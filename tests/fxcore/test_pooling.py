@@ -1,11 +1,12 @@
 import pytest
 import torch
+from torch.nn.functional import grid_sample
 from torch.testing import assert_close
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
 from fxcore.graph.prefix_tokens import PrefixTokens
-from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_regions, pooled_shape
+from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_masks, pool_points, pool_regions, pooled_shape
 
 SHAPES = {
     "NCHW": (2, 5, 3, 4),
@@ -103,6 +104,44 @@ def test_refusals() -> None:
         pool(torch.rand(1, 2, 3, 3), "NCHW", "sum")
     with pytest.raises(BadTensor, match="floating"):
         pool(torch.ones(1, 2, 3, 3, dtype=torch.int64), "NCHW", "avg")
+
+
+def laid_out(maps, layout):
+    return {
+        "NCHW": maps,
+        "NHWC": maps.permute(0, 2, 3, 1),
+        "tokens": torch.cat([torch.randn(len(maps), 3, maps.shape[1]), maps.flatten(2).transpose(1, 2)], dim=1),
+    }[layout]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "tokens"])
+def test_points_are_grid_sample_of_the_whole_map(layout):
+    maps = torch.randn(3, 5, 6, 8)
+    points = [torch.tensor([[3.0, 5.0], [64.0, 33.5], [128.0, 96.0]]), torch.empty(0, 2), torch.tensor([[17.0, 90.0]])]
+    grid = MapGrid(6, 8, 16, 16, 3 if layout == "tokens" else 0)
+    sampled = [
+        grid_sample(maps[i : i + 1], (at / torch.tensor([64.0, 48.0]) - 1)[None, None], align_corners=False)[0, :, 0].T
+        for i, at in enumerate(points)
+    ]
+    assert_close(pool_points(laid_out(maps, layout), layout, grid, points), torch.cat(sampled))
+    half = pool_points(laid_out(maps, layout).half(), layout, grid, points)
+    assert half.dtype == torch.float16
+    assert_close(half.float(), torch.cat(sampled), rtol=1e-2, atol=1e-2)
+
+
+def test_points_of_maps_with_two_strides_and_beyond_the_input():
+    """A map of 3 x 3 positions of 16 and 8 pixels over 40 x 24 pixels."""
+    maps = torch.arange(9.0).reshape(1, 1, 3, 3)
+    at = [torch.tensor([[4.0, 8.0], [12.0, 8.0], [8.0, 24.0], [20.0, 40.0]])]
+    assert_close(pool_points(maps, "NCHW", MapGrid(3, 3, 16, 8), at).flatten(), torch.tensor([0.0, 1.0, 3.5, 8.0]))
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "tokens"])
+def test_masks_are_averages_by_their_weights(layout):
+    maps, weights = torch.randn(2, 5, 6, 8), [torch.rand(2, 48), torch.rand(1, 48)]
+    grid = MapGrid(6, 8, 16, 16, 3 if layout == "tokens" else 0)
+    expected = [(maps[i] * one.reshape(6, 8)).sum((1, 2)) for i in (0, 1) for one in weights[i]]
+    assert_close(pool_masks(laid_out(maps, layout), layout, grid, weights), torch.stack(expected))
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC", "tokens"])

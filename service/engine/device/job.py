@@ -46,7 +46,7 @@ class Job:
         options: what to do with its outputs.
         rows: how many rows the response has.
         deadline: of the request, on the clock of ``time.monotonic()``.
-        regions: the boxes to pool, if any: the response has a row for each then.
+        regions: what to pool instead of whole maps, if anything: the response has a row for each then.
         matrices: what rows are projected by, by their number of values.
 
     Attributes:
@@ -105,7 +105,7 @@ class Job:
         """Return the image of row number ``place`` of the response to the input's ``rows``."""
         if self.regions is None:
             return rows[place]
-        return int(self.regions.box_image[self.output_rows(rows)[place]])
+        return int(self.regions.image[self.output_rows(rows)[place]])
 
     def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
         """Take the outputs of some rows. The last delivery completes the response; :func:`announce` then wakes the

@@ -101,10 +101,12 @@ def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
 
 
 def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """Return the boxes of each row of ``items``, which have one input shape, and the grid of the output ``key``."""
-    boxes = [regions.boxes[row] for item in items if (regions := item.job.regions) for row in item.rows]
+    """Return the regions of each row of ``items``, which have one input shape, on the output ``key``, and its grid."""
     first = items[0].job.regions
-    return boxes, None if first is None else first.grids[items[0].rows.start][key]
+    if first is None:
+        return (), None
+    placed = [regions.placed[row][key] for item in items if (regions := item.job.regions) for row in item.rows]
+    return placed, first.grids[items[0].rows.start][key]
 
 
 def _on_cpu(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fxcore.images.files import Header
 from service.engine.backends.upgrade import Upgrades
@@ -17,7 +18,7 @@ from service.engine.device.threads import in_pool
 from service.engine.memory.input_sizes import InputSizes
 from service.engine.memory.projections import Projections
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
-from service.engine.regions import Boxes, Regions
+from service.engine.regions import Regions
 from service.engine.requests import image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
@@ -25,6 +26,7 @@ from service.engine.requests.plan import Inputs, Plan
 from service.engine.requests.sizes import projected_lengths, response_bytes, row_size
 from service.engine.rows import RowShape
 from service.engine.runtime import Runtime
+from service.schemas.regions import GivenRegions
 from service.settings import Settings
 
 
@@ -34,12 +36,10 @@ class Sizes(NamedTuple):
     Attributes:
         row_bytes: what a row of each shape takes on the device.
         response_bytes: of the response.
-        regions: what the boxes are on the maps; None without boxes.
     """
 
     row_bytes: dict[RowShape, int]
     response_bytes: int
-    regions: Regions | None
 
 
 class Pipeline:
@@ -80,7 +80,7 @@ class Pipeline:
         self,
         runtime: Runtime,
         images: Inputs,
-        boxes: Boxes | None,
+        given: GivenRegions | None,
         options: FeatureOptions,
         deadline: float,
         ticket: Ticket,
@@ -89,19 +89,20 @@ class Pipeline:
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
         async with self._input_sizes.use(runtime, plan.shapes):
-            return await self._compute(runtime, plan, boxes, options, deadline, ticket, started)
+            return await self._compute(runtime, plan, given, options, deadline, ticket, started)
 
     async def _compute(
         self,
         runtime: Runtime,
         plan: Plan,
-        boxes: Boxes | None,
+        given: GivenRegions | None,
         options: FeatureOptions,
         deadline: float,
         ticket: Ticket,
         started: float,
     ) -> FeatureResult:
-        sizes = await self._sizes(runtime, plan, options, boxes)
+        regions = await self._regions(runtime, plan, options, given)
+        sizes = await self._sizes(runtime, plan, options, regions)
         matrices = {}
         if options.project is not None:
             lengths = projected_lengths(runtime, plan.shapes, options)
@@ -109,7 +110,7 @@ class Pipeline:
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
         ticket.claim(plan.held(at_once), sizes.response_bytes)
         waited = await ticket.turn()
-        job = Job(runtime, options, len(plan.shapes), deadline, sizes.regions, matrices)
+        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         boxes_of_rows = plan.valid_boxes
         del plan  # now the decoders and the queue own the images
@@ -123,13 +124,13 @@ class Pipeline:
         answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
         if boxes_of_rows:
             boxes_of_images = torch.tensor(boxes_of_rows, dtype=torch.float32)
-            of_rows = slice(None) if sizes.regions is None else sizes.regions.box_image
+            of_rows = slice(None) if regions is None else regions.image
             answered[VALID_BOX] = boxes_of_images[of_rows]
         return FeatureResult(
             answered,
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
-            None if sizes.regions is None else sizes.regions.box_image,
+            None if regions is None else regions.image,
         )
 
     async def _plan(self, runtime: Runtime, images: Inputs, options: FeatureOptions) -> Plan:
@@ -144,19 +145,30 @@ class Pipeline:
             headers += await in_pool(self._intake, image_plan.read_headers, images, indices, max_pixels)
         return await in_pool(self._intake, planning.plan, runtime, images, preprocess, max_pixels, headers)
 
-    async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, boxes: Boxes | None) -> Sizes:
-        known = all(shape in runtime.at(shape).row_sizes for shape in set(plan.shapes))
-        predicted = (runtime, plan, options, boxes, self._settings.max_response_bytes)
-        if known and boxes is None:
+    async def _regions(
+        self, runtime: Runtime, plan: Plan, options: FeatureOptions, given: GivenRegions | None
+    ) -> Regions | None:
+        if given is None:
+            return None
+        for shape in set(plan.shapes):
+            await in_pool(self._intake, row_size, runtime, shape)
+        placements = planning.check_regions(plan, given)
+        placed: list[Mapping[str, Tensor]] = []
+        for indices in planning.region_steps(given):  # other requests get their turn in between
+            placed += await in_pool(self._intake, planning.carry, runtime, plan, given, placements, indices)
+        return await in_pool(self._intake, planning.regions, runtime, plan, given, placed, options.roi_size)
+
+    async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None) -> Sizes:
+        predicted = (runtime, plan, options, regions, self._settings.max_response_bytes)
+        if all(shape in runtime.at(shape).row_sizes for shape in set(plan.shapes)):
             return _predicted(*predicted)
         return await in_pool(self._intake, _predicted, *predicted)
 
 
 def _predicted(
-    runtime: Runtime, plan: Plan, options: FeatureOptions, boxes: Boxes | None, max_response_bytes: int
+    runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None, max_response_bytes: int
 ) -> Sizes:
-    regions = None if boxes is None else planning.regions(runtime, plan, boxes, options.roi_size)
-    counts = None if regions is None else [len(one) for one in regions.boxes]
+    counts = None if regions is None else regions.counts
     response = response_bytes(runtime, plan.shapes, options, max_response_bytes, counts)
     row_bytes = {shape: row_size(runtime, shape).bytes for shape in set(plan.shapes)}
-    return Sizes(row_bytes, response, regions)
+    return Sizes(row_bytes, response)

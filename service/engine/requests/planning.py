@@ -1,24 +1,33 @@
-"""Plans a request before it is decoded, and places its boxes on the feature maps."""
+"""Plans a request before it is decoded, and places its regions on the feature maps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fxcore.errors import BadBox
 from fxcore.images.files import Header
+from fxcore.images.placement import Placement
 from fxcore.pooling import pooled_regions_shape
 from service.engine.backends.fallback import OneSize
-from service.engine.regions import Boxes, Regions
+from service.engine.options import PROBLEMS
+from service.engine.regions import Regions, carried
 from service.engine.requests.image_plan import check_takes_images, plan_images, read_headers
-from service.engine.requests.plan import Inputs, Plan, indexed
+from service.engine.requests.plan import Inputs, Plan, indexed, spread
 from service.engine.requests.sizes import row_size
 from service.engine.requests.tensor_plan import plan_tensors
 from service.engine.runtime import Runtime
+from service.schemas.regions import KINDS, GivenRegions
 
 _MAX_SAMPLES = 2**31
-"""Maximum values of maps that the boxes of a request may sample: others wait while they are pooled."""
+"""Maximum values of maps that the regions of a request may sample: others wait while they are pooled."""
+
+_MAX_MASK_PIXELS = 2**29
+"""Maximum pixels of all masks of a request: each is read as often as the extractor has maps of different sizes."""
+
+_IMAGES_AT_ONCE = 64
+"""Images whose boxes or points are carried at a time."""
 
 
 def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()) -> Plan:
@@ -49,36 +58,78 @@ def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, hea
     return made
 
 
-def regions(runtime: Runtime, planned: Plan, boxes: Boxes, size: int) -> Regions:
-    """Carry ``boxes``, in pixels of the images as sent, over to the model's input and its maps. The sizes of the plan's
-    rows must be known.
+def region_steps(given: GivenRegions) -> list[range]:
+    """Image indices in groups: regions of a group are carried before it is another request's turn."""
+    return spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE)
 
-    Args:
-        size: positions a side of what each box becomes.
+
+def check_regions(planned: Plan, given: GivenRegions) -> list[Placement]:
+    """Return where the images are in their rows.
 
     Raises:
-        BadBox: one is wrong; ``index`` and ``box`` in ``extra`` say which. Or pooling all of them takes too long.
+        BadBox, BadPoint, BadMask: there is no list for each image, or there are too many pixels in all masks.
     """
-    placements = planned.placements()
-    if len(boxes) != len(placements):
-        raise BadBox(
-            f"boxes needs a list for each image, {len(placements)} in all, and has {len(boxes)}: give an empty list "
-            "for an image without boxes"
+    kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
+    placements = list(planned.placements())
+    if len(given.of_images) != len(placements):
+        raise problem(
+            f"{kind.field} needs a list for each image, {len(placements)} in all, and has {len(given.of_images)}: give "
+            f"an empty list for an image without {kind.field}"
         )
-    carried: list[Tensor] = []
-    for index, (placement, given) in enumerate(zip(placements, boxes, strict=True)):
+    if given.pool == "mask":
+        pixels = sum(math.prod(p.image) * len(of) for p, of in zip(placements, given.of_images, strict=True))
+        if pixels > _MAX_MASK_PIXELS:
+            raise problem(
+                f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are taken in one request: "
+                "send fewer at a time"
+            )
+    return placements
+
+
+def carry(
+    runtime: Runtime, planned: Plan, given: GivenRegions, placements: Sequence[Placement], indices: range
+) -> list[Mapping[str, Tensor]]:
+    """Carry the regions of some images, in pixels of these as sent, over to the model's input and its maps.
+
+    Raises:
+        BadBox, BadPoint, BadMask: one is wrong; ``index`` and ``box``, ``point`` or ``mask`` in ``extra`` say which.
+    """
+    placed = []
+    for index in indices:
         with indexed(index):
-            carried.append(placement.carry(given))
+            grids = row_size(runtime, planned.shapes[index]).grids
+            placed.append(carried(given.pool, placements[index], given.of_images[index], grids))
+    return placed
+
+
+def regions(
+    runtime: Runtime, planned: Plan, given: GivenRegions, placed: Sequence[Mapping[str, Tensor]], roi_size: int
+) -> Regions:
+    """Return the regions of a request.
+
+    Args:
+        placed: of all images, by :func:`carry`.
+        roi_size: positions a side of what each box becomes.
+
+    Raises:
+        BadBox, BadPoint, BadMask: pooling all of them takes too long.
+    """
     rows = [row_size(runtime, shape) for shape in planned.shapes]
+    counts = [len(of_image) for of_image in given.of_images]
     samples = 0
-    for row, of_image in zip(rows, carried, strict=True):
+    for row, of_image, count in zip(rows, placed, counts, strict=True):
         for info in runtime.outputs:
             if (grid := row.grids.get(info.key)) is not None:
                 channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
-                samples += channels * grid.samples(of_image, size)
+                each = {"points": 4, "mask": grid.height * grid.width}
+                sampled = (
+                    grid.samples(of_image[info.key], roi_size) if given.pool == "roi" else count * each[given.pool]
+                )
+                samples += channels * sampled
     if samples > _MAX_SAMPLES:
-        raise BadBox(
-            f"pooling these boxes takes {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are taken in one "
-            "request: send fewer or smaller boxes, or ask for a coarser level"
+        field = KINDS[given.pool].field
+        raise PROBLEMS[given.pool](
+            f"pooling these {field} takes {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are taken in "
+            f"one request: send fewer or smaller {field}, or ask for a coarser level"
         )
-    return Regions(carried, [row.grids for row in rows])
+    return Regions(counts, placed, [row.grids for row in rows])

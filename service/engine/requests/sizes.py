@@ -54,10 +54,10 @@ def response_bytes(
     shapes: Sequence[RowShape],
     options: FeatureOptions,
     limit: int,
-    boxes: Sequence[int] | None = None,
+    regions: Sequence[int] | None = None,
 ) -> int:
-    """Return bytes of the response to rows of ``shapes``; with ``boxes``, the number of boxes of each image, it has a
-    row for each box.
+    """Return bytes of the response to rows of ``shapes``; with ``regions``, the number of regions of each image,
+    it has a row for each region.
 
     Raises:
         BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor.
@@ -66,9 +66,9 @@ def response_bytes(
     total = 0
     first = _row_outputs(runtime, shapes[0], options)
     counts = Counter(shapes)
-    if boxes is not None:
+    if regions is not None:
         counts = Counter({shape: 0 for shape in shapes})
-        for shape, many in zip(shapes, boxes, strict=True):
+        for shape, many in zip(shapes, regions, strict=True):
             counts[shape] += many
     for shape, rows in counts.items():
         for key, (dims, size) in _row_outputs(runtime, shape, options).items():

@@ -26,11 +26,11 @@ from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
 from service.schemas.node_pairs import node_pairs
+from service.schemas.regions import KINDS
 from service.schemas.v1 import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec
 
 Parts = list[bytes | memoryview]
 
-_BOX_IMAGE = "box_image"
 _CACHED_OPTIONS = 1024
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 """Used without ``pool=roi``, whatever the query says: requests with equal options share a batch's pooling."""
@@ -41,6 +41,8 @@ _PROBLEMS = (
     problems.NotAcceptable,
     problems.BodyTooLarge,
     problems.BadBox,
+    problems.BadPoint,
+    problems.BadMask,
     problems.NoHeatMap,
     *COMPUTE_PROBLEMS,
 )
@@ -64,6 +66,17 @@ _BODY = {
                 "regions": {
                     "summary": "With pool=roi",
                     "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},
+                },
+                "points": {
+                    "summary": "With pool=points",
+                    "value": {"images": ["/9j/4AAQSkZJRg…"], "points": [[[120.5, 88], [300, 41.25]]]},
+                },
+                "masks": {
+                    "summary": "With pool=mask",
+                    "value": {
+                        "images": ["/9j/4AAQSkZJRg…"],
+                        "masks": [["iVBORw0KGgo…", {"size": [300, 451], "counts": [600, 90, 210, 134400]}]],
+                    },
                 },
             },
         },
@@ -180,10 +193,10 @@ async def _respond(
             return body
 
         body = sent = None
-        if kind == json.MEDIA_TYPE:  # the only bodies with boxes, which are checked before anything is built
+        if kind == json.MEDIA_TYPE:  # the only bodies with regions, which are checked before anything is built
             body = await received()
             sent = await body.parse("", state.engine.run_in_encoder)
-        _options_of(query).check_boxes(sent is not None and sent.boxes is not None)
+        _options_of(query).check_regions(None if sent is None else sent.regions)
         record = await find()
         if record.runtime is None:
             body = body or await received()  # until then, a client that leaves is not noticed
@@ -197,9 +210,10 @@ async def _respond(
 
 
 def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
-    if query.pool == "roi" and _BOX_IMAGE in record.description.return_nodes:
-        detail = f"pool=roi adds an output {_BOX_IMAGE!r}: give the extractor's output of that name another key"
-        raise problems.DuplicateKey(detail, key=_BOX_IMAGE)
+    added = KINDS[query.pool].output if query.pool in KINDS else None
+    if added in record.description.return_nodes:
+        detail = f"pool={query.pool} adds an output {added!r}: give the extractor's output of that name another key"
+        raise problems.DuplicateKey(detail, key=added)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
     accepted = responses.negotiate(accept, tuple(dtypes), _options_of(query).one_shape)
@@ -224,14 +238,14 @@ async def _extract(
         available = list(responses.OFFERED[:-1])
         raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
     reservation = reservation_of(request.scope)
-    features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.boxes, reservation)
+    features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.regions, reservation)
     started = time.perf_counter()
     if drawn:
         assert not isinstance(sent.inputs, Mapping)
         preprocessed = query.preprocess != "none"
         parts = await _draw(state, record, features, sent.inputs[0], preprocessed, reservation)
     else:
-        parts = await _write(state, record, features, accepted, query.encoding, reservation)
+        parts = await _write(state, record, features, accepted, query, reservation)
     timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
     return responses.PartsResponse(parts, accepted, headers)
@@ -261,14 +275,14 @@ async def _write(
     record: ExtractorRecord,
     features: FeatureResult,
     accepted: str,
-    encoding: str,
+    query: FeatureQuery,
     reservation: Reservation,
 ) -> Parts:
     """Write all outputs as ``accepted``, in another thread unless that takes next to no time."""
     outputs = features.outputs
-    if features.box_image is not None:  # npy responses hold only the first output, so they lack it
-        outputs[_BOX_IMAGE] = features.box_image
-    source = _source(record)
+    if features.region_image is not None:  # npy responses hold only the first output, so they lack it
+        outputs[KINDS[query.pool].output] = features.region_image
+    source, encoding = _source(record), query.encoding
     if accepted in responses.IMMEDIATE:
         return responses.write(accepted, source, outputs, features.images, encoding)
     reservation.claim(responses.written_bytes(accepted, outputs, encoding))

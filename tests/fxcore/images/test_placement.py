@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxcore import get_model
-from fxcore.errors import BadBox
+from fxcore.errors import BadBox, BadPoint
 from fxcore.images.placement import Placement
 
 
@@ -79,3 +79,26 @@ def test_boxes_that_are_none(box, said):
     with pytest.raises(BadBox, match=said) as error:
         placement.carry([[100, 100, 200, 200], box])
     assert error.value.extra["box"] == 1
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ([10], "has 1 values"),
+        ([10, float("inf")], "finite"),
+        ([10, 482], "640 x 480 pixels"),
+        ([-2, 10], "640 x 480 pixels"),
+        ([70, 480], "the model sees"),
+    ],
+)
+def test_points_that_are_none(point, said):
+    placement = Placement((480, 640), 1.0, 1.0, 0, 80, (480, 480))
+    with pytest.raises(BadPoint, match=said) as error:
+        placement.carry_points([[100, 100], point])
+    assert error.value.extra["point"] == 1
+
+
+def test_points_are_carried_as_the_corners_of_boxes():
+    placement = Placement((480, 640), 0.5, 0.25, 8, 48, (224, 224))
+    corners = placement.carry([[310, 50, 400, 250.5]])
+    assert torch.equal(placement.carry_points([[310, 50], [400, 250.5]]), corners.reshape(2, 2))

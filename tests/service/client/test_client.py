@@ -25,7 +25,7 @@ from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send
 from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
 from service.problems import Problem
-from service.schemas.features import MAX_BOXES
+from service.schemas.features import MAX_REGIONS
 from service.schemas.problem_examples import EXAMPLES
 
 MB = 1024**2
@@ -339,11 +339,11 @@ def test_a_gateway_may_have_a_status_of_its_own(status):
 def test_a_request_has_no_more_boxes_than_the_server_takes():
     counts = [9000, 7000, 1000, 16384, 20000, 0, 1]
     parts = split_call([b"image"] * 7, 16, MB, boxes=[[[0, 0, 9, 9]] * count for count in counts])
-    assert [[len(of_image) for of_image in part.boxes] for part in parts] == [
+    assert [[len(of_image) for of_image in part.regions.of_images] for part in parts] == [
         [9000, 7000], [1000], [16384], [20000], [0, 1]
     ]  # fmt: skip
-    assert [part.first_box for part in parts] == [0, 16000, 17000, 33384, 53384]
-    assert MAX_BOXES == 16384
+    assert [part.first_region for part in parts] == [0, 16000, 17000, 33384, 53384]
+    assert MAX_REGIONS == 16384
 
 
 @pytest.mark.parametrize(

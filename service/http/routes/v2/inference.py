@@ -108,7 +108,7 @@ async def _infer(
     packed: str | None,
 ) -> Response:
     options = _options(payload)
-    options.check_boxes(False)  # the protocol has none
+    options.check_regions(None)  # the protocol has none
     record = await _extractor(request, state, target, payload)
     await state.engine.extractors.load(record)
     requested = _requested_outputs(record, name, payload, options)

@@ -1,0 +1,146 @@
+"""Masks of images: a PNG file or COCO's run lengths → which pixels are in it, and its share of each cell of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxcore.errors import BadMask
+from fxcore.images.opening import opened
+
+_ONE_CHANNEL = ("1", "L", "P", "I", "I;16")
+"""Pillow's modes of PNG files that have one value a pixel."""
+
+_MAX_PIXELS = 2**31
+"""Maximum pixels of run lengths; images have fewer."""
+
+
+class Rle(NamedTuple):
+    """Run lengths of COCO, down the columns one after another.
+
+    Attributes:
+        height, width: of the mask.
+        counts: pixels outside of it, pixels in it, pixels outside of it, and so on; or these as COCO compresses them.
+    """
+
+    height: int
+    width: int
+    counts: Sequence[int] | str
+
+
+Mask = bytes | Rle
+"""An encoded mask. Of a PNG file with one channel, pixels that are not zero are in it."""
+
+
+def read_mask(mask: Mask, image: tuple[int, int]) -> NDArray[np.bool_]:
+    """Decode a mask.
+
+    Args:
+        mask: a PNG file, or run lengths.
+        image: height and width of its image.
+
+    Returns:
+        Whether each pixel is in it, ``[height, width]``.
+
+    Raises:
+        BadMask: it is damaged, or has another size than its image.
+
+    >>> read_mask(Rle(2, 3, [1, 2, 3]), (2, 3)).astype(int)
+    array([[0, 1, 0],
+           [1, 0, 0]])
+    """
+    return _of_runs(mask, image) if isinstance(mask, Rle) else _of_png(mask, image)
+
+
+def shares(mask: NDArray[np.bool_], ys: NDArray[Any], xs: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the area of ``mask`` in each cell of a grid.
+
+    Args:
+        mask: ``[height, width]``.
+        ys, xs: the edges of the grid's rows and columns in pixels, ascending and within the mask.
+
+    Returns:
+        float64 ``[len(ys) - 1, len(xs) - 1]``, in pixels.
+
+    >>> shares(np.array([[True, False], [True, True]]), np.array([0.0, 1.5, 2.0]), np.array([0.0, 2.0]))
+    array([[2.],
+           [1.]])
+    """
+    return _sums(_sums(mask, ys).T, xs).T
+
+
+def _sums(values: NDArray[Any], edges: NDArray[Any]) -> NDArray[np.float64]:
+    """Integrate rows ``[n, m]`` between ``edges``."""
+    whole = np.floor(edges).astype(int)
+    parts = [values[: whole[0]], *(values[start:stop] for start, stop in pairwise(whole))]
+    dtype = np.int64 if values.dtype == bool else np.float64
+    until = np.cumsum([part.sum(axis=0, dtype=dtype) for part in parts], axis=0)
+    rest = values[np.minimum(whole, len(values) - 1)] * (edges - whole)[:, None]
+    summed: NDArray[np.float64] = np.diff(until + rest, axis=0)
+    return summed
+
+
+def _of_png(data: bytes, image: tuple[int, int]) -> NDArray[np.bool_]:
+    try:
+        with opened(data, ["PNG"]) as file:
+            _check_size((file.height, file.width), image)
+            if file.mode not in _ONE_CHANNEL:
+                raise BadMask(f"is a PNG file of mode {file.mode}: send one channel, zero outside of the mask")
+            found: NDArray[np.bool_] = np.asarray(file) != 0
+            return found
+    except BadMask:
+        raise
+    except Exception as error:  # files are damaged in many ways
+        raise BadMask(f"is no PNG file, or a damaged one ({len(data)} bytes)") from error
+
+
+def _of_runs(mask: Rle, image: tuple[int, int]) -> NDArray[np.bool_]:
+    _check_size((mask.height, mask.width), image)
+    try:
+        counts = _decompressed(mask.counts) if isinstance(mask.counts, str) else np.array(mask.counts, np.int64)
+    except (OverflowError, UnicodeEncodeError, ValueError):
+        counts = np.array([-1])
+    if counts.ndim != 1 or (counts < 0).any() or (counts > _MAX_PIXELS).any():
+        raise BadMask("has run lengths that are not COCO's: a list of numbers of pixels, or such a list compressed")
+    total = int(counts.sum())
+    if total != mask.height * mask.width:
+        raise BadMask(f"has run lengths of {total} pixels, and its size has {mask.height * mask.width}")
+    inside = np.arange(len(counts)) % 2 == 1
+    return np.repeat(inside, counts).reshape(mask.width, mask.height).T
+
+
+def _decompressed(text: str) -> NDArray[np.int64]:
+    """Decode the run lengths of pycocotools' strings.
+
+    Each is in groups of five bits, the lowest first, with a sixth bit before the last group, and from the fourth on
+    relative to the one before the last.
+
+    Raises:
+        ValueError: it is not such a string.
+    """
+    groups = np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int64) - 48
+    last = groups & 32 == 0
+    if ((groups < 0) | (groups > 63)).any() or not len(groups) or not last[-1]:
+        raise ValueError("not run lengths")
+    ends = np.flatnonzero(last)
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    places = np.arange(len(groups)) - np.repeat(starts, ends - starts + 1)
+    if places.max() > 6:  # of a number with more than 32 bits
+        raise ValueError("not run lengths")
+    numbers = np.add.reduceat((groups & 31) << (5 * places), starts)
+    negative = groups[ends] & 16 != 0
+    numbers[negative] -= 1 << (5 * (places[ends][negative] + 1))
+    for first in (1, 2):
+        numbers[first::2] = np.cumsum(numbers[first::2])
+    return numbers
+
+
+def _check_size(found: tuple[int, int], image: tuple[int, int]) -> None:
+    if found != image:
+        raise BadMask(
+            f"has {found[1]} x {found[0]} pixels and its image, after its EXIF orientation, {image[1]} x {image[0]}"
+        )

@@ -1,0 +1,260 @@
+"""pool=points against torch's grid_sample, and pool=mask against averages by the mask resized by area."""
+
+import base64
+import io
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch.nn.functional import grid_sample, interpolate
+
+from tests.service.http.routes.test_regions import by_hand, close, tensors
+
+POINTS = {
+    "chelsea": [[120, 40], [200.5, 100.25], [230, 279]],  # 451 x 300
+    "coffee": [],
+    "rocket": [[250.5, 120.25]],  # 640 x 427
+}
+SIZES = {"chelsea": (300, 451), "coffee": (400, 600), "rocket": (427, 640)}
+
+
+def body(photos, field, given):
+    return {"images": [base64.b64encode(photos[name]).decode() for name in given], field: [*given.values()]}
+
+
+def ask(client, model, node, document, pool, query="", **options):
+    url = f"/v1/models/{model}/features?weights=random&nodes={node}&pool={pool}{query}"
+    return client.post(url, json=document, **options)
+
+
+def sampled(maps, stride, resize=256, crop=224):
+    """``grid_sample`` of the whole maps, at the points on the model's input."""
+    rows = []
+    for one, (name, points) in zip(maps.split(1), POINTS.items(), strict=True):
+        placed = by_hand(name, resize, crop, {name: [[*point, *point] for point in points]})[:, :2]
+        size = torch.tensor([one.shape[3], one.shape[2]]) * stride
+        rows.append(grid_sample(one, (2 * placed / size - 1)[None, None], align_corners=False)[0, :, 0].T)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "resolved", "stride", "resize"),
+    [
+        ("resnet18", "C4", "layer3.1.relu_1", 16, 256),
+        ("swin_t", "features.3", "features.3.1.add_1", 8, 232),
+        ("vit_b_32", "encoder.ln", "encoder.ln", 32, 256),
+    ],
+)
+def test_points_are_grid_sample_of_the_whole_map(client, photos, reference, model, node, resolved, stride, resize):
+    response = tensors(ask(client, model, node, body(photos, "points", POINTS), "points"))
+    maps = reference(model, resolved, [photos[name] for name in POINTS])
+    if model == "swin_t":
+        maps = maps.permute(0, 3, 1, 2)
+    elif model == "vit_b_32":
+        maps = maps[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7)
+    close(response[node], sampled(maps, stride, resize))
+    assert response["point_image"].tolist() == [0, 0, 0, 2]
+
+
+def png(mask):
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(mask).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def runs(mask):
+    """COCO's run lengths, one pixel after the other down the columns."""
+    counts, inside = [0], False
+    for pixel in mask.T.ravel().tolist():
+        if pixel != inside:
+            counts.append(0)
+            inside = pixel
+        counts[-1] += 1
+    return {"size": list(mask.shape), "counts": counts}
+
+
+def disc(height, width, y, x, radius):
+    ys, xs = np.mgrid[:height, :width]
+    return (ys - y) ** 2 + (xs - x) ** 2 < radius**2
+
+
+def masks():
+    """For each photo masks of its size: a disc, one that the crop cuts, and all of it."""
+    chelsea, rocket = SIZES["chelsea"], SIZES["rocket"]
+    return {
+        "chelsea": [disc(*chelsea, 150, 200, 70), disc(*chelsea, 60, 90, 50)],
+        "coffee": [],
+        "rocket": [np.ones(rocket, bool)],
+    }
+
+
+def averaged(maps, resize=256, crop=224):
+    """Averages of the maps by masks that are cut as the image is, and resized to the map by area."""
+    rows = []
+    for one, (name, given) in zip(maps, masks().items(), strict=True):
+        height, width = SIZES[name]
+        scale = resize / min(height, width)
+        tall, wide = (resize, int(width * scale)) if height < width else (int(height * scale), resize)
+        top, left = round((tall - crop) / 2), round((wide - crop) / 2)
+        for mask in given:
+            # Each pixel of the input as 8 x 8 that find theirs in the image: nearly its area.
+            ys = ((np.arange(crop * 8) + 0.5) / 8 + top) * height / tall
+            xs = ((np.arange(crop * 8) + 0.5) / 8 + left) * width / wide
+            cut = torch.from_numpy(mask[ys.astype(int)][:, xs.astype(int)]).double()
+            weights = interpolate(cut[None, None], one.shape[1:], mode="area")[0, 0]
+            rows.append((one.double() * weights / weights.sum()).sum((1, 2)))
+    return torch.stack(rows).float()
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "resolved", "resize"),
+    [
+        ("resnet18", "C4", "layer3.1.relu_1", 256),
+        ("swin_t", "features.3", "features.3.1.add_1", 232),
+        ("vit_b_32", "encoder.ln", "encoder.ln", 256),
+    ],
+)
+def test_masks_are_averages_by_area(client, photos, reference, model, node, resolved, resize):
+    given = {name: [png(mask) for mask in of_image] for name, of_image in masks().items()}
+    response = tensors(ask(client, model, node, body(photos, "masks", given), "mask"))
+    maps = reference(model, resolved, [photos[name] for name in given])
+    if model == "swin_t":
+        maps = maps.permute(0, 3, 1, 2)
+    elif model == "vit_b_32":
+        maps = maps[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7)
+    close(response[node], averaged(maps, resize), 2e-3)
+    assert response["mask_image"].tolist() == [0, 0, 2]
+
+
+def test_masks_in_each_form_and_of_several_maps(client, photos):
+    """Run lengths and PNG files, also as data URLs, give the same; whole maps are their average."""
+    mask = disc(*SIZES["chelsea"], 150, 200, 70)
+    given = {"chelsea": [png(mask), "data:image/png;base64," + png(mask), runs(mask), png(mask.astype(np.uint8))]}
+    response = tensors(ask(client, "resnet18", "C4,C5", body(photos, "masks", given), "mask", "&normalize=l2"))
+    for key, channels in (("C4", 256), ("C5", 512)):
+        assert response[key].shape == (4, channels)
+        assert torch.allclose(response[key].norm(dim=1), torch.ones(4), atol=1e-5)
+        assert torch.equal(response[key], response[key][:1].expand(4, -1))
+    whole = body(photos, "masks", {"chelsea": [png(np.ones(SIZES["chelsea"], bool))]})
+    averages = ask(client, "resnet18", "C4", {"images": whole["images"]}, "avg")
+    close(tensors(ask(client, "resnet18", "C4", whole, "mask"))["C4"], tensors(averages)["C4"])
+
+
+def test_exif_orientation_comes_first(client, photos):
+    image = PIL.Image.open(io.BytesIO(photos["chelsea"]))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # turn clockwise to see it upright
+    turned, upright = io.BytesIO(), io.BytesIO()
+    image.save(turned, "PNG", exif=exif)
+    image.rotate(-90, expand=True).save(upright, "PNG")
+    for pool, field, one in (("points", "points", [30, 210]), ("mask", "masks", png(disc(451, 300, 210, 90, 60)))):
+        same = [
+            tensors(ask(client, "resnet18", "C4", body({"x": data.getvalue()}, field, {"x": [one]}), pool))["C4"]
+            for data in (turned, upright)
+        ]
+        close(*same)
+
+
+def test_no_region_at_all(client, photos):
+    for pool, field, one in (("points", "points", "point"), ("mask", "masks", "mask")):
+        response = tensors(ask(client, "resnet18", "C5", body(photos, field, {"coffee": []}), pool))
+        assert response["C5"].shape == (0, 512)
+        assert response[f"{one}_image"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("pool", "field", "given", "where", "said"),
+    [
+        ("points", "points", [[], [[10, 10], [10]]], (1, 1), "1 values"),
+        ("points", "points", [[[10, "1"]], []], (0, 0), "is not two finite numbers: write [x, y]"),
+        ("points", "points", [[[460, 10]], []], (0, 0), "outside of its image, which is 451 x 300"),
+        ("points", "points", [[], [[5, 200]]], (1, 0), "the model sees"),
+        ("points", "points", [[], 7], (1, None), "list of [x, y]"),
+        ("points", "points", [[]], None, "points needs a list for each image, 2 in all, and has 1"),
+        ("mask", "masks", [[], ["AAAA"]], (1, 0), "no PNG file"),
+        ("mask", "masks", [["?"], []], (0, 0), "neither a data URL nor base64"),
+        ("mask", "masks", [["http://here/x.png"], []], (0, 0), "fetches nothing"),
+        ("mask", "masks", [[7], []], (0, 0), "neither base64 nor run lengths"),
+        ("mask", "masks", [[{"size": [300, 451]}], []], (0, 0), "neither base64 nor run lengths"),
+        ("mask", "masks", [[{"size": [300], "counts": []}], []], (0, 0), "without the size"),
+        ("mask", "masks", [[{"size": [300, 451], "counts": [1.5]}], []], (0, 0), "neither a list of whole numbers"),
+        ("mask", "masks", [[{"size": [300, 451], "counts": [7]}], []], (0, 0), "run lengths of 7 pixels"),
+        ("mask", "masks", [[], [{"size": [300, 451], "counts": []}]], (1, 0), "its image, after its EXIF orientation"),
+        ("mask", "masks", [[{"size": [300, 451], "counts": [135300]}], []], (0, 0), "mask 0 is empty"),
+        ("mask", "masks", [[{"size": [300, 451], "counts": [0, 300, 135000]}], []], (0, 0), "the model sees"),
+        ("mask", "masks", [[], "x"], (1, None), "its masks are a list of"),
+    ],
+)
+def test_regions_that_are_none(client, photos, pool, field, given, where, said):
+    document = body(photos, field, {"chelsea": [], "rocket": []}) | {field: given}
+    problem = ask(client, "resnet18", "C4", document, pool).json()
+    one = field.removesuffix("s")
+    assert (problem["status"], problem["type"]) == (422, f"/problems/bad-{one}")
+    assert said in problem["detail"]
+    index, place = where or (None, None)
+    assert (problem.get("index"), problem.get(one)) == (index, place)
+    assert index is None or f"image {index}: " in problem["detail"]
+
+
+def test_each_pooling_has_its_field(client, photos):
+    points, none = body(photos, "points", {"coffee": [[300, 200]]}), body(photos, "points", {"coffee": []})
+    del none["points"]
+    for document, pool, kind in (
+        (points, "avg", "point"),
+        (points, "mask", "mask"),
+        (points, "roi", "box"),
+        (none, "points", "point"),
+        (none | {"masks": [[]]}, "cls", "mask"),
+    ):
+        problem = ask(client, "resnet18", "layer2.0.conv1:unbuilt", document, pool).json()
+        assert problem["type"] == f"/problems/bad-{kind}", problem
+        assert "go together" in problem["detail"]
+    both = ask(client, "resnet18", "C4", points | {"masks": [[]]}, "points").json()
+    assert (both["type"], both["status"]) == ("/problems/invalid-request", 422)
+    assert "one of boxes, points and masks" in both["detail"]
+    taken = ask(client, "resnet18", "C4:point_image", points, "points").json()
+    assert taken["type"] == "/problems/duplicate-key"
+    vector = ask(client, "resnet18", "avgpool", points, "points").json()
+    assert "pool=points needs a feature map" in vector["detail"]
+
+
+def test_the_response_limit_counts_points(make_client, photos):
+    client = make_client(max_response_bytes=4 * 512 * 10)
+    many = [[300, 200]] * 10
+    assert ask(client, "resnet18", "C5", body(photos, "points", {"coffee": many}), "points").status_code == 200
+    refused = ask(client, "resnet18", "C5", body(photos, "points", {"coffee": many + many[:1]}), "points").json()
+    assert (refused["type"], refused["bytes"]) == ("/problems/response-too-large", 4 * 512 * 11)
+    assert "fewer points" in refused["ways"]
+
+
+def test_masks_with_too_many_pixels_in_all(client, photos):
+    one = {"size": [300, 451], "counts": [0, 135300]}
+    document = body(photos, "masks", {"chelsea": [one] * 4000})
+    problem = ask(client, "resnet18", "C5", document, "mask").json()
+    assert problem["type"] == "/problems/bad-mask"
+    assert "541,200,000 pixels" in problem["detail"]
+
+
+@pytest.mark.parametrize("fit", ["pad&image_size=96x160", "stretch&image_size=96x64", "native&image_size=96"])
+def test_they_follow_every_fit(client, photos, fit):
+    """On the input itself, whose place in the image is known: a mask of the left half, and a point in its middle."""
+    halves, middles, sizes = {}, {}, {name: SIZES[name] for name in ("coffee", "rocket")}
+    for name, (height, width) in sizes.items():
+        halves[name] = [png(np.arange(width) < np.full((height, 1), width / 2))]
+        middles[name] = [[width / 4, height / 2]]
+    plain = [{"images": body(photos, "points", {name: []})["images"]} for name in sizes]
+    whole = [tensors(ask(client, "squeezenet1_1", "x", one, "none", f"&fit={fit}")) for one in plain]
+    masked = tensors(ask(client, "squeezenet1_1", "x", body(photos, "masks", halves), "mask", f"&fit={fit}"))
+    pointed = tensors(ask(client, "squeezenet1_1", "x", body(photos, "points", middles), "points", f"&fit={fit}"))
+    for row, one in enumerate(whole):
+        x1, y1, x2, y2 = one["valid_box"][0].tolist() if "valid_box" in one else (0, 0, *one["x"].shape[:1:-1])
+        pixels = one["x"][:, :, int(y1) : int(y2), int(x1) : int(x2)]
+        # A width that halves to no whole pixel shares one.
+        weights = (torch.arange(pixels.shape[3]) < pixels.shape[3] / 2).float()
+        if pixels.shape[3] % 2:
+            weights[pixels.shape[3] // 2] = 0.5
+        expected = (pixels[0] * weights).sum((1, 2)) / (weights.sum() * pixels.shape[2])
+        assert torch.allclose(masked["x"][row], expected, atol=0.02)
+        sample = grid_sample(pixels, torch.tensor([[[[-0.5, 0.0]]]]), align_corners=False).flatten()
+        assert torch.allclose(pointed["x"][row], sample, atol=1e-4)
