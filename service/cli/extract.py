@@ -40,7 +40,8 @@ def extract(
             parser=pooling,
             metavar="POOLING",
             help="none, or pool each map to one vector per image: avg, max, gem or cls, or several joined by +; roi "
-            "pools the boxes of --boxes by roi_align.",
+            "pools the boxes of --boxes by roi_align, points samples at those of --points, mask averages over those of "
+            "--masks.",
         ),
     ] = "none",
     boxes: Annotated[
@@ -51,6 +52,23 @@ def extract(
             help="With --pool roi: a Parquet or CSV file with the columns path and boxes. Boxes are a list of "
             "\\[x1, y1, x2, y2] in pixels of the image, as JSON in CSV; paths are absolute, URLs, or relative to the "
             "file's folder.",
+        ),
+    ] = None,
+    points: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="With --pool points: such a file with the column points, lists of \\[x, y].",
+        ),
+    ] = None,
+    masks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="With --pool mask: such a file with the column masks, lists of PNG files, binary or in base64, or of "
+            "COCO's run lengths.",
         ),
     ] = None,
     roi_size: Annotated[
@@ -137,7 +155,8 @@ def extract(
     shard and row (table images: path, shard, row), errors.jsonl lists the images that could not be read, and spec.json
     describes what was computed. Files that are not images are skipped and counted.
 
-    With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped.
+    With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped. With
+    --pool points or mask it is a point or a mask: point has its coordinates, and mask its place in the image's list.
 
     With --ray the output is Parquet files; images that could not be read have an error there and are not retried.
 
@@ -154,6 +173,7 @@ def extract(
     from service.engine import FeatureOptions
     from service.offline import Job, extract
     from service.offline.progress import progress
+    from service.schemas.regions import KINDS
     from service.schemas.v1 import ExtractorSpec
 
     spec = ExtractorSpec(
@@ -167,8 +187,10 @@ def extract(
     )
     settings = settings_of({"device": device, "workers": 1})  # the processes of a server, which share the cores
     device_of(settings)
-    if (pool == "roi") != (boxes is not None):
-        raise typer.BadParameter("--pool roi and --boxes go together")
+    files = {"roi": boxes, "points": points, "mask": masks}
+    for region, file in files.items():
+        if (pool == region) != (file is not None):
+            raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} go together")
     if roi_size is not None and boxes is None:
         raise typer.BadParameter("--roi-size goes with --pool roi")
     options = FeatureOptions(
@@ -180,7 +202,7 @@ def extract(
         project=project,
         seed=seed,
     )
-    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, boxes)
+    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool))
     if ray is not None:
         summary = _extract_on_ray(ray, job, settings)
     else:

@@ -34,12 +34,12 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from fxcore.errors import FxError, summarize
 from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
-from service.offline import Job, Summary, boxes, shards, sources, spec_file
+from service.offline import Job, Summary, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.run import add_images
+from service.offline.run import add_images, check_regions
 from service.offline.runners import ExtractorInfo, LocalRunner, Rows
 from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
@@ -79,8 +79,7 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
 
 def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     before = spec_file.read(out)
-    if job.boxes is not None:
-        next(boxes.read(job.boxes), None)
+    check_regions(job)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
@@ -97,7 +96,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         made = spec_file.SpecFile(info, job.options, FORMAT, probe)
         with write_errors(out):
             made.write_or_check(out)
-        output = Output(out, index, job.boxes is not None)
+        output = Output(out, index, None if job.regions is None else job.options.pool)
         output.look()
         images, done, unreadable = index.counts()
         left = images - done - unreadable
@@ -142,7 +141,7 @@ def _connected(address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise FxError(f"--ray {address}: {summarize(error)}; local begins a cluster on this machine") from error
     context = ray.data.DataContext.get_current()
-    context.target_max_block_size = None  # blocks are cut here, and all boxes of an image are in one
+    context.target_max_block_size = None  # blocks are cut here, and all regions of an image are in one
     context.print_on_execution_start, context.enable_progress_bars = False, sys.stderr.isatty()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
@@ -199,14 +198,14 @@ def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarro
 
 
 def _block(some: Sequence[Source], lost: Mapping[str, str]) -> pyarrow.Table:
-    regions = [None if source.boxes is None else orjson.dumps(source.boxes) for source in some]
+    regions = [None if source.regions is None else orjson.dumps(source.regions) for source in some]
     return pyarrow.table(
         {
             "path": pyarrow.array([source.path for source in some], pyarrow.large_string()),
             "file": pyarrow.array([source.file.encode("utf-8", "surrogateescape") for source in some]),
             "offset": pyarrow.array([source.offset for source in some], pyarrow.int64()),
             "size": pyarrow.array([source.size for source in some], pyarrow.int64()),
-            "boxes": pyarrow.array(regions, pyarrow.large_binary()),
+            "regions": pyarrow.array(regions, pyarrow.large_binary()),
             "error": pyarrow.array([lost.get(source.path) for source in some], pyarrow.string()),
         }
     )
@@ -270,8 +269,8 @@ class _Actor:
                 lost.append((row["path"], row["error"]))
             else:
                 file = row["file"].decode("utf-8", "surrogateescape")
-                regions = None if row["boxes"] is None else orjson.loads(row["boxes"])
-                found.append(Source(row["path"], file, row["offset"], row["size"], boxes=regions))
+                regions = None if row["regions"] is None else orjson.loads(row["regions"])
+                found.append(Source(row["path"], file, row["offset"], row["size"], regions=regions))
         results = asyncio.run_coroutine_threadsafe(self._results(found), self._loop).result()
         return table_of([*results, Result([], [], lost)], self._schema)
 

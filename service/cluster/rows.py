@@ -1,5 +1,5 @@
 """The Parquet files of ``fxserve extract --ray``: columns ``path``, one of each output, and ``error``; of regions a row
-is a box, which the column ``box`` has.
+is one, whose place the column ``box``, ``point`` or ``mask`` has.
 
 What is in them is not done again. A file that a killed writer left half is removed, and of an image that two runs
 wrote, where the last writer of the earlier one outlived it, one row is kept.
@@ -16,9 +16,10 @@ import pyarrow.parquet
 from service.offline.batches import Result
 from service.offline.failures import driver_errors
 from service.offline.folder import Folder
-from service.offline.index import Index, boxes_changed
+from service.offline.index import Index, regions_changed
 from service.offline.runners import Rows
-from service.offline.shards import BOX, PATH, arrow_column
+from service.offline.shards import PATH, arrow_column
+from service.schemas.regions import KINDS, Kind
 
 ERROR = "error"
 """The column that says why an image has no features; null where it has."""
@@ -57,23 +58,23 @@ class Output:
     Args:
         folder: where the files are.
         index: has the images that there are, and is told of those that are done.
-        regions: whether rows are boxes.
+        pool: the pooling of regions that made rows; None if rows are images.
 
     Attributes:
         files: that rows were found in.
     """
 
-    def __init__(self, folder: Folder, index: Index, regions: bool) -> None:
+    def __init__(self, folder: Folder, index: Index, pool: str | None) -> None:
         self.files: list[str] = []
         self._folder = folder
         self._index = index
-        self._boxes = [BOX] if regions else []
+        self._kind = None if pool is None else KINDS[pool]
 
     def look(self) -> None:
         """Enter the rows of all files that came since the last time.
 
         Raises:
-            FxError: the folder cannot be read or written, or has other boxes of an image.
+            FxError: the folder cannot be read or written, or has other regions of an image.
         """
         for name in self._folder.names():
             if name.endswith(SUFFIX) and name not in self.files:
@@ -82,15 +83,16 @@ class Output:
 
     def _enter(self, name: str) -> None:
         place, fs = self._folder.path(name), self._folder.fs
+        places = [] if self._kind is None else [self._kind.one]
         try:
             with fs.open(place, "rb") as file:
-                table = pyarrow.parquet.read_table(file, columns=[PATH, *self._boxes, ERROR])
+                table = pyarrow.parquet.read_table(file, columns=[PATH, *places, ERROR])
         except pyarrow.ArrowInvalid:  # it has no end
             self._folder.remove(name)
             return
         paths, errors = table.column(PATH).to_pylist(), table.column(ERROR).to_pylist()
-        if self._boxes:
-            self._check_boxes(paths, table.column(BOX).to_pylist())
+        if self._kind is not None:
+            self._check_regions(self._kind, paths, table.column(self._kind.one).to_pylist())
         known = self._index.finished(paths)
         kept = [path not in known for path in paths]
         if not any(kept):
@@ -109,14 +111,16 @@ class Output:
         )
         self.files.append(name)
 
-    def _check_boxes(self, paths: Sequence[str], boxes: Sequence[Sequence[float] | None]) -> None:
-        done: dict[str, list[Sequence[float]]] = {}
-        for path, box in zip(paths, boxes, strict=True):
-            if box is not None:  # else there is an error in its place
-                done.setdefault(path, []).append(list(box))
+    def _check_regions(self, kind: Kind, paths: Sequence[str], found: Sequence[Sequence[float] | int | None]) -> None:
+        """Compare boxes and points with those that are to be done. Of masks their number is known."""
+        done: dict[str, list[Sequence[float] | int]] = {}
+        for path, one in zip(paths, found, strict=True):
+            if one is not None:  # else there is an error in its place
+                done.setdefault(path, []).append(one if isinstance(one, int) else list(one))
         for path, of_image in done.items():
-            if (wanted := self._index.boxes(path)) is not None and wanted != of_image:
-                raise boxes_changed(path)
+            wanted = self._index.regions(path)
+            if wanted is not None and (list(range(len(wanted))) if kind.one == "mask" else wanted) != of_image:
+                raise regions_changed(path, kind.field)
 
 
 def _nulls(count: int, type: pyarrow.DataType) -> pyarrow.Array:

@@ -21,20 +21,29 @@ def read(body: ImagesBody) -> GivenRegions | None:
     Raises:
         Problem: they are of several kinds, too many, or not in a list for each image.
     """
-    given: dict[RegionPooling, list[Any] | None] = {"roi": body.boxes, "points": body.points, "mask": body.masks}
-    found = [(pool, lists) for pool, lists in given.items() if lists is not None]
+    fields: dict[RegionPooling, list[Any] | None] = {"roi": body.boxes, "points": body.points, "mask": body.masks}
+    found = [(pool, lists) for pool, lists in fields.items() if lists is not None]
     if not found:
         return None
     if len(found) > 1:
         raise InvalidRequest("a body has one of boxes, points and masks; send the others in another request")
     ((pool, lists),) = found
+    if sum(len(of_image) for of_image in lists if isinstance(of_image, list)) > MAX_REGIONS:
+        raise InvalidRequest(f"the body has more than {MAX_REGIONS} {KINDS[pool].field}; send fewer at a time")
+    return given(pool, lists)
+
+
+def given(pool: RegionPooling, lists: Sequence[Any]) -> GivenRegions:
+    """Return the regions of images, as JSON has them.
+
+    Raises:
+        Problem: there is no list for each image, or one of them has another form.
+    """
     problem = BadMask if pool == "mask" else _NUMBERS[pool][0]
     kind = KINDS[pool]
     for index, of_image in enumerate(lists):
         if not isinstance(of_image, list):
             raise problem(f"image {index}: its {kind.field} are a list of {kind.form}", index=index)
-    if sum(map(len, lists)) > MAX_REGIONS:
-        raise InvalidRequest(f"the body has more than {MAX_REGIONS} {kind.field}; send fewer at a time")
     if pool == "mask":
         return GivenRegions(pool, [_masks(of_image, index) for index, of_image in enumerate(lists)])
     for index, of_image in enumerate(lists):

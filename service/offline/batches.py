@@ -22,8 +22,8 @@ _BATCH = 16
 _MAX_BYTES_IN_FLIGHT = 128 * 1024**2
 """Approximate maximum bytes of features between the model and the shards."""
 
-_MAX_BOXES = 4096
-"""Maximum boxes in a batch of several images; below the limit of a server's request."""
+_MAX_REGIONS = 4096
+"""Maximum regions in a batch of several images; below the limit of a server's request."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Result:
     """Features of a batch of images, in their order.
 
     Attributes:
-        paths: path of each row's image. Rows of one image, its boxes, are consecutive.
+        paths: path of each row's image. Rows of one image, its regions, are consecutive.
         rows: parts of ``n`` rows each: key → ``[n, ...]``.
         errors: (path, reason) of the images without features.
     """
@@ -44,6 +44,14 @@ class Result:
     def images(self) -> int:
         """Number of images that have rows."""
         return len(set(self.paths))
+
+
+_PROBED = {
+    "roi": [64.0, 64.0, 192.0, 192.0],
+    "points": [100.0, 128.0],
+    "mask": {"size": [256, 256], "counts": [64 * 256, 128 * 256, 64 * 256]},
+}
+"""A region of the fixed image, by the pooling that takes it."""
 
 
 class Batches:
@@ -65,19 +73,19 @@ class Batches:
         images = max(4, min(runner.concurrency, _MAX_BYTES_IN_FLIGHT // row_bytes))
         self._size = max(1, min(_BATCH, images // 4)) if runner.info.one_size else 1
         self.concurrency = -(-images // self._size)
-        self._max_boxes = max(1, min(_MAX_BOXES, _MAX_BYTES_IN_FLIGHT // row_bytes // self.concurrency))
+        self._max_regions = max(1, min(_MAX_REGIONS, _MAX_BYTES_IN_FLIGHT // row_bytes // self.concurrency))
         self._readers = ThreadPoolExecutor(4, "fxserve-read", compute_with, (1,))
         self._unpacker = ThreadPoolExecutor(1, "fxserve-unpack", compute_with, (1,))
 
     def split(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
-        """Split ``images`` into batches, smaller ones where images have many boxes."""
-        start = boxes = 0
+        """Split ``images`` into batches, smaller ones where images have many regions."""
+        start = regions = 0
         for place, source in enumerate(images):
-            rows = 0 if source.boxes is None else source.rows
-            if place > start and (place - start == self._size or boxes + rows > self._max_boxes):
+            rows = 0 if source.regions is None else source.rows
+            if place > start and (place - start == self._size or regions + rows > self._max_regions):
                 yield images[start:place]
-                start, boxes = place, 0
-            boxes += rows
+                start, regions = place, 0
+            regions += rows
         if images:
             yield images[start:]
 
@@ -92,8 +100,8 @@ class Batches:
         if not found:
             return Result([], [], errors)
         try:
-            boxes = None if found[0][0].boxes is None else [source.boxes or () for source, _ in found]
-            rows = await self._runner.features([data for _, data in found], boxes)
+            regions = None if found[0][0].regions is None else [source.regions or () for source, _ in found]
+            rows = await self._runner.features([data for _, data in found], regions)
             return Result(_paths([source for source, _ in found]), [rows], errors)
         except Exception as error:
             if not is_image_error(error) and not isinstance(error, Unreadable):
@@ -113,7 +121,7 @@ class Batches:
     async def _run_one(self, source: Source, data: bytes) -> Rows | str:
         """Compute the features of one image, or return why there are none."""
         try:
-            return await self._runner.features([data], None if source.boxes is None else [source.boxes])
+            return await self._runner.features([data], None if source.regions is None else [source.regions])
         except Unreadable as error:
             return error.detail
 
@@ -132,8 +140,9 @@ def _paths(sources: Sequence[Source]) -> list[str]:
 
 
 async def probe(runner: Runner, pool: str) -> Rows:
-    """Compute the features of a fixed image, or of a box in its middle."""
-    return await runner.features([_probe_image()], [[[64.0, 64.0, 192.0, 192.0]]] if pool == "roi" else None)
+    """Compute the features of a fixed image, or of a region in its middle."""
+    region = _PROBED.get(pool)
+    return await runner.features([_probe_image()], None if region is None else [[region]])
 
 
 def _probe_image() -> bytes:

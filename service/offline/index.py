@@ -1,9 +1,9 @@
 """The index of an output folder: which images there are, and where the features of each are. An SQLite file.
 
-Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its features, or those of its first box;
-``error`` says why it has none; if all are NULL, the image is pending. With ``pool=roi``, the table ``boxes`` has the
-boxes of each image as JSON. The rows of a shard are added in one transaction after its file is complete, so that the
-index never refers to missing files, and no image is computed twice.
+Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its features, or those of its first region;
+``error`` says why it has none; if all are NULL, the image is pending. Of runs that pool boxes, points or masks, the
+table ``regions`` has those of each image as JSON. The rows of a shard are added in one transaction after its file is
+complete, so that the index never refers to missing files, and no image is computed twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 
 from fxcore.errors import FxError
-from service.offline.sources import WHOLE, Boxes, Source
+from service.offline.sources import WHOLE, Regions, Source
 
 FILE = "index.sqlite"
 
@@ -25,7 +25,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS images (
     path TEXT PRIMARY KEY, file, "offset" INTEGER NOT NULL, size INTEGER, shard TEXT, "row" INTEGER, error TEXT
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS boxes (path TEXT PRIMARY KEY, boxes TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS regions (path TEXT PRIMARY KEY, regions TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
 """
@@ -37,13 +37,13 @@ ON CONFLICT (path) DO UPDATE SET file = excluded.file, "offset" = excluded."offs
     error = excluded.error WHERE shard IS NULL
 """
 
-# An image may have several lists of boxes, none empty: concatenate the JSON lists.
-_ADD_BOXES = """
+# An image may have several lists of regions, none empty: concatenate the JSON lists.
+_ADD_REGIONS = """
 INSERT INTO given VALUES (?, ?) ON CONFLICT (path) DO UPDATE
-SET boxes = substr(boxes, 1, length(boxes) - 1) || ',' || substr(excluded.boxes, 2)
+SET regions = substr(regions, 1, length(regions) - 1) || ',' || substr(excluded.regions, 2)
 """
 
-_MISSING = "it has boxes but is not among the images"
+_MISSING = "it has {} but is not among the images"
 
 _BLOCK = 1024
 
@@ -71,40 +71,43 @@ class Index:
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
 
-    def add(self, sources: Iterable[Source], boxes: Iterable[tuple[str, Boxes]] | None = None) -> None:
+    def add(
+        self, sources: Iterable[Source], regions: Iterable[tuple[str, Regions]] | None = None, field: str = "regions"
+    ) -> None:
         """Make ``sources`` the pending images, without the finished ones. Images that could not be read are retried.
 
         Args:
             sources: the images.
-            boxes: (path, boxes) of images; a path may occur several times. Images without boxes are skipped, and boxes
-                without an image are recorded as errors.
+            regions: (path, regions) of images; a path may occur several times. Images without regions are skipped, and
+                regions without an image are recorded as errors.
+            field: what they are called.
 
         Raises:
-            FxError: a finished image was computed with other boxes.
+            FxError: a finished image was computed with other regions.
         """
         with self._lock, self._database:
             self._database.execute("BEGIN")
             self._database.execute("DELETE FROM images WHERE shard IS NULL")
             self._database.executemany(_ADD, map(_values, sources))
-            if boxes is not None:
-                self._add_boxes(boxes)
+            if regions is not None:
+                self._add_regions(regions, field)
 
-    def _add_boxes(self, boxes: Iterable[tuple[str, Boxes]]) -> None:
+    def _add_regions(self, regions: Iterable[tuple[str, Regions]], field: str) -> None:
         run = self._database.execute
-        run("CREATE TEMPORARY TABLE given (path TEXT PRIMARY KEY, boxes TEXT NOT NULL) WITHOUT ROWID")
-        self._database.executemany(_ADD_BOXES, ((path, orjson.dumps(of_image).decode()) for path, of_image in boxes))
+        run("CREATE TEMPORARY TABLE given (path TEXT PRIMARY KEY, regions TEXT NOT NULL) WITHOUT ROWID")
+        self._database.executemany(_ADD_REGIONS, ((path, orjson.dumps(given).decode()) for path, given in regions))
         other = run(
-            "SELECT path FROM given JOIN boxes USING (path) JOIN images USING (path) "
-            "WHERE shard IS NOT NULL AND given.boxes != boxes.boxes LIMIT 1"
+            "SELECT path FROM given JOIN regions USING (path) JOIN images USING (path) "
+            "WHERE shard IS NOT NULL AND given.regions != regions.regions LIMIT 1"
         ).fetchone()
         if other is not None:
-            raise boxes_changed(other[0])
-        run("REPLACE INTO boxes SELECT path, boxes FROM given")
+            raise regions_changed(other[0], field)
+        run("REPLACE INTO regions SELECT path, regions FROM given")
         run("DELETE FROM images WHERE shard IS NULL AND path NOT IN (SELECT path FROM given)")
         run(
             'INSERT INTO images (path, file, "offset", error) SELECT path, path, ?, ? FROM given '
             "WHERE path NOT IN (SELECT path FROM images)",
-            (WHOLE, _MISSING),
+            (WHOLE, _MISSING.format(field)),
         )
         run("DROP TABLE given")
 
@@ -136,7 +139,7 @@ class Index:
         while True:
             with self._lock:
                 block = self._database.execute(
-                    'SELECT path, file, "offset", size, boxes FROM images LEFT JOIN boxes USING (path) '
+                    'SELECT path, file, "offset", size, regions FROM images LEFT JOIN regions USING (path) '
                     'WHERE (file, "offset", path) > (?, ?, ?) '
                     'AND shard IS NULL AND error IS NULL ORDER BY file, "offset", path LIMIT ?',
                     (*after, _BLOCK),
@@ -145,8 +148,10 @@ class Index:
                 return
             after = block[-1][1], block[-1][2], block[-1][0]
             yield [
-                Source(path, os.fsdecode(file), offset, size, boxes=None if boxes is None else orjson.loads(boxes))
-                for path, file, offset, size, boxes in block
+                Source(
+                    path, os.fsdecode(file), offset, size, regions=None if regions is None else orjson.loads(regions)
+                )
+                for path, file, offset, size, regions in block
             ]
 
     def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
@@ -154,7 +159,7 @@ class Index:
 
         Args:
             shard: name of its file.
-            paths: path of each row's image. An image with several rows, its boxes, is indexed at the first.
+            paths: path of each row's image. An image with several rows, its regions, is indexed at the first.
             errors: (path, reason) of images that could not be read.
         """
         first: dict[str, int] = {}
@@ -199,10 +204,10 @@ class Index:
         with self._lock, self._database:
             self._database.execute("UPDATE images SET error = NULL")
 
-    def boxes(self, path: str) -> Boxes | None:
-        """Return the boxes of an image, or None."""
+    def regions(self, path: str) -> Regions | None:
+        """Return the regions of an image, or None."""
         with self._lock:
-            found = self._database.execute("SELECT boxes FROM boxes WHERE path = ?", (path,)).fetchone()
+            found = self._database.execute("SELECT regions FROM regions WHERE path = ?", (path,)).fetchone()
         return None if found is None else orjson.loads(found[0])
 
     def close(self) -> None:
@@ -211,9 +216,9 @@ class Index:
             self._database.close()
 
 
-def boxes_changed(path: str) -> FxError:
-    """Return the error for an image that was extracted with other boxes than requested now."""
-    return FxError(f"{path} was extracted with other boxes; use a new folder")
+def regions_changed(path: str, field: str) -> FxError:
+    """Return the error for an image that was extracted with other regions, called ``field``, than requested now."""
+    return FxError(f"{path} was extracted with other {field}; use a new folder")
 
 
 def _values(source: Source) -> tuple[object, ...]:

@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fxcore.errors import FxError
+from service.choices import RegionPooling
 from service.engine import FeatureOptions
-from service.offline import boxes, shards, sources, spec_file
+from service.offline import regions, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
@@ -23,6 +24,7 @@ from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
 from service.offline.working_folder import WorkingFolder
 from service.offline.writer import ERRORS, Writer, error_line
+from service.schemas.regions import KINDS
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -46,8 +48,8 @@ class Job:
         servers: URLs of servers to use instead of this process.
         api_key: API key for the servers.
         shard_rows: rows per shard; None for about 64 MiB of them.
-        boxes: file with the boxes that ``pool=roi`` pools, see :mod:`service.offline.boxes`. Images without boxes are
-            skipped.
+        regions: file with the boxes, points or masks that are pooled, see :mod:`service.offline.regions`. Images
+            without any are skipped.
     """
 
     inputs: tuple[str, ...]
@@ -58,7 +60,7 @@ class Job:
     servers: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     shard_rows: int | None = None
-    boxes: str | None = None
+    regions: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,7 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     out = Folder(job.out)
     before = spec_file.read(out)
-    if job.boxes is not None:
-        next(boxes.read(job.boxes), None)  # fail on an unusable file before building anything
+    check_regions(job)
     runner: LocalRunner | RemoteRunner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
@@ -145,22 +146,38 @@ def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index:
     return skipped
 
 
-def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
-    """Add the images of a job to the index, with their boxes.
+def check_regions(job: Job) -> None:
+    """Check the first of the job's regions, before anything is built.
 
     Raises:
-        FxError: the file of boxes is invalid or names none of the images, or a finished image had other boxes.
+        FxError: the file cannot be used.
     """
-    if job.boxes is None:
+    if job.regions is not None:
+        next(_regions(job), None)
+
+
+def _regions(job: Job) -> Iterator[tuple[str, sources.Regions]]:
+    assert job.regions is not None
+    return regions.read(job.regions, cast(RegionPooling, job.options.pool))
+
+
+def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
+    """Add the images of a job to the index, with their regions.
+
+    Raises:
+        FxError: the file of regions is invalid or names none of the images, or a finished image had others.
+    """
+    kind = KINDS.get(job.options.pool)
+    if job.regions is None or kind is None:
         index.add(found)
         return
-    index.add(found, boxes.read(job.boxes))
+    index.add(found, _regions(job), kind.field)
     images, done, failed = index.counts()
     if not images:
-        raise FxError(f"{job.boxes} has no boxes")
+        raise FxError(f"{job.regions} has no {kind.field}")
     if failed == images and not done:
         path, reason = next(index.errors())
-        raise FxError(f"{job.boxes} names no image that can be read; {path}: {reason}")
+        raise FxError(f"{job.regions} names no image that can be read; {path}: {reason}")
 
 
 class _Pipeline:

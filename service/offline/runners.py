@@ -6,19 +6,20 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadBox, BadImage, FxError, ImageTooLarge
+from fxcore.errors import BadBox, BadImage, BadMask, BadPoint, FxError, ImageTooLarge
 from fxcore.images.decoding import PREPROCESS_MODES
+from service.choices import RegionPooling
 from service.client import AsyncClient, AsyncExtractor, exceptions
+from service.codecs import regions as body_regions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
-from service.offline.shards import BOX
-from service.offline.sources import Boxes
+from service.offline.sources import Regions
 from service.problems import Problem
-from service.schemas.regions import GivenRegions
+from service.schemas.regions import KINDS
 from service.schemas.v1 import MAX_NODES, ExtractorSpec
 from service.settings import Settings
 
@@ -53,7 +54,7 @@ _SERVER_IMAGE_ERRORS = (
     exceptions.ComputeFailed,
     exceptions.DeadlineExceeded,
 )
-_IMAGE_ERRORS = (*_SERVER_IMAGE_ERRORS, BadImage, BadBox, ImageTooLarge)
+_IMAGE_ERRORS = (*_SERVER_IMAGE_ERRORS, BadImage, BadBox, BadPoint, BadMask, ImageTooLarge)
 
 # Errors that another server, or the same one later, may not have.
 _RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
@@ -95,11 +96,12 @@ class Runner(Protocol):
     info: ExtractorInfo
     concurrency: int
 
-    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+    async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         """Compute key → ``[len(images), ...]``.
 
-        With ``boxes``, a list for each image, the first dimension is the boxes, and the key
-        :data:`~service.offline.shards.BOX` has their coordinates, float64 ``[boxes, 4]``.
+        With ``regions``, a list for each image, the first dimension is the regions, and the key ``box`` or ``point``
+        has their coordinates, float64 ``[regions, 4]`` or ``[regions, 2]``, or ``mask`` their places in these lists,
+        int64.
 
         Raises:
             Unreadable: the features of a single image cannot be computed.
@@ -161,12 +163,13 @@ class LocalRunner:
             images=_images(self._options, self._engine.settings.preprocess),
         )
 
-    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+    async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         assert self._record is not None
         try:
-            regions = None if boxes is None else GivenRegions("roi", boxes)
-            result = await self._engine.features(self._record, images, self._options, regions=regions)
-            return _add_boxes(result.outputs, boxes)
+            pool = cast(RegionPooling, self._options.pool)
+            given = None if regions is None else body_regions.given(pool, regions)
+            result = await self._engine.features(self._record, images, self._options, regions=given)
+            return _add_regions(result.outputs, regions, self._options.pool)
         except Exception as error:
             if len(images) > 1 or not is_image_error(error):
                 raise
@@ -198,7 +201,7 @@ class _Server:
         self._one_request = asyncio.Lock()
 
     async def features(
-        self, images: Sequence[bytes], boxes: Sequence[Boxes] | None, options: Mapping[str, Any]
+        self, images: Sequence[bytes], regions: Sequence[Regions] | None, options: Mapping[str, Any]
     ) -> Rows:
         """Compute key → ``[len(images), ...]``, in several requests once one has timed out.
 
@@ -206,9 +209,12 @@ class _Server:
             FxserveError: the server failed or rejected a request.
         """
         assert self.extractor is not None
+        kind = KINDS.get(options["pool"])
+        field = kind.field if kind is not None else ""
         if self._max_images is None:
             try:
-                return await self.extractor(list(images), boxes=boxes, as_torch=True, **options)
+                given: dict[str, Any] = {} if regions is None else {field: regions}
+                return await self.extractor(list(images), as_torch=True, **given, **options)
             except exceptions.DeadlineExceeded:
                 self._max_images = self._max_images or max(1, len(images) // 2)
         parts: list[Rows] = []
@@ -216,9 +222,9 @@ class _Server:
         async with self._one_request:
             while start < len(images):
                 some = list(images[start : start + self._max_images])
-                some_boxes = None if boxes is None else boxes[start : start + self._max_images]
+                given = {} if regions is None else {field: regions[start : start + self._max_images]}
                 try:
-                    parts.append(await self.extractor(some, boxes=some_boxes, as_torch=True, **options))
+                    parts.append(await self.extractor(some, as_torch=True, **given, **options))
                 except exceptions.DeadlineExceeded:
                     timeouts += len(some) == 1
                     if timeouts == _MAX_TIMEOUTS or (timeouts and len(images) > 1):
@@ -268,7 +274,7 @@ class RemoteRunner:
             server.extractor = extractor
         self.info = first
 
-    async def features(self, images: Sequence[bytes], boxes: Sequence[Boxes] | None = None) -> Rows:
+    async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         options = {name: value for name, value in self._options.named().items() if value is not None}
         deadline = time.monotonic() + _SERVER_TIMEOUT
         delay = 0.5
@@ -278,9 +284,10 @@ class RemoteRunner:
             await asyncio.sleep(max(0.0, server.retry_at - now))
             server.in_flight += 1
             try:
-                rows = await server.features(images, boxes, options)
-                rows.pop("box_image", None)
-                return _add_boxes(rows, boxes)
+                rows = await server.features(images, regions, options)
+                if (kind := KINDS.get(self._options.pool)) is not None:
+                    rows.pop(kind.output, None)
+                return _add_regions(rows, regions, self._options.pool)
             except _SERVER_IMAGE_ERRORS as error:
                 if len(images) > 1:
                     raise
@@ -323,13 +330,17 @@ class RemoteRunner:
         )
 
 
-def _add_boxes(rows: Rows, boxes: Sequence[Boxes] | None) -> Rows:
-    """Add the coordinates of the boxes to the outputs."""
-    if boxes is None:
+def _add_regions(rows: Rows, regions: Sequence[Regions] | None, pool: str) -> Rows:
+    """Add the coordinates of the regions to the outputs, or the places of masks."""
+    if regions is None:
         return rows
-    if BOX in rows:
-        raise FxError(f"an output cannot be called {BOX!r}, the name of the column of boxes")
-    return {**rows, BOX: torch.tensor([box for of_image in boxes for box in of_image], dtype=torch.float64)}
+    kind = KINDS[pool]
+    if kind.one in rows:
+        raise FxError(f"an output cannot be called {kind.one!r}, the name of the column of {kind.field}")
+    if pool == "mask":
+        places = [place for of_image in regions for place in range(len(of_image))]
+        return {**rows, kind.one: torch.tensor(places, dtype=torch.int64)}
+    return {**rows, kind.one: torch.tensor([one for of_image in regions for one in of_image], dtype=torch.float64)}
 
 
 def is_image_error(error: Exception) -> bool:

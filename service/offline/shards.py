@@ -22,9 +22,6 @@ from service.codecs import npy, safetensors
 PATH = "path"
 """Key of the paths of a shard's images, beside the outputs."""
 
-BOX = "box"
-"""Key of the boxes of a shard's rows, where rows are boxes."""
-
 UNFINISHED = ".part"
 """Suffix of a file that is being written."""
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO
+from typing import IO, Any
 
 from fxcore.errors import BadImage, FxError
 from fxcore.images.files import HEAD_BYTES, is_image, suffixes
@@ -29,8 +29,8 @@ _UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma
 WHOLE = -1
 """Offset of an image that is a whole file."""
 
-Boxes = Sequence[Sequence[float]]
-"""Boxes ``[x1, y1, x2, y2]`` in pixels of the image."""
+Regions = Sequence[Any]
+"""Boxes, points or masks of an image, in its pixels, as JSON has them; see :mod:`service.codecs.regions`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
         offset: where the image begins in the (decompressed) file, or :data:`WHOLE`.
         size: its bytes; None if not known yet.
         error: why it cannot be read, if that is known already.
-        boxes: the boxes to pool, at least one; None for the whole image.
+        regions: what to pool, at least one; None for the whole image.
     """
 
     path: str
@@ -52,12 +52,12 @@ class Source:
     offset: int = WHOLE
     size: int | None = None
     error: str | None = None
-    boxes: Boxes | None = None
+    regions: Regions | None = None
 
     @property
     def rows(self) -> int:
         """Number of rows of its features."""
-        return 1 if self.boxes is None else len(self.boxes)
+        return 1 if self.regions is None else len(self.regions)
 
     @property
     def in_compressed_archive(self) -> bool:

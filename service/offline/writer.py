@@ -97,7 +97,7 @@ class Writer:
             if not self._paths:
                 self._allocate(part, _end_of_image(paths, start) - start)
             there = len(self._paths)
-            stop = start  # all rows of an image, its boxes, go into one shard
+            stop = start  # all rows of an image, its regions, go into one shard
             while stop < len(paths) and there + (end := _end_of_image(paths, stop)) - start <= self._capacity:
                 stop = end
             for key, values in part.items():

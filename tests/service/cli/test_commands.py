@@ -229,6 +229,8 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT"], 1, "pool=cls takes"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "roi", "--out", "OUT"], 2, "--boxes go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--boxes", "x.csv", "--out", "OUT"], 2, "--boxes go together"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "points", "--out", "OUT"], 2, "--points go together"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--masks", "x.csv", "--out", "OUT"], 2, "--masks go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--roi-size", "1", "--out", "OUT"], 2, "goes with --pool roi"),
         (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begin with http"),

@@ -18,7 +18,8 @@ from safetensors import safe_open
 from torchvision.ops import roi_align
 
 from fxcore.errors import FxError
-from service.offline import Job, boxes, extract
+from service.offline import Job, extract
+from service.offline import regions as files
 from tests.service.offline.conftest import SETTINGS, job, png
 
 # In pixels of images of 80 x 64: one inside, one that the crop cuts, one of fractions.
@@ -37,7 +38,7 @@ def csv(file: Path, lines: dict[str, object]) -> Path:
 def regions(out: Path | str, file: Path | str, *inputs: Path | str, **changed: Any) -> Job:
     """resnet18's C4 of boxes, four to a shard."""
     spec = {"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}
-    return job(out, *inputs, pool="roi", boxes=str(file), spec=spec, **changed)
+    return job(out, *inputs, pool="roi", regions=str(file), spec=spec, **changed)
 
 
 def found_in(out: Path) -> Found:
@@ -190,7 +191,7 @@ def test_an_invalid_file_is_reported_before_any_work(
     if text is not None:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FxError, match=said):
-        list(boxes.read(str(tmp_path / name)))
+        list(files.read(str(tmp_path / name), "roi"))
     with pytest.raises(FxError, match=said):
         extract(regions(tmp_path / "out", tmp_path / name, tmp_path / "a.png"), SETTINGS)
     assert not (tmp_path / "out").exists()
@@ -200,7 +201,7 @@ def test_boxes_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     table = pyarrow.table({"path": ["a.png", "b.png"], "boxes": [None, [[1.0, 2.0, float("nan"), 4.0]]]})
     pyarrow.parquet.write_table(table, tmp_path / "boxes.parquet")
     with pytest.raises(FxError, match="row 2: boxes must be a list of"):
-        list(boxes.read(str(tmp_path / "boxes.parquet")))
+        list(files.read(str(tmp_path / "boxes.parquet"), "roi"))
 
 
 def test_a_file_naming_none_of_the_images_is_reported(folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -216,6 +217,6 @@ def test_a_file_naming_none_of_the_images_is_reported(folder: Callable[..., Path
 def test_an_output_cannot_have_the_name_of_the_boxes(folder: Callable[..., Path], tmp_path: Path) -> None:
     root = folder(1)
     file = csv(root / "boxes.csv", {"deep/er/000.png": BOXES})
-    asked = job(tmp_path / "out", root, pool="roi", boxes=str(file), spec={"return_nodes": {"features.5": "box"}})
+    asked = job(tmp_path / "out", root, pool="roi", regions=str(file), spec={"return_nodes": {"features.5": "box"}})
     with pytest.raises(FxError, match="an output cannot be called 'box'"):
         extract(asked, SETTINGS)

@@ -89,7 +89,7 @@ def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -
     lines = b'path,boxes\na.tar/in/6.png,"[[20,10,60,50]]"\n./deep/1.png,"[[20,10,60,50],[0,0,40,64]]"\n'
     s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{photos}/boxes.csv", lines)
     spec = {"return_nodes": {"features.5": "mid"}}
-    asked = job(tmp_path / "out", photos, pool="roi", boxes=f"{photos}/boxes.csv", spec=spec, roi_size=1)
+    asked = job(tmp_path / "out", photos, pool="roi", regions=f"{photos}/boxes.csv", spec=spec, roi_size=1)
     assert extract(asked, SETTINGS).done == 2
     [shard] = (tmp_path / "out").glob("shard-*.safetensors")
     with safe_open(shard, "np") as opened:

@@ -1,0 +1,115 @@
+"""Runs that pool points and masks, against the means and samples of the whole maps."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn.functional import grid_sample
+
+from fxcore.errors import FxError
+from service.offline import Job, extract
+from service.offline import regions as files
+from tests.service.offline.conftest import SETTINGS, job, png
+
+POINTS = [[40, 32], [30.5, 12.25]]  # in pixels of images of 80 x 64
+
+
+def asked(out: Path, file: Path, *inputs: Path, pool: str) -> Job:
+    return job(out, *inputs, pool=pool, regions=str(file), spec={"model": "resnet18", "return_nodes": {"C4": "C4"}})
+
+
+def found_in(out: Path, column: str) -> dict[str, list[tuple[Any, Any]]]:
+    found: dict[str, list[tuple[Any, Any]]] = {}
+    for file in sorted(out.glob("shard-*.safetensors")):
+        with safe_open(file, "np") as shard:
+            places, features = shard.get_tensor(column), shard.get_tensor("C4")
+            for row, path in enumerate(json.loads(shard.metadata()["path"])):
+                found.setdefault(path, []).append((places[row].tolist(), features[row]))
+    return found
+
+
+def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]) -> None:
+    root, out = folder(4), tmp_path / "out"
+    file = root / "points.csv"
+    lines = {"001.png": POINTS, "002.png": POINTS[:1], "deep/er/003.png": [[1, 40]]}  # the crop leaves the last out
+    file.write_text("path,points\n" + "".join(f'{path},"{json.dumps(of)}"\n' for path, of in lines.items()))
+    made = extract(asked(out, file, root, pool="points"), SETTINGS)
+    assert (made.done, made.unreadable) == (2, 1)
+    found = found_in(out, "point")
+    assert {path: [place for place, _ in rows] for path, rows in found.items()} == {
+        str(root / "001.png"): POINTS,
+        str(root / "002.png"): POINTS[:1],
+    }
+    for path, rows in found.items():
+        maps = reference("resnet18", "layer3.1.relu_1", [png(int(Path(path).stem))])
+        # 80 x 64 becomes 320 x 256, of which 224 x 224 are seen.
+        at = (torch.tensor([place for place, _ in rows]) * 4 - torch.tensor([48, 16])) / 112 - 1
+        right = grid_sample(maps, at[None, None], align_corners=False)[0, :, 0].T.numpy()
+        np.testing.assert_allclose([row for _, row in rows], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+    error = json.loads((out / "errors.jsonl").read_text())["error"]
+    assert error == "point 0, [1, 40], lies outside of the part of its image that the model sees: leave it out"
+    file.write_text('path,points\n001.png,"[[1, 2]]"\n')
+    with pytest.raises(FxError, match=r"001\.png was extracted with other points; use a new folder"):
+        extract(asked(out, file, root, pool="points"), SETTINGS)
+
+
+def mask_png() -> bytes:
+    """All of an image of 80 x 64."""
+    file = io.BytesIO()
+    PIL.Image.new("L", (80, 64), 1).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_masks_of_a_file(folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any], kind: str) -> None:
+    """A mask of everything is the mean; one of no pixel costs its image its place."""
+    root, out = folder(3), tmp_path / "out"
+    runs, empty = {"size": [64, 80], "counts": [0, 5120]}, {"size": [64, 80], "counts": [5120]}
+    if kind == "csv":
+        text = base64.b64encode(mask_png()).decode()
+        rows = {"001.png": [text, runs], "002.png": [empty]}
+        lines = (path + ',"' + json.dumps(of).replace('"', '""') + '"\n' for path, of in rows.items())
+        (root / "masks.csv").write_text("path,masks\n" + "".join(lines))
+    else:
+        masks = pyarrow.array([[mask_png(), mask_png()], [b"junk"]], pyarrow.list_(pyarrow.binary()))
+        table = pyarrow.table({"path": ["001.png", "002.png"], "masks": masks})
+        pyarrow.parquet.write_table(table, root / "masks.parquet")
+    made = extract(asked(out, root / f"masks.{kind}", root, pool="mask"), SETTINGS)
+    assert (made.done, made.unreadable) == (1, 1)
+    ((path, rows_of),) = found_in(out, "mask").items()
+    assert (path, [place for place, _ in rows_of]) == (str(root / "001.png"), [0, 1])
+    right = reference("resnet18", "layer3.1.relu_1", [png(1)]).mean((2, 3))[0].numpy()
+    for _, row in rows_of:
+        np.testing.assert_allclose(row, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+    assert ("is empty" if kind == "csv" else "no PNG file") in (out / "errors.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("pool", "text", "said"),
+    [
+        ("points", "path,boxes\n", "it needs the columns path and points"),
+        (
+            "points",
+            'path,points\na.png,"[[1,2,3]]"\n',
+            r"row 1: points must be a list of \[x, y\], such as \[\[10, 20\]\]",
+        ),
+        ("mask", 'path,masks\na.png,"[7]"\n', "row 1: mask 0 is neither base64 nor run lengths"),
+        ("mask", 'path,masks\na.png,"[""?""]"\n', "row 1: mask 0 is neither a data URL nor base64"),
+    ],
+)
+def test_an_invalid_file_is_reported(pool: Any, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text(text)
+    with pytest.raises(FxError, match=said):
+        list(files.read(str(tmp_path / "file.csv"), pool))
