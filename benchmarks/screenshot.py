@@ -11,7 +11,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-FRAGMENT = "m=resnet50&w=random&n=layer3.0&o=layer3&c=flops&p=chelsea"
+FRAGMENT = "m=efficientnet_lite0&n=C3&o=features,features.3&c=flops&p=chelsea"
 OUT = Path(__file__).parent / "results/page.jpg"
 
 
