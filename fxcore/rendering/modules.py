@@ -8,19 +8,23 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from fxcore.rendering.boxes import GAP, Arrow, Box, place
+from fxcore.rendering.boxes import GAP, PADDING, Arrow, Box, place
 from fxcore.tracing.names import PATH, public_name
 
 #: whether the module of that path is shown with its parts
 IsOpen = Callable[[str], bool]
-#: nodes, and the path of their module or "" for a single node → the text of the box, and its mark
-Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None]]
+#: nodes, and the path of their module or "" for a single node → the text of the box, its mark, and whether its output
+#: is a map, which a picture can show
+Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None, bool]]
 
+
+PICTURE = 56
+"""Side in pixels of the square at the right end of a box that is left for a picture of its output."""
 
 @dataclass
 class _Level:
@@ -37,14 +41,16 @@ class _Level:
     arrows: list[Arrow]
     width: float
     height: float
+    pictured: set[int] = field(default_factory=set)
 
 
 def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
     """Write the layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
 
     A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (how many), ``kind`` (an
-    fx opcode; ``module``, or ``frame`` for an open module, which precedes its content), ``lines`` (its text, in a
-    model's graph with stride and FLOPs last), ``mark`` (its level or key), ``x``, ``y``, ``width``, ``height``. An edge
+    fx opcode; ``module``, or ``frame`` for an open module, which precedes its content), ``lines`` (its text, the name
+    relative to its frame first, in a model's graph with stride and FLOPs last), ``mark`` (its level or key),
+    ``picture`` (whether there is a square for one at its right end), ``x``, ``y``, ``width``, ``height``. An edge
     has ``source`` and ``target``, indices of boxes, and ``points``: a curve between two, or straight lines through
     more. Edges into and out of a frame end and begin at the frame.
     """
@@ -93,11 +99,16 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
     for module, group in runs(nodes, depth):
         this = len(level.boxes)
         inside = _level(group, depth + 1, is_open, label) if module and is_open(module) else None
-        lines, mark = label(group, module)
+        lines, mark, mapped = label(group, module)
+        # Within a frame only the rest of the path is written.
+        lines[0] = ".".join(lines[0].split(".")[depth - 1 :]) or lines[0]
         kind = "frame" if inside else "module" if module else group[-1].op
         box = Box(lines, kind, None if inside else mark, [])
         if inside:
             box.size = (max(inside.width, box.width), inside.height)
+        elif mapped:
+            box.size = (box.width + PICTURE + PADDING, max(box.height, PICTURE + PADDING))
+            level.pictured.add(this)
         own = set(group)
         sources = (source for node in group for source in node.all_input_nodes if source not in own)
         box.sources = list(dict.fromkeys(number.get(source, 0) for source in sources))
@@ -137,12 +148,12 @@ def _flatten(
     """Add the content of ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
     number: list[int | None] = [frame]
     shown = zip(level.boxes[1:-1], level.names, level.groups, level.insides, strict=True)
-    for box, name, group, inside in shown:
+    for index, (box, name, group, inside) in enumerate(shown, 1):
         number.append(len(boxes))
         corner = (round(x + box.x, 1), round(y + box.y, 1))
         boxes.append(
             {"name": name, "node": public_name(group[-1]), "nodes": len(group), "kind": box.kind, "lines": box.lines}
-            | {"mark": box.mark, "x": corner[0], "y": corner[1]}
+            | {"mark": box.mark, "picture": index in level.pictured, "x": corner[0], "y": corner[1]}
             | {"width": round(box.width, 1), "height": round(box.height, 1)}
         )
         if inside:

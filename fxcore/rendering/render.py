@@ -153,13 +153,14 @@ def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Lab
     """Labels with a last line for the stride of the box's output and the FLOPs of its nodes, if they are ``known``."""
     by_name = {info.fx_name: info for info in known}
 
-    def label(group: Sequence[fx.Node], module: str) -> tuple[list[str], str | None]:
+    def label(group: Sequence[fx.Node], module: str) -> tuple[list[str], str | None, bool]:
         lines, mark = _label(group, module, marks)
         infos = [by_name[node.name] for node in group if node.name in by_name]
         stride = infos[-1].stride if infos else None
         flops = sum(info.flops for info in infos)
         costs = [f"stride {stride}" if stride else "", f"{_scaled(flops)}FLOPs" if flops else ""]
-        return [*lines, ", ".join(filter(None, costs))] if any(costs) else lines, mark
+        mapped = bool(infos) and infos[-1].extractable and (infos[-1].stride or infos[-1].tokens) is not None
+        return [*lines, ", ".join(filter(None, costs))] if any(costs) else lines, mark, mapped
 
     return label
 

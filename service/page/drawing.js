@@ -10,6 +10,7 @@ import { colour } from "./colours.js"
  * @property {string} kind
  * @property {string[]} lines
  * @property {string | null} mark
+ * @property {boolean} picture whether there is a square for one at its right end
  * @property {number} x
  * @property {number} y
  * @property {number} width
@@ -28,6 +29,8 @@ import { colour } from "./colours.js"
 const READABLE = 0.4
 const FONT = "11px ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 const LINE = 14
+/** Below this height of a box on the screen its picture would be a dot, and is left out. */
+const LEAST_PICTURE = 12
 const PADDING = 8
 const RADIUS = 5
 /** Radius of the button that expands and collapses a module. */
@@ -59,8 +62,10 @@ export function palette() {
  * @param {number} options.chosen number of a box, or -1
  * @param {Set<number>} options.found boxes that match the search
  * @param {number[] | null} options.heat share of each box, 0 to 1
+ * @param {((node: string) => HTMLCanvasElement | null | undefined) | null} options.pictures
+ * @returns {string[]} the nodes in sight whose pictures are not there yet, the nearest to the middle first
  */
-export function draw(context, layout, camera, { colours, chosen, found, heat }) {
+export function draw(context, layout, camera, { colours, chosen, found, heat, pictures }) {
   const ratio = devicePixelRatio || 1
   const { canvas } = context
   context.setTransform(1, 0, 0, 1, 0, 0)
@@ -71,6 +76,7 @@ export function draw(context, layout, camera, { colours, chosen, found, heat }) 
   /** @param {Box} box */
   const visible = (box) => box.y < bottom && box.y + box.height > top && box.x - 60 < right && box.x + box.width + 60 > left
   const readable = camera.scale >= READABLE
+  /** @type {Box[]} */ const missing = []
   context.font = FONT
   context.textBaseline = "alphabetic"
   for (const box of layout.boxes) if (box.kind === "frame" && visible(box)) drawFrame(context, box, colours, readable)
@@ -86,9 +92,32 @@ export function draw(context, layout, camera, { colours, chosen, found, heat }) 
   layout.boxes.forEach((box, i) => {
     if (!visible(box)) return
     if (box.kind !== "frame") drawBox(context, box, colours, readable, heat && heat[i])
+    if (box.picture && pictures && box.height * camera.scale >= LEAST_PICTURE) {
+      const shown = pictures(box.node)
+      drawPicture(context, box, shown, colours)
+      if (shown === undefined) missing.push(box)
+    }
     if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, (i === chosen ? 2.5 : 1.5) / Math.min(1, camera.scale / READABLE))
     if (readable) drawKnob(context, box, colours)
   })
+  const middle = (top + bottom) / 2
+  return missing.sort((one, other) => Math.abs(one.y - middle) - Math.abs(other.y - middle)).map((box) => box.node)
+}
+
+/** @param {CanvasRenderingContext2D} context @param {Box} box @param {HTMLCanvasElement | null | undefined} shown @param {ReturnType<typeof palette>} colours */
+function drawPicture(context, box, shown, colours) {
+  if (shown === null) return
+  const side = box.height - PADDING
+  const x = box.x + box.width - side - PADDING / 2 - KNOB / 2, y = box.y + PADDING / 2
+  if (!shown) {
+    context.fillStyle = colours.frame
+    context.fillRect(x, y, side, side)
+    return
+  }
+  const share = side / Math.max(shown.width, shown.height)
+  const width = shown.width * share, height = shown.height * share
+  context.imageSmoothingEnabled = shown.width > side
+  context.drawImage(shown, x + (side - width) / 2, y + (side - height) / 2, width, height)
 }
 
 /** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable */

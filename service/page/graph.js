@@ -5,6 +5,7 @@ import { KNOB, draw, knob, palette } from "./drawing.js"
 import { h, select } from "./dom.js"
 import { holds } from "./model.js"
 import { flops, parameters, shapeText } from "./numbers.js"
+import { Pictures } from "./pictures.js"
 import { kind, matches } from "./tree.js"
 import { followed, next } from "./walk.js"
 
@@ -33,9 +34,12 @@ export class GraphView {
   /**
    * @param {HTMLElement} pane
    * @param {{choose: (path: string) => void, toggle: (path: string) => void, openAll: () => void, closeAll: () => void,
-   *   colour: (by: string) => void}} actions
+   *   colour: (by: string) => void, picture: (view: string) => void}} actions
    */
   constructor(pane, actions) {
+    this.pictures = new Pictures(() => this.redraw())
+    /** What the pictures show: mean, pca, or none. */ this.shown = "mean"
+    this.views = select("Pictures", [["mean", "strength"], ["pca", "PCA"], ["none", "none"]], "mean", actions.picture)
     this.actions = actions
     this.canvas = h("canvas", {
       tabindex: 0, role: "application", "aria-label": "Graph of the model", "aria-describedby": "graph-help",
@@ -49,6 +53,7 @@ export class GraphView {
       "", actions.colour)
     pane.replaceChildren(
       h("div", { class: "toolbar" },
+        h("label", {}, "Pictures ", this.views),
         h("label", {}, "Colour by ", this.colours),
         h("span", { class: "spring" }),
         h("button", { type: "button", onclick: actions.openAll }, "Expand all"),
@@ -103,6 +108,13 @@ export class GraphView {
     this.redraw()
   }
 
+  /** Show the outputs of a photo in the boxes. @param {import("./photo.js").Photo | null} photo null for none @param {string} view mean, pca, or none */
+  picture(photo, view) {
+    this.shown = this.views.value = view
+    this.pictures.show(photo && this.model && view !== "none" ? { model: this.model, photo, view } : null)
+    this.redraw()
+  }
+
   /** @param {string} wanted in lower case */
   search(wanted) {
     this.#query = wanted
@@ -136,8 +148,11 @@ export class GraphView {
     requestAnimationFrame(() => {
       this.#drawing = false
       if (!this.layout) return
-      draw(this.context, this.layout, this.camera,
-        { colours: palette(), chosen: this.#chosenBox(), found: this.#found, heat: this.#heat })
+      const missing = draw(this.context, this.layout, this.camera, {
+        colours: palette(), chosen: this.#chosenBox(), found: this.#found, heat: this.#heat,
+        pictures: this.shown === "none" ? null : (node) => this.pictures.get(node),
+      })
+      if (this.shown !== "none") this.pictures.want(missing)
     })
   }
 

@@ -42,14 +42,15 @@ export class Inspector {
   /**
    * @param {HTMLElement} pane
    * @param {{go: (changes: Record<string, string | number | null>, replace?: boolean) => void, choose: (path: string) => void,
-   *   take: (files: Iterable<File>) => void, remove: (photo: import("./photo.js").Photo) => void}} actions
+   *   take: (files: Iterable<File>) => void, remove: (photo: import("./photo.js").Photo) => void, refresh: () => void}} actions
    */
-  constructor(pane, { go, choose, take, remove }) {
+  constructor(pane, { go, choose, take, remove, refresh }) {
     this.pane = pane
     this.go = go
     this.choose = choose
     this.take = take
     this.remove = remove
+    this.refresh = refresh
     this.head = h("div", { class: "pane-head" })
     this.picker = h("div", {})
     this.body = h("div", { class: "body" })
@@ -76,7 +77,7 @@ export class Inspector {
       this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: "tensors.npy", type: "application/x-npy" }, null) : "")
       return this.#message(why)
     }
-    if (model.totals.params > LARGE_MODEL && !this.#confirmed.has(model.name)) return this.#confirm(model, place)
+    if (!this.runs(model)) return this.#confirm(model)
     this.#requested = wanted
     await this.#request(model, name, place)
   }
@@ -227,12 +228,17 @@ export class Inspector {
     }, BUILDING)
   }
 
-  /** @param {Model} model @param {Place} place */
-  #confirm(model, place) {
+  /** Whether a model may be run: a large one only after a click. @param {Model} model */
+  runs(model) {
+    return model.totals.params <= LARGE_MODEL || this.#confirmed.has(model.name)
+  }
+
+  /** @param {Model} model */
+  #confirm(model) {
     this.foot.replaceChildren()
     this.#message(`${model.name} has ${parameters(model.totals.params)}: this may take a minute and gigabytes of memory.`, ["Compute", () => {
       this.#confirmed.add(model.name)
-      this.update(model, place)
+      this.refresh()
     }])
   }
 

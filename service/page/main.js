@@ -9,7 +9,7 @@ import { GraphView } from "./graph.js"
 import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
 import { loadModel, modulesAbove } from "./model.js"
-import { forget, isMissing, restorePhotos, take, watchDrops } from "./photo.js"
+import { forget, isMissing, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
 import { failure, progress, reason, retries } from "./states.js"
 import { showTabs } from "./tabs.js"
@@ -21,7 +21,7 @@ import { welcome } from "./welcome.js"
 const ALL = "*"
 
 const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
-const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, remove: removePhoto })
+const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, remove: removePhoto, refresh: () => show(place()) })
 
 /** @type {Model | null} */ let model = null
 /** @type {GraphView | null} */ let graph = null
@@ -67,7 +67,10 @@ async function show(now) {
   if (!current.n && model.firstNode) return go({ n: model.firstNode }, true)
   showWhere([model.name, current.n].filter(Boolean).join(" / "))
   const chosen = model.resolve(current.n)?.name ?? null
+  const view = graph
   await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
+  // After the output itself, so that it comes first. A large model runs only once that is wanted.
+  if (view === graph && model?.takesPhotos) view?.picture(inspector.runs(model) ? await photoOf(current.p) : null, current.i ?? "mean")
 }
 
 function showStart() {
@@ -120,6 +123,7 @@ async function load(now) {
   })
   graph ??= new GraphView(panes.graph, {
     choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
+    picture: (i) => go({ i: i === "mean" ? null : i }, true),
   })
   showTabs(place())
   if (lost) focusHeading(panes.models)

@@ -24,6 +24,17 @@ export function parse(buffer) {
   return tensors
 }
 
+/** The value of each 16-bit float, once one was met. @type {Float32Array | null} */
+let halves = null
+
+function halfFloats() {
+  return Float32Array.from({ length: 1 << 16 }, (_, bits) => {
+    const exponent = (bits >> 10) & 31, fraction = bits & 1023
+    const size = exponent === 31 ? (fraction ? NaN : Infinity) : exponent ? 2 ** (exponent - 25) * (1024 + fraction) : 2 ** -24 * fraction
+    return bits & 0x8000 ? -size : size
+  })
+}
+
 /** @param {string} dtype @param {ArrayBuffer} bytes @returns {Float32Array} */
 function floats(dtype, bytes) {
   if (dtype === "F32") return new Float32Array(bytes)
@@ -32,6 +43,7 @@ function floats(dtype, bytes) {
   if (dtype === "I32") return Float32Array.from(new Int32Array(bytes))
   if (dtype === "U8" || dtype === "BOOL") return Float32Array.from(new Uint8Array(bytes))
   if (dtype === "I8") return Float32Array.from(new Int8Array(bytes))
+  if (dtype === "F16") return Float32Array.from(new Uint16Array(bytes), (half) => (halves ??= halfFloats())[half])
   if (dtype === "BF16") {
     const wide = Uint32Array.from(new Uint16Array(bytes), (half) => half << 16)
     return new Float32Array(wide.buffer)

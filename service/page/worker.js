@@ -29,6 +29,15 @@ const operations = {
   magnitude: ({ slot }) => magnitude(mapsOf(slot)),
   similarity: ({ slot, row, column }) => similarity(mapsOf(slot), row, column),
   pca: ({ slots }) => rgb(slots.map(mapsOf)),
+  // Of many nodes at once, which are not held.
+  pictures({ buffer, nodes, view }) {
+    const tensors = parse(buffer)
+    return nodes.map((/** @type {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} */ { key, layout, tokens }) => {
+      const tensor = tensors.get(key), maps = tensor && asMaps(tensor, layout, tokens)
+      if (!maps) return null
+      return view === "pca" ? { width: maps.width, rgb: rgb([maps])[0] } : { width: maps.width, values: magnitude(maps) }
+    })
+  },
   close: ({ slot }) => held.delete(slot),
   values: ({ slot, most }) => held.get(slot)?.data.slice(0, most),
   attention({ slot, grid, head, row, column }) {

@@ -1,0 +1,145 @@
+// Small pictures of nodes' outputs for the graph: one request for all that are in sight.
+
+import { askFeatures } from "./answers.js"
+import { image, range, rgbImage } from "./colours.js"
+import { h } from "./dom.js"
+import { visibleRegion } from "./photo.js"
+import { reduce } from "./reductions.js"
+import { requestOf } from "./snippets.js"
+import { picture } from "./stage.js"
+
+/** @typedef {import("./model.js").Model} Model */
+/** @typedef {import("./model.js").NodeInfo} NodeInfo */
+/** @typedef {import("./photo.js").Photo} Photo */
+
+/** How long the graph rests before pictures are asked for, in milliseconds. */
+const REST = 200
+/** The most values that one request is for: two bytes each. */
+const MOST_VALUES = 16e6
+const MOST_KEPT = 600
+/** Their longest side; larger ones are drawn smaller. */
+const SIDE = 128
+
+export class Pictures {
+  /** By what they show, the last ones last; null for those that cannot be had. @type {Map<string, HTMLCanvasElement | null>} */ #known = new Map()
+  /** @type {{model: Model, photo: Photo, view: string} | null} */ #subject = null
+  /** @type {NodeInfo[]} */ #wanted = []
+  #timer = 0
+  /** @type {{nodes: NodeInfo[], stop: AbortController} | null} */ #asking = null
+
+  /** @param {() => void} changed called after more pictures have come */
+  constructor(changed) {
+    this.changed = changed
+  }
+
+  /** What pictures are shown of, from now on; null for none. @param {{model: Model, photo: Photo, view: string} | null} subject */
+  show(subject) {
+    const before = this.#subject
+    const same = before?.model === subject?.model && before?.photo === subject?.photo && before?.view === subject?.view
+    this.#subject = subject
+    if (same) return
+    this.#asking?.stop.abort()
+    this.#asking = null
+    this.changed()
+  }
+
+  /** The picture of a node; undefined where there is none yet, null where none can be had. @param {string} node */
+  get(node) {
+    return this.#subject ? this.#known.get(this.#key(node)) : null
+  }
+
+  /** Ask for the pictures of the nodes in sight. @param {string[]} names */
+  want(names) {
+    const subject = this.#subject
+    if (!subject) return
+    this.#wanted = names.map((name) => subject.model.byName.get(name)).filter((node) => node !== undefined)
+    if (this.#asking && !this.#asking.nodes.some((node) => this.#wanted.includes(node))) {
+      this.#asking.stop.abort()
+      this.#asking = null
+    }
+    clearTimeout(this.#timer)
+    if (names.length && !this.#asking) this.#timer = setTimeout(() => this.#ask(), REST)
+  }
+
+  /** @param {string} node */
+  #key(node) {
+    const { model, photo, view } = /** @type {{model: Model, photo: Photo, view: string}} */ (this.#subject)
+    return [model.name, model.weights, photoNumber(photo), view, node].join("\n")
+  }
+
+  async #ask() {
+    const subject = this.#subject
+    if (!subject || this.#asking) return
+    const { model, photo, view } = subject
+    /** @type {NodeInfo[]} */ const nodes = []
+    let values = 0
+    for (const node of this.#wanted) {
+      if (this.#known.has(this.#key(node.name))) continue
+      if (node.op === "placeholder") this.#keep(node.name, photograph(photo, model.preprocessing))
+      else if ((values += (node.shape ?? []).reduce((/** @type {number} */ product, size) => product * (size ?? 1), 1)) <= MOST_VALUES || !nodes.length) nodes.push(node)
+      else break
+    }
+    if (!nodes.length) return this.changed()
+    const asking = (this.#asking = { nodes, stop: new AbortController() })
+    const query = { dtype: "float16", backend: "eager" }
+    /** @type {Array<{width: number, values?: Float32Array, rgb?: Uint8ClampedArray} | null>} */ let found = []
+    try {
+      const request = requestOf(model, nodes.map(({ name }) => name), photo, { query })
+      const answer = await askFeatures(request, photo, "application/x-safetensors", asking.stop.signal)
+      const buffer = await answer.arrayBuffer()
+      const grids = nodes.map(({ name, layout, tokens, rows_per_image }) => ({ key: name, layout: rows_per_image === 1 ? layout : null, tokens }))
+      found = await reduce("pictures", { buffer, nodes: grids, view }, { transfer: [buffer] })
+    } catch {
+      // The pane beside the graph says why. These are not asked for again.
+    }
+    if (this.#asking !== asking) return
+    this.#asking = null
+    nodes.forEach(({ name }, i) => this.#keep(name, found[i] ? small(found[i]) : null))
+    this.changed()
+  }
+
+  /** @param {string} node @param {HTMLCanvasElement | null} canvas */
+  #keep(node, canvas) {
+    this.#known.set(this.#key(node), canvas)
+    for (const oldest of this.#known.keys()) {
+      if (this.#known.size <= MOST_KEPT) break
+      this.#known.delete(oldest)
+    }
+  }
+}
+
+/** @type {WeakMap<Photo, number>} */
+const numbers = new WeakMap()
+let photos = 0
+
+/** Names are no identity: two photos may have the same. @param {Photo} photo */
+function photoNumber(photo) {
+  if (!numbers.has(photo)) numbers.set(photo, ++photos)
+  return numbers.get(photo)
+}
+
+/** @param {{width: number, values?: Float32Array, rgb?: Uint8ClampedArray}} map */
+function small({ width, values, rgb }) {
+  if (!values) return scaled(picture(rgbImage(rgb ?? new Uint8ClampedArray(), width)))
+  const { low, high } = range(values)
+  return scaled(picture(image(values, width, low, high)))
+}
+
+/** @param {HTMLCanvasElement} whole */
+function scaled(whole) {
+  const share = SIDE / Math.max(whole.width, whole.height)
+  if (share >= 1) return whole
+  const canvas = h("canvas", { width: Math.max(1, Math.round(whole.width * share)), height: Math.max(1, Math.round(whole.height * share)) })
+  canvas.getContext("2d")?.drawImage(whole, 0, 0, canvas.width, canvas.height)
+  return canvas
+}
+
+/** The photo as the model sees it. @param {Photo} photo @param {any} preprocessing */
+function photograph({ bitmap }, preprocessing) {
+  if (!bitmap) return null
+  const { x, y, width, height } = visibleRegion(preprocessing, bitmap.width, bitmap.height)
+  const share = SIDE / Math.max(width, height)
+  const canvas = h("canvas", { width: Math.max(1, Math.round(width * share)), height: Math.max(1, Math.round(height * share)) })
+  canvas.getContext("2d")?.drawImage(bitmap, -x * share, -y * share, bitmap.width * share, bitmap.height * share)
+  return canvas
+}
