@@ -10,12 +10,12 @@ const TASKS = {
   detection: "Detection", video: "Video", optical_flow: "Optical flow",
 }
 
-/** @typedef {{name: string, task: string, loaded: boolean}} Entry */
+/** @typedef {{name: string, task: string, loaded: boolean, trained?: boolean}} Entry */
 
 /** @type {Map<string, Promise<any>>} */
 const lists = new Map()
 
-/** @param {string} source */
+/** The models of a source; of all but timm where it is empty. @param {string} source */
 export function listed(source) {
   if (!lists.has(source)) lists.set(source, askJson(`v1/models${source ? `?source=${source}` : ""}`))
   return /** @type {Promise<any>} */ (lists.get(source))
@@ -46,6 +46,7 @@ export async function showCatalogue(pane) {
     // timm's models are many: they are listed once they are searched for.
     const wanted = [text, task, source].join("\n")
     const { models } = await listed(source)
+    for (const { name } of (await listed("packaged")).models) for (const one of models) if (one.name === name) one.trained = true
     const further = !source && text.trim() && whole.timm
     if (further) list(models, ", searching timm…")
     const others = further ? (await listed("timm")).models : []
@@ -65,7 +66,8 @@ export async function showCatalogue(pane) {
 }
 
 /** @param {Entry} one */
-function entry({ name, loaded }) {
-  const mark = loaded ? h("span", { class: "dim" }, " in memory") : null
+function entry({ name, loaded, trained }) {
+  const notes = [trained ? "trained" : "", loaded ? "in memory" : ""].filter(Boolean).join(", ")
+  const mark = notes ? h("span", { class: "dim" }, ` ${notes}`) : null
   return h("li", {}, h("a", { href: link({ m: name, ...kept(place()) }) }, name, mark))
 }

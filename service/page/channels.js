@@ -2,6 +2,7 @@
 
 import { image, range } from "./colours.js"
 import { h, select } from "./dom.js"
+import { legend } from "./legend.js"
 import { short } from "./numbers.js"
 import { reduce } from "./reductions.js"
 import { picture } from "./stage.js"
@@ -19,19 +20,26 @@ const shownTiles = new WeakMap()
  * @param {Answer} answer with maps
  * @param {boolean} byStrength otherwise by number
  * @param {number} chosen
- * @param {(changes: Record<string, string | number>) => void} go
+ * @param {boolean} same whether all tiles have one scale
+ * @param {(changes: Record<string, string | number | null>) => void} go
  */
-export async function channelsView(answer, byStrength, chosen, go) {
+export async function channelsView(answer, byStrength, chosen, same, go) {
+  const scales = select("Scale of the tiles", [["", "Own scales"], ["same", "One scale"]], same ? "same" : "", (r) => go({ r: r || null }))
   const order = select("Order", [["strength", "Strongest first"], ["number", "By number"]], byStrength ? "strength" : "number", (s) => go({ s }))
   return [
-    h("div", { class: "row between" }, h("h3", {}, `${answer.maps?.channels} channels`), order),
-    await channelGrid(answer, byStrength, chosen, (ch) => go({ ch })),
+    h("div", { class: "row between" }, h("h3", {}, `${answer.maps?.channels} channels`), scales, order),
+    ...(same ? [legend(whole(answer))] : []),
+    await channelGrid(answer, byStrength, same, chosen, (ch) => go({ ch })),
     statisticsView(await reduce("channelStatistics", { slot: answer.slot, channel: chosen }), `Channel ${chosen}`),
   ]
 }
 
-/** @param {Answer} answer @param {boolean} byStrength @param {number} chosen @param {(channel: number) => void} choose */
-async function channelGrid(answer, byStrength, chosen, choose) {
+/** From the least to the greatest of all values. @param {Answer} answer */
+const whole = ({ statistics: { min, max } }) => ({ low: min, high: max })
+
+/** @param {Answer} answer @param {boolean} byStrength @param {boolean} same @param {number} chosen @param {(channel: number) => void} choose */
+async function channelGrid(answer, byStrength, same, chosen, choose) {
+  const common = same ? whole(answer) : null
   const { order = [], strength = new Float32Array(), maps } = answer
   const sorted = byStrength ? order : [...order].sort((a, b) => a - b)
   const grid = h("div", { class: "grid", role: "group", "aria-label": "Channels" })
@@ -54,11 +62,10 @@ async function channelGrid(answer, byStrength, chosen, choose) {
 
   /** @param {number} channel @param {Float32Array} values */
   function tile(channel, values) {
-    const { low, high } = range(values)
     return h("button", {
       type: "button", class: "tile", "data-channel": channel, "aria-pressed": String(channel === chosen),
       "aria-label": `Channel ${channel}, mean magnitude ${short(strength[channel])}`,
       onclick: () => choose(channel),
-    }, picture(image(values, maps?.width ?? 1, low, high)), h("span", {}, String(channel)))
+    }, picture(image(values, maps?.width ?? 1, common ?? range(values))), h("span", {}, String(channel)))
   }
 }

@@ -1,7 +1,7 @@
 // The chosen node: its type, shape and cost, and the nodes at the other end of its edges.
 
 import { h } from "./dom.js"
-import { flops, parameters, shapeText } from "./numbers.js"
+import { flops, megabytes, parameters, shapeText } from "./numbers.js"
 import { holds } from "./model.js"
 import { kind } from "./tree.js"
 
@@ -46,9 +46,10 @@ export function heading(model, node, name, choose, load, shape) {
 }
 
 /** That the weights are random, and a way to trained ones. @param {import("./model.js").Model} model @param {(weights: string) => void} load */
-function untrained({ defaultWeights }, load) {
-  return h("div", { class: "badge row between" }, "Random weights: untrained",
-    defaultWeights ? h("button", { type: "button", class: "quiet", onclick: () => load(defaultWeights) }, `Load ${defaultWeights}`) : null)
+function untrained({ defaultWeights, weightsKnown }, load) {
+  const size = defaultWeights && !weightsKnown[defaultWeights]?.cached ? ` (about ${megabytes(4 * weightsKnown[defaultWeights].num_params)})` : ""
+  return h("div", { class: "badge row between" }, h("span", {}, h("strong", {}, "Random weights"), ": untrained, so the maps are noise."),
+    defaultWeights ? h("button", { type: "button", onclick: () => load(defaultWeights) }, `Load ${defaultWeights}${size}`) : null)
 }
 
 /** @param {NodeInfo[]} nodes @param {"flops" | "params"} what */

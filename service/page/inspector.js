@@ -11,6 +11,7 @@ import { parameters } from "./numbers.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
 import { isStale } from "./reductions.js"
+import { categories, predictionsView } from "./predictions.js"
 import { requestView } from "./request.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
@@ -33,6 +34,7 @@ export class Inspector {
   /** @type {Answer[]} */ #answers = []
   #requested = ""
   #rendered = ""
+  /** What the predictions are for. */ #subject = ""
   #abort = new AbortController()
   /** @type {Set<string>} */ #confirmed = new Set()
   #hasAttention = false
@@ -53,6 +55,7 @@ export class Inspector {
     this.refresh = refresh
     this.head = h("div", { class: "pane-head" })
     this.picker = h("div", {})
+    this.said = h("div", { class: "said" })
     this.body = h("div", { class: "body" })
     this.foot = h("div", { class: "body" })
   }
@@ -63,12 +66,15 @@ export class Inspector {
     this.#place = place
     const { n: name = "" } = place
     const node = model.resolve(name)
-    if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.body, this.foot)
+    if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.said, this.body, this.foot)
     const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove) : ""
     if (this.#place !== place) return
     keepFocus(this.picker, () => this.picker.replaceChildren(picker))
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? ""].join("\n")
     const known = wanted === this.#requested
+    const subject = [model.name, model.weights, place.p, place.p2].join("\n")
+    if (subject !== this.#subject) this.said.replaceChildren()
+    this.#subject = subject
     this.#describe(model, name, known ? this.#answers[0] : null)
     if (known) return this.#show()
     this.stop()
@@ -117,6 +123,7 @@ export class Inspector {
       clearTimeout(late)
       this.#describe(model, name, answers[0])
       await this.#show()
+      await this.#predict(model, [...new Set(answers.map(({ photo }) => photo))], stop.signal)
     } catch (error) {
       if (stop.signal.aborted) return
       this.#requested = ""
@@ -129,6 +136,13 @@ export class Inspector {
       waiting.remove()
       if (this.#abort === stop) this.body.classList.remove("waiting")
     }
+  }
+
+  /** Say what a classifier sees in the photos, after their first maps are shown. @param {Model} model @param {import("./photo.js").Photo[]} photos @param {AbortSignal} signal */
+  async #predict(model, photos, signal) {
+    // It says less than the maps do: where it cannot be had, they stay alone.
+    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal))).catch(() => [])
+    if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
   /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
@@ -152,7 +166,7 @@ export class Inspector {
     if (!first || !model) return
     const place = this.#place
     const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const wanted = [this.#requested, view, place.ch, place.s, place.at, place.head].join("\n")
+    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
@@ -160,7 +174,7 @@ export class Inspector {
     /** What the numbers and the request below the maps are of. */
     let shown = this.#answers, request = { node: first.node, transforms: /** @type {string[]} */ ([]), id: /** @type {string | null} */ (null) }
     try {
-      if (view === "values") blocks.append(await valuesView(first))
+      if (view === "values") blocks.append(await valuesView(first, first.shape.length === 2 ? await categories(model) : []))
       else if (view === "attention") {
         const { elements, weights } = await this.#attention(model, place)
         blocks.append(this.#choices(view), ...elements)
@@ -198,7 +212,7 @@ export class Inspector {
     const [first] = this.#answers
     const channel = Math.min(Number(place.ch ?? first.order?.[0]) || 0, (first.maps?.channels ?? 1) - 1)
     const stage = await this.#stages(viewSides(this.#answers, view, channel))
-    if (view === "channels") return [stage, ...await channelsView(first, place.s !== "number", channel, (changes) => this.go(changes, true))]
+    if (view === "channels") return [stage, ...await channelsView(first, place.s !== "number", channel, place.r === "same", (changes) => this.go(changes, true))]
     return [stage, h("p", { class: "dim" }, meaning(view, this.#answers))]
   }
 

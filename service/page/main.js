@@ -3,6 +3,7 @@
 import { askJson, modelPath } from "./api.js"
 import { showCatalogue } from "./catalogue.js"
 import { showChooser, showWhere } from "./chooser.js"
+import { watchDivider } from "./divider.js"
 import { byId, h } from "./dom.js"
 import { measured } from "./extractors.js"
 import { GraphView } from "./graph.js"
@@ -82,10 +83,24 @@ function showStart() {
   requested = laidOut = ""
   document.body.classList.remove("inside")
   showWhere("")
-  panes.graph.replaceChildren(welcome(place()))
   panes.features.replaceChildren()
+  panes.graph.replaceChildren()
+  showWelcome(lost)
   showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, ["Try again", () => show(place())])))
-  if (lost) focusHeading(panes.graph)
+}
+
+/** @param {boolean} lost whether the keyboard's focus is to go there */
+async function showWelcome(lost) {
+  const mine = (stop = new AbortController())
+  try {
+    const { element, picture } = await welcome(place(), { go, take: takePhotos, remove: removePhoto })
+    if (mine.signal.aborted) return
+    panes.graph.replaceChildren(element)
+    if (lost) focusHeading(panes.graph)
+    await picture(mine.signal)
+  } catch {
+    // The list of models says why.
+  }
 }
 
 /** Load the model of a place; false where that failed or something else was chosen meanwhile. @param {import("./place.js").Place} now */
@@ -225,6 +240,7 @@ function stopMeasuring() {
 
 onMove(show)
 watchDrops(takePhotos)
+watchDivider()
 if (storedKey()) showKeyButton()
 await restorePhotos()
 show(place())

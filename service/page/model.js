@@ -42,7 +42,7 @@ export class Model {
   constructor(detail, graph, weights) {
     /** @type {string} */ this.name = detail.name
     /** @type {string} */ this.task = detail.task
-    /** @type {Record<string, {cached: boolean, num_params: number, url: string | null}>} */ this.weightsKnown = detail.weights
+    /** @type {Record<string, {cached: boolean, num_params: number, url: string | null, categories: number | null}>} */ this.weightsKnown = detail.weights
     /** @type {string | null} */ this.defaultWeights = detail.default_weights
     /** @type {Record<string, {node: string, channels: number, stride: number}>} */ this.levels = graph.levels ?? detail.levels
     /** @type {any} */ this.preprocessing = detail.preprocessing

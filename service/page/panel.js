@@ -2,6 +2,7 @@
 
 import { range } from "./colours.js"
 import { h } from "./dom.js"
+import { legend } from "./legend.js"
 import { short } from "./numbers.js"
 import { choosePatch, patchUnder } from "./patch.js"
 import { isStale } from "./reductions.js"
@@ -9,7 +10,10 @@ import { stage } from "./stage.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 
-/** A map as an image, and its values, one a pixel; none for RGB. @typedef {{image: ImageData, values: Float32Array | null}} Rendering */
+/**
+ * A map as an image, and where it is no RGB its values, one a pixel, how much of each is to be seen, and its scale.
+ * @typedef {{image: ImageData, values: Float32Array | null, weights: Float32Array | null, scale: import("./colours.js").Range | null}} Rendering
+ */
 
 /**
  * @typedef {object} Shown
@@ -34,7 +38,11 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   const readout = h("span", { class: "readout" })
   const topic = `panel ${++panels}`
   let now = await render(patch, topic), at = patch, asked = 0
-  const repaint = () => paint(now.image, opacity, at)
+  const bar = h("div", { class: "colour-bar" })
+  const repaint = () => {
+    paint(now, opacity, at)
+    bar.replaceChildren(now.scale ? legend(now.scale) : "")
+  }
   repaint()
   if (patch) read(patch)
 
@@ -62,7 +70,7 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   canvas.addEventListener("pointerleave", () => point(null))
   if (patch) choosePatch(canvas, size, patch, choose)
   return {
-    figure: h("figure", {}, canvas, h("figcaption", {}, h("span", {}, caption), readout)),
+    figure: h("figure", {}, canvas, bar, h("figcaption", {}, h("span", {}, caption), readout)),
     /** @param {number} share */
     fade(share) { opacity = share; repaint() },
     /** Show the value of a patch, or the map relative to it. @param {Patch | null} under */

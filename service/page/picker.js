@@ -18,28 +18,31 @@ const SIDE = 44
  */
 export async function photoPicker(place, go, take, remove) {
   const own = await ownPhotos()
+  return h("div", { class: "picker" }, await photoChoices(place, go, take, remove),
+    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)))
+}
+
+/**
+ * The photos, and a button for more.
+ * @param {Place} place @param {Go} go @param {(files: Iterable<File>) => void} take @param {(photo: Photo) => void} remove
+ */
+export async function photoChoices(place, go, take, remove) {
+  const own = await ownPhotos()
   const known = place.p !== undefined && (SAMPLES.includes(place.p) || own.some(([name]) => name === place.p))
   const chosen = known ? place.p : SAMPLES[0]
-  return h("div", { class: "picker" },
-    h("div", { class: "photos", role: "group", "aria-label": "Photo" },
-      ...own.map(([name, photo]) => h("span", { class: "own" }, choice(name, photo.name, small(photo)),
-        h("button", { type: "button", class: "remove", "aria-label": `Remove ${photo.name}`, title: `Remove ${photo.name}`, onclick: () => remove(photo) }, "×"))),
-      ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
-      ...fileButton("Choose…", take)),
-    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)))
+  const file = h("input", { type: "file", accept: "image/*", multiple: true, class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
+    onchange: () => file.files?.length && take([...file.files]) })
+  return h("div", { class: "photos", role: "group", "aria-label": "Photo" },
+    ...own.map(([name, photo]) => h("span", { class: "own" }, choice(name, photo.name, small(photo)),
+      h("button", { type: "button", class: "remove", "aria-label": `Remove ${photo.name}`, title: `Remove ${photo.name}`, onclick: () => remove(photo) }, "×"))),
+    ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
+    h("button", { type: "button", class: "photo add", onclick: () => file.click() }, "Choose…"), file)
 
   /** @param {string} name @param {string} label @param {HTMLElement} picture */
   function choice(name, label, picture) {
     return h("button", { type: "button", class: "photo", "aria-pressed": String(name === chosen), "aria-label": label, title: label,
       onclick: () => go({ p: name }) }, picture)
   }
-}
-
-/** A button that chooses photos from this device. @param {string} text @param {(files: Iterable<File>) => void} take */
-export function fileButton(text, take) {
-  const file = h("input", { type: "file", accept: "image/*", multiple: true, class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
-    onchange: () => file.files?.length && take([...file.files]) })
-  return [h("button", { type: "button", class: "photo add", onclick: () => file.click() }, text), file]
 }
 
 /** @param {Photo} photo */

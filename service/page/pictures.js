@@ -121,8 +121,7 @@ function photoNumber(photo) {
 /** @param {{width: number, values?: Float32Array, rgb?: Uint8ClampedArray}} map */
 function small({ width, values, rgb }) {
   if (!values) return scaled(picture(rgbImage(rgb ?? new Uint8ClampedArray(), width)))
-  const { low, high } = range(values)
-  return scaled(picture(image(values, width, low, high)))
+  return scaled(picture(image(values, width, range(values))))
 }
 
 /** @param {HTMLCanvasElement} whole */

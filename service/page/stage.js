@@ -7,6 +7,8 @@ import { visibleRegion } from "./photo.js"
 /** @typedef {import("./photo.js").Photo} Photo */
 
 const SIDE = 640
+/** By how much the exponent of the opacity grows towards the least values. */
+const LEAST_SEEN = 1.2
 
 /**
  * A canvas, and a function that paints a map and a patch's outline on it.
@@ -21,14 +23,22 @@ export function stage({ bitmap }, preprocessing, label) {
   const canvas = h("canvas", { class: "stage", width, height, role: "img", "aria-label": label })
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"))
 
-  /** @param {ImageData} map @param {number} opacity 0 to 1 @param {Patch | null} patch */
-  function paint(map, opacity, patch) {
+  canvas.style.setProperty("--aspect", String(width / height))
+
+  /**
+   * Where little of the map is to be seen, more of the photo is, unless the opacity is 1.
+   * @param {{image: ImageData, weights: Float32Array | null}} map @param {number} opacity 0 to 1 @param {Patch | null} patch
+   */
+  function paint({ image: map, weights }, opacity, patch) {
     context.clearRect(0, 0, width, height)
+    context.filter = `grayscale(${opacity})` // its colours would be taken for the map's
     if (bitmap) context.drawImage(bitmap, -part.x * scale, -part.y * scale, bitmap.width * scale, bitmap.height * scale)
-    context.globalAlpha = opacity
+    context.filter = "none"
+    const seen = new ImageData(new Uint8ClampedArray(map.data), map.width)
+    for (let i = 0; i < seen.data.length / 4; i++)
+      seen.data[4 * i + 3] *= opacity ** (weights ? 1 + LEAST_SEEN * (1 - weights[i]) : 1)
     context.imageSmoothingQuality = "high"
-    context.drawImage(picture(map), 0, 0, width, height)
-    context.globalAlpha = 1
+    context.drawImage(picture(seen), 0, 0, width, height)
     if (!patch) return
     const [w, h] = [width / map.width, height / map.height]
     for (const [line, colour] of /** @type {Array<[number, string]>} */ ([[5, "#000"], [2.5, "#fff"]])) {

@@ -21,7 +21,20 @@ import { patchAlike, patchOf } from "./patch.js"
  */
 
 /** Of the maps over the photos; kept while other nodes are chosen. */
-let opacity = 0.7
+let opacity = 0.8
+
+/** A button that gives the maps the whole window, and gives it back. */
+function enlarge() {
+  const button = h("button", { type: "button", "aria-pressed": String(document.body.classList.contains("enlarged")),
+    onclick: () => button.setAttribute("aria-pressed", String(document.body.classList.toggle("enlarged"))) }, "Enlarge")
+  return button
+}
+
+addEventListener("keydown", ({ key }) => {
+  if (key !== "Escape" || !document.body.classList.contains("enlarged")) return
+  document.body.classList.remove("enlarged")
+  document.querySelector(".over [aria-pressed=true]")?.setAttribute("aria-pressed", "false")
+})
 
 /**
  * @param {Side[]} sides
@@ -51,5 +64,6 @@ export async function stages(sides, preprocessing, at, choose) {
       for (const { fade } of panels) fade(opacity)
     } })
   const shown = sides.map((side) => ("note" in side ? h("p", { class: "note" }, side.note) : panels[mapped.indexOf(side)].figure))
-  return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length ? h("label", { class: "row dim" }, "Map opacity", slider) : null)
+  return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length
+    ? h("div", { class: "row dim" }, h("label", { class: "row spring" }, "Map opacity", slider), enlarge()) : null)
 }

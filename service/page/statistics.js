@@ -40,18 +40,21 @@ function histogram({ counts, min, max, count }) {
     h("figcaption", {}, h("span", {}, short(min)), h("span", {}, "height: √count"), h("span", {}, short(max))))
 }
 
-/** An output that is not a map: a vector's largest values. @param {import("./answers.js").Answer} answer */
-export async function valuesView({ slot, shape }) {
+/**
+ * An output that is not a map: a vector's largest values.
+ * @param {import("./answers.js").Answer} answer @param {string[]} names of the classes that the values may stand for
+ */
+export async function valuesView({ slot, shape }, names = []) {
   if (shape.length !== 2) return h("p", { class: "note" }, `A tensor of shape ${shape.join(" × ")} is not a map over the image.`)
-  return h("div", {}, h("h3", {}, "Largest values"), bars(await reduce("values", { slot, most: MOST_VALUES })))
+  return h("div", {}, h("h3", {}, "Largest values"), bars(await reduce("values", { slot, most: MOST_VALUES }), names.length === shape[1] ? names : []))
 }
 
-/** The largest values, each with a bar from zero. @param {Float32Array} values @param {number} [most] */
-function bars(values, most = 12) {
+/** The largest values, each with a bar from zero. @param {Float32Array} values @param {string[]} names @param {number} [most] */
+function bars(values, names, most = 12) {
   const order = [...values.keys()].filter((i) => Number.isFinite(values[i])).sort((a, b) => values[b] - values[a]).slice(0, most)
   const low = Math.min(0, ...order.map((i) => values[i])), high = Math.max(0, ...order.map((i) => values[i]))
-  return h("ol", { class: "bars plain-list" }, ...order.map((i) => h("li", {},
-    h("span", { class: "dim" }, String(i)), bar(values[i], low, high), h("span", {}, short(values[i])))))
+  return h("ol", { class: names.length ? "bars named plain-list" : "bars plain-list" }, ...order.map((i) => h("li", {},
+    h("span", { class: "dim" }, String(i)), bar(values[i], low, high), h("span", {}, short(values[i])), names.length ? h("span", {}, names[i]) : null)))
 }
 
 /** A bar from zero to a value, on a scale from `low` to `high`. @param {number} value @param {number} low @param {number} high */

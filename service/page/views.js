@@ -1,6 +1,6 @@
 // The views of a map, except attention.
 
-import { image, range, rgbImage } from "./colours.js"
+import { image, range, rgbImage, weights } from "./colours.js"
 import { reduce } from "./reductions.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -15,6 +15,9 @@ export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "P
  */
 export function viewSides(answers, view, channel) {
   const components = view === "pca" ? commonComponents(answers) : null
+  const alike = answers.length > 1 && new Set(answers.map(({ node }) => node)).size === 1
+  /** @type {Promise<Float32Array[]> | null} photos are compared on one scale; different nodes have none in common */
+  const all = alike && ["channels", "mean"].includes(view) ? Promise.all(answers.map((answer) => valuesOf(answer, view, channel))) : null
   return answers.map((answer, number) => {
     const { maps, node, photo, slot } = answer
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
@@ -23,14 +26,19 @@ export function viewSides(answers, view, channel) {
     return {
       photo, node, label, caption: label, size: maps, query: view === "similarity",
       render: async (patch, topic) => {
-        if (components) return { image: rgbImage((await components)[number], maps.width), values: null }
-        const values = view === "mean" ? await reduce("magnitude", { slot })
-          : view === "similarity" ? await reduce("similarity", { slot, ...patch }, { topic })
-          : (await reduce("channels", { slot, channels: [own] }))[0]
-        return coloured(values, maps.width)
+        if (components) return { image: rgbImage((await components)[number], maps.width), values: null, weights: null, scale: null }
+        if (view === "similarity") return coloured(await reduce("similarity", { slot, ...patch }, { topic }), maps.width)
+        const values = await (all ? (await all)[number] : valuesOf(answer, view, own))
+        return coloured(values, maps.width, all ? range(...await all) : undefined)
       },
     }
   })
+}
+
+/** The values of a view that needs no position. @param {Answer} answer @param {string} view @param {number} channel @returns {Promise<Float32Array>} */
+async function valuesOf({ slot, maps }, view, channel) {
+  if (view === "mean") return reduce("magnitude", { slot })
+  return (await reduce("channels", { slot, channels: [Math.min(channel, (maps?.channels ?? 1) - 1)] }))[0]
 }
 
 /** Whether the maps of all answers have the same channels, so that they have principal components in common. @param {Answer[]} answers */
@@ -42,8 +50,11 @@ function commonComponents(answers) {
   return Promise.all(answers.map(async ({ slot, maps }) => (maps ? (await reduce("pca", { slots: [slot] }))[0] : new Uint8ClampedArray())))
 }
 
-/** A map in colours, from its minimum to its maximum. @param {Float32Array} values @param {number} width @returns {import("./panel.js").Rendering} */
-export function coloured(values, width) {
-  const { low, high } = range(values)
-  return { image: image(values, width, low, high), values }
+/**
+ * A map in colours, on its own range or on that of all that are compared.
+ * @param {Float32Array} values @param {number} width @param {import("./colours.js").Range} [scale]
+ * @returns {import("./panel.js").Rendering}
+ */
+export function coloured(values, width, scale = range(values)) {
+  return { image: image(values, width, scale), values, weights: weights(values, scale), scale }
 }

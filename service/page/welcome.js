@@ -1,31 +1,76 @@
-// The middle pane while no model is chosen.
+// The middle pane while no model is chosen: a first picture, and where to begin.
 
+import { features } from "./answers.js"
 import { listed } from "./catalogue.js"
 import { h } from "./dom.js"
-import { isMissing } from "./photo.js"
+import { loadModel } from "./model.js"
+import { photoOf } from "./photo.js"
+import { photoChoices } from "./picker.js"
 import { kept, link } from "./place.js"
+import { predictionsView } from "./predictions.js"
+import { panel } from "./panel.js"
+import { viewSides } from "./views.js"
+
+/** @typedef {import("./place.js").Place} Place */
+
+/** The model of the first picture: its weights are a package. */
+const TRAINED = "efficientnet_lite0"
 
 /** Where to begin: one model of each kind. @type {Array<[string, string]>} */
 const FIRST = [
+  [TRAINED, "trained, and nothing to download"],
   ["resnet50", "convolutions and shortcuts"],
   ["vit_b_16", "patches, tokens, attention"],
+  ["timm.vit_small_patch14_dinov2", "DINOv2: parts of things without labels"],
   ["swin_t", "attention in shifted windows"],
   ["convnext_tiny", "a convolutional network after transformers"],
   ["fasterrcnn_resnet50_fpn", "a detector's feature pyramid"],
   ["mobilenet_v3_small", "small enough for a phone"],
 ]
 
-/** @param {import("./place.js").Place} place */
-export function welcome(place) {
-  const start = (/** @type {string} */ name, /** @type {string} */ what) =>
-    h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))
-  const starts = h("ul", { class: "plain-list starts" }, ...FIRST.map(([name, what]) => start(name, what)))
-  // The first one has trained weights on this machine, where a package brought them.
-  listed("packaged").then(({ models }) => starts.prepend(...models.slice(0, 1).map(
-    (/** @type {{name: string}} */ { name }) => start(name, "trained, and nothing to download")))).catch(() => {})
-  return h("div", { class: "welcome" },
-    h("h1", { tabindex: -1 }, "Look inside a vision model"),
-    h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
-    place.p?.startsWith("own") && !isMissing(place.p) ? h("p", { class: "badge", role: "status" }, "Your photo is here: choose a model to look at it.") : "",
-    starts)
+/**
+ * @param {Place} place
+ * @param {{go: import("./picker.js").Go, take: (files: Iterable<File>) => void, remove: (photo: import("./photo.js").Photo) => void}} actions
+ */
+export async function welcome(place, { go, take, remove }) {
+  const whole = await listed("")
+  const known = new Set(whole.models.map((/** @type {{name: string}} */ one) => one.name))
+  const view = h("div", { class: "showcase", hidden: true })
+  if (known.has(TRAINED)) view.hidden = false
+  const begin = FIRST.filter(([name]) => known.has(name) || (whole.timm && name.startsWith("timm.")))
+  return {
+    element: h("div", { class: "welcome" },
+      h("h1", { tabindex: -1 }, "Look inside a vision model"),
+      h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
+      await photoChoices(place, go, take, remove),
+      view,
+      h("ul", { class: "plain-list starts" }, ...begin.map(([name, what]) =>
+        h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))))),
+    /** Compute the first picture. @param {AbortSignal} signal */
+    async picture(signal) {
+      if (view.hidden) return
+      view.replaceChildren(h("p", { class: "dim", role: "status" }, `Looking at it with ${TRAINED}…`))
+      try {
+        view.replaceChildren(...await showcase(place, signal))
+      } catch {
+        // The models below say what is wrong, once one is chosen.
+        view.hidden = true
+      }
+    },
+  }
+}
+
+/** A map of a trained model over the photo, and what it says. @param {Place} place @param {AbortSignal} signal */
+async function showcase(place, signal) {
+  const [model, photo] = await Promise.all([loadModel(TRAINED, undefined, signal), photoOf(place.p)])
+  const answer = await features(model, "C4", photo, signal)
+  const sides = viewSides([answer], "pca", 0)
+  const figures = await Promise.all(sides.map((side) => ("note" in side ? h("p", {}, side.note) : panel({
+    ...side, preprocessing: model.preprocessing, opacity: 0.8, label: `${side.label} of ${side.node} over ${photo.name}`,
+    caption: "Equal colours: alike to the model", patch: null, point: () => {}, choose: () => {},
+  }).then(({ figure }) => figure))))
+  const said = await predictionsView(model, photo, signal)
+  return [...figures, h("div", { class: "stacked-list" },
+    h("p", {}, "What ", h("strong", {}, TRAINED), ", which is here with its trained weights, says of this photo:"), said ?? "",
+    h("p", {}, h("a", { class: "button primary", href: link({ m: TRAINED, ...kept(place) }) }, "Look inside it")))]
 }

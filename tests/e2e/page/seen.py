@@ -17,6 +17,11 @@ INFERNO = [
     *((0, 0, 4), (31, 12, 72), (85, 15, 109), (136, 34, 106), (186, 54, 85)),
     *((227, 89, 51), (249, 140, 10), (249, 201, 50), (252, 255, 164)),
 ]
+# ColorBrewer's RdBu of nine colours, reversed.
+BLUE_TO_RED = [
+    *((33, 102, 172), (67, 147, 195), (146, 197, 222), (209, 229, 240), (247, 247, 247)),
+    *((253, 219, 199), (244, 165, 130), (214, 96, 77), (178, 24, 43)),
+]
 GRAPH = "section.graph canvas"
 TILES = ".grid .tile"
 
@@ -33,11 +38,15 @@ def asked(server, model, node, weights, photo=None, headers=None):
     return safetensors.numpy.load(response.content)[node]
 
 
-def coloured(values):
-    """A map as the page paints it: from its least to its greatest value."""
-    shares = np.round((values - values.min()) / (values.max() - values.min()) * 255) / 255
-    points = np.linspace(0, 1, len(INFERNO))
-    return np.stack([np.interp(shares, points, [p[c] for p in INFERNO]) for c in range(3)], axis=-1)
+def coloured(values, low=None, high=None):
+    """A map as the page paints it: from its least to its greatest value, or about zero if there are both signs."""
+    low, high = (values.min() if low is None else low), (values.max() if high is None else high)
+    colours = INFERNO
+    if low < 0 < high:
+        low, high, colours = -max(high, -low), max(high, -low), BLUE_TO_RED
+    shares = np.round((values - low) / (high - low) * 255) / 255
+    points = np.linspace(0, 1, len(colours))
+    return np.stack([np.interp(shares, points, [p[c] for p in colours]) for c in range(3)], axis=-1)
 
 
 def pixels(canvas):

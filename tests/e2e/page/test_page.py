@@ -127,7 +127,7 @@ def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, 
         }""",
         base64.b64encode(rocket).decode(),
     )
-    page.get_by_text("Your photo is here").wait_for()
+    page.get_by_role("button", name="mine.jpg", exact=True).wait_for()
     page.get_by_role("link", name="squeezenet1_1").click()
     page.locator('.tree [title="features.3"]').click()
     shown(page, "features.3", "mine.jpg")

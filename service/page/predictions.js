@@ -1,0 +1,56 @@
+// What a classifier says of a photo: the names of its classes, and how sure it is.
+
+import { features } from "./answers.js"
+import { askJson, modelPath } from "./api.js"
+import { h } from "./dom.js"
+import { reduce } from "./reductions.js"
+
+/** @typedef {import("./model.js").Model} Model */
+
+const MOST = 5
+/** @type {WeakMap<Model, Promise<string[]>>} */
+const names = new WeakMap()
+
+/** The names of the classes in order; none where the weights are random or name none. @param {Model} model @returns {Promise<string[]>} */
+export function categories(model) {
+  const counted = model.weightsKnown[model.weights]?.categories
+  if (!counted) return Promise.resolve([])
+  let found = names.get(model)
+  if (!found) {
+    const query = { categories: "true", weights: model.weights }
+    found = askJson(modelPath(model.name, "", query)).then(({ weights }) => weights[model.weights]?.category_names ?? [])
+    found.catch(() => names.delete(model))
+    names.set(model, found)
+  }
+  return found
+}
+
+/**
+ * The likeliest classes of a photo; null where the model is no classifier with known names.
+ * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
+ */
+export async function predictionsView(model, photo, signal) {
+  const last = model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null
+  const known = last ? await categories(model) : []
+  if (!last || known.length !== last.shape?.at(-1)) return null
+  const { slot } = await features(model, last.name, photo, signal)
+  const shares = softmax(await reduce("values", { slot, most: known.length }))
+  const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
+  return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}` },
+    h("ol", { class: "plain-list" }, ...order.map((i) => {
+      const row = h("li", { "data-class": i }, h("span", {}, known[i]), h("span", { class: "dim" }, percent(shares[i])))
+      row.style.setProperty("--share", `${100 * shares[i]}%`)
+      return row
+    })))
+}
+
+/** @param {number} share */
+const percent = (share) => (share < 0.0005 ? "<0.1 %" : `${(100 * share).toFixed(1)} %`)
+
+/** @param {Float32Array} values */
+export function softmax(values) {
+  const most = values.reduce((a, b) => Math.max(a, b), -Infinity)
+  const powers = values.map((value) => Math.exp(value - most))
+  const sum = powers.reduce((a, b) => a + b, 0)
+  return powers.map((power) => power / sum)
+}

