@@ -68,6 +68,13 @@ export class Camera {
     this.moved()
   }
 
+  /** Pan so that a place of the drawing is in the middle. @param {number} x @param {number} y */
+  centre(x, y) {
+    this.x = this.canvas.clientWidth / 2 - x * this.scale
+    this.y = this.canvas.clientHeight / 2 - y * this.scale
+    this.moved()
+  }
+
   /** Pan so that a box is in sight. @param {{x: number, y: number, width: number, height: number}} box */
   reveal({ x, y, width, height }) {
     const { clientWidth, clientHeight } = this.canvas

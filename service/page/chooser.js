@@ -3,7 +3,7 @@
 import { byId, h, select } from "./dom.js"
 import { flops, parameters } from "./numbers.js"
 import { kept, link, place } from "./place.js"
-import { moduleTree } from "./tree.js"
+import { Tree } from "./tree.js"
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -14,13 +14,19 @@ import { moduleTree } from "./tree.js"
  *   search: (wanted: string) => void}} actions
  */
 export function showChooser(pane, model, actions) {
-  const results = h("div", { class: "results", id: "tree" })
+  const tree = new Tree(model, actions)
   let wanted = ""
   /** @type {Set<string>} */ let open = new Set()
   /** @type {string | null} */ let chosen = null
   const search = h("input", {
     type: "search", placeholder: "Search nodes", "aria-label": "Search nodes",
     oninput: () => { wanted = search.value.trim().toLowerCase(); actions.search(wanted); show() },
+    onkeydown: (/** @type {KeyboardEvent} */ event) => {
+      if (event.key === "Enter" && wanted) tree.chooseFirst()
+      else if (event.key === "ArrowDown") tree.focus()
+      else return
+      event.preventDefault()
+    },
   })
   const levels = Object.entries(model.levels)
   const models = h("a", { href: "#", class: "quiet" }, "All models")
@@ -37,15 +43,11 @@ export function showChooser(pane, model, actions) {
         : null,
       closedParts(model),
       search),
-    results,
+    tree.element,
   )
 
   function show() {
-    const focused = results.contains(document.activeElement) ? document.activeElement?.getAttribute("aria-label") : null
-    const top = results.scrollTop
-    results.replaceChildren(moduleTree(model, open, chosen, wanted, actions))
-    results.scrollTop = top
-    if (focused) /** @type {HTMLElement | null} */ (results.querySelector(`[aria-label="${CSS.escape(focused)}"]`))?.focus()
+    tree.show(open, chosen, wanted)
     for (const pill of pane.querySelectorAll(".levels .pill"))
       pill.setAttribute("aria-pressed", String(pill.getAttribute("data-node") === chosen))
   }
@@ -53,12 +55,10 @@ export function showChooser(pane, model, actions) {
   return {
     /** @param {Set<string> | null} nowOpen null for those that are open already @param {string | null} nowChosen */
     update(nowOpen, nowChosen) {
-      const moved = nowChosen !== chosen
       models.href = link(kept(place()))
       open = nowOpen ?? open
       chosen = nowChosen
       show()
-      if (moved) results.querySelector(".chosen")?.scrollIntoView({ block: "nearest" })
     },
   }
 }

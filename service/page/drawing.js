@@ -100,8 +100,31 @@ export function draw(context, layout, camera, { colours, chosen, found, heat, pi
     if (i === chosen || found.has(i)) outline(context, box, i === chosen ? colours.accent : colours.text, (i === chosen ? 2.5 : 1.5) / Math.min(1, camera.scale / READABLE))
     if (readable) drawKnob(context, box, colours)
   })
+  if (!readable) drawNames(context, layout.boxes.filter(visible), camera.scale, colours)
   const middle = (top + bottom) / 2
   return missing.sort((one, other) => Math.abs(one.y - middle) - Math.abs(other.y - middle)).map((box) => box.node)
+}
+
+/** Names of one size at every zoom, those of frames first, as far as they do not overlap. @param {CanvasRenderingContext2D} context @param {Box[]} boxes @param {number} scale @param {ReturnType<typeof palette>} colours */
+function drawNames(context, boxes, scale, colours) {
+  const line = LINE / scale
+  /** @type {Array<[left: number, top: number, right: number]>} */ const taken = []
+  context.font = FONT.replace("11px", `${11 / scale}px`)
+  for (const box of [...boxes].sort((one, other) => other.height - one.height)) {
+    if (box.height < (box.kind === "frame" ? 2 : 0.8) * line) continue
+    const text = box.kind === "frame" ? box.name : box.lines[0]
+    const width = context.measureText(text).width
+    // Beside what they name: frames' on the left, boxes' on the right.
+    const [left, top] = box.kind === "frame" ? [box.x - width - PADDING / scale, box.y] : [box.x + box.width + PADDING / scale, box.y + box.height / 2 - line / 2]
+    if (taken.some(([x, y, right]) => Math.abs(y - top) < line && left < right && left + width > x)) continue
+    taken.push([left, top, left + width])
+    context.globalAlpha = 0.85
+    context.fillStyle = colours.background
+    context.fillRect(left, top, width + 4 / scale, line)
+    context.globalAlpha = 1
+    context.fillStyle = box.kind === "frame" ? colours.text : colours.dim
+    context.fillText(text, left + 2 / scale, top + line * 0.78)
+  }
 }
 
 /** @param {CanvasRenderingContext2D} context @param {Box} box @param {HTMLCanvasElement | null | undefined} shown @param {ReturnType<typeof palette>} colours */

@@ -3,7 +3,8 @@
 import { Camera } from "./camera.js"
 import { KNOB, draw, knob, palette } from "./drawing.js"
 import { h, select } from "./dom.js"
-import { holds } from "./model.js"
+import { Minimap } from "./minimap.js"
+import { holds, modulesAbove } from "./model.js"
 import { flops, parameters, shapeText } from "./numbers.js"
 import { Pictures } from "./pictures.js"
 import { kind, matches } from "./tree.js"
@@ -15,12 +16,16 @@ import { followed, next } from "./walk.js"
 
 /** The smallest scale to begin with: text can be read. */
 const LEGIBLE = 0.85
+/** How long a box is chosen by keys before its output is asked for, in milliseconds. */
+const REST = 250
 
 export class GraphView {
   /** @type {Layout | null} */ layout = null
   /** @type {Model | null} */ model = null
   /** @type {string | null} */ chosen = null
   /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
+  /** The nodes of each box, by its name. @type {Map<string, import("./model.js").NodeInfo[]>} */ #inside = new Map()
+  #resting = 0
   #size = { width: 0, height: 0 }
   #query = ""
   #colouring = ""
@@ -33,7 +38,7 @@ export class GraphView {
 
   /**
    * @param {HTMLElement} pane
-   * @param {{choose: (path: string) => void, toggle: (path: string) => void, openAll: () => void, closeAll: () => void,
+   * @param {{choose: (path: string, replace?: boolean) => void, toggle: (path: string) => void, openAll: () => void, closeAll: () => void,
    *   colour: (by: string) => void, picture: (view: string) => void}} actions
    */
   constructor(pane, actions) {
@@ -68,6 +73,8 @@ export class GraphView {
     )
     this.context = /** @type {CanvasRenderingContext2D} */ (this.canvas.getContext("2d"))
     this.camera = new Camera(this.canvas, () => this.redraw(), (x, y) => this.#click(x, y))
+    this.minimap = new Minimap((x, y) => this.camera.centre(x, y))
+    pane.append(this.minimap.element)
     this.canvas.addEventListener("dblclick", (event) => this.#doubleClick(event))
     this.canvas.addEventListener("pointermove", (event) => this.#hover(event))
     this.canvas.addEventListener("pointerleave", () => (this.card.hidden = true))
@@ -82,6 +89,8 @@ export class GraphView {
     this.model = model
     this.layout = layout
     this.#anchor = null
+    this.#sort(model, layout)
+    this.minimap.show(layout)
     this.wait(false)
     this.#recolour()
     this.#search()
@@ -154,6 +163,7 @@ export class GraphView {
         pictures: this.shown === "none" ? null : (node) => this.pictures.get(node),
       })
       if (this.shown !== "none") this.pictures.want(missing)
+      this.minimap.draw(this.camera)
     })
   }
 
@@ -166,7 +176,14 @@ export class GraphView {
 
   /** @param {Box} box */
   #nodesOf(box) {
-    return (this.model?.nodes ?? []).filter((node) => holds(box.name, node.name))
+    return this.#inside.get(box.name) ?? []
+  }
+
+  /** Find the nodes of each box. @param {Model} model @param {Layout} layout */
+  #sort(model, layout) {
+    this.#inside = new Map(layout.boxes.map((box) => [box.name, []]))
+    for (const node of model.nodes)
+      for (const path of [...modulesAbove(node.name), node.name]) this.#inside.get(path)?.push(node)
   }
 
   #recolour() {
@@ -299,6 +316,9 @@ export class GraphView {
     const box = this.layout?.boxes[number]
     if (!box) return
     this.announcement.textContent = this.#described(box).join(", ")
-    this.actions.choose(box.kind === "module" ? box.name : box.node)
+    this.choose(box.node)
+    // What is passed on the way is not asked for.
+    clearTimeout(this.#resting)
+    this.#resting = setTimeout(() => this.actions.choose(box.kind === "module" ? box.name : box.node, true), REST)
   }
 }

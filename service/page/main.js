@@ -134,7 +134,7 @@ async function load(now) {
     waiting.remove()
   }
   chooser = showChooser(panes.models, model, {
-    weights: (w) => go({ w }), choose, toggle, search: (wanted) => graph?.search(wanted),
+    weights: (w) => go({ w }), choose: (path) => choose(path), toggle, search: (wanted) => graph?.search(wanted),
   })
   graph ??= new GraphView(panes.graph, {
     choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
@@ -153,13 +153,13 @@ function focusHeading(pane) {
   /** @type {HTMLElement | null} */ (pane.querySelector("h1, h2"))?.focus()
 }
 
-/** @param {string} path */
-function choose(path) {
+/** @param {string} path @param {boolean} [replace] without an entry in the history */
+function choose(path, replace = false) {
   if (!model) return
   const node = model.resolve(path)
   const open = openModules(model)
   const above = node && path === node.name && place().o !== ALL ? modulesAbove(path).filter((module) => !open.has(module)) : []
-  go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) })
+  go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) }, replace)
 }
 
 /** Expand or collapse a module; those inside a collapsed one collapse as well. @param {string} path */

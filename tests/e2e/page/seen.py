@@ -22,7 +22,7 @@ BLUE_TO_RED = [
     *((33, 102, 172), (67, 147, 195), (146, 197, 222), (209, 229, 240), (247, 247, 247)),
     *((253, 219, 199), (244, 165, 130), (214, 96, 77), (178, 24, 43)),
 ]
-GRAPH = "section.graph canvas"
+GRAPH = "section.graph canvas[role=application]"
 TILES = ".grid .tile"
 
 

@@ -10,7 +10,7 @@ import torch
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import CHELSEA, asked, check_tiles, coloured, pixels, shown_channels, until
+from tests.e2e.page.seen import CHELSEA, GRAPH, asked, check_tiles, coloured, pixels, shown_channels, until
 
 VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
@@ -292,8 +292,8 @@ def test_a_photo_is_pasted(open_server, visit):
 def test_fingers_choose_drag_and_pinch(open_server, visit):
     page = visit(open_server.url, has_touch=True).go("m=resnet18&n=layer2&v=mean")
     page.locator(".stage").wait_for()
-    page.locator('section.graph canvas[aria-busy="false"]').wait_for()
-    box = page.locator("section.graph canvas").bounding_box()
+    page.locator('section.graph canvas[role="application"][aria-busy="false"]').wait_for()
+    box = page.locator(GRAPH).bounding_box()
     middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     wire = page.context.new_cdp_session(page)
 
@@ -303,7 +303,7 @@ def test_fingers_choose_drag_and_pinch(open_server, visit):
 
     def drawn():
         page.evaluate("() => new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
-        return pixels(page.locator("section.graph canvas"))
+        return pixels(page.locator(GRAPH))
 
     first, (x, y) = drawn(), middle
     touch("touchStart", middle)
