@@ -59,7 +59,7 @@ async function attentionNear(model, name) {
  * @returns {Promise<Weights>}
  */
 async function weightsOf(model, node, { photo }, signal) {
-  const { id } = await makeExtractor(model, node, ["attention_maps"], signal)
+  const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"] }, signal)
   let found = kept(id, photo)
   if (!found) {
     const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id })

@@ -47,7 +47,8 @@ export function heading(model, node, name, choose, load, shape) {
 
 /** That the weights are random, and a way to trained ones. @param {import("./model.js").Model} model @param {(weights: string) => void} load */
 function untrained({ defaultWeights, weightsKnown }, load) {
-  const size = defaultWeights && !weightsKnown[defaultWeights]?.cached ? ` (about ${megabytes(4 * weightsKnown[defaultWeights].num_params)})` : ""
+  const { cached = true, num_params: count = 0 } = (defaultWeights && weightsKnown[defaultWeights]) || {}
+  const size = !cached && count ? ` (about ${megabytes(4 * count)})` : ""
   return h("div", { class: "badge row between" }, h("span", {}, h("strong", {}, "Random weights"), ": untrained, so the maps are noise."),
     defaultWeights ? h("button", { type: "button", onclick: () => load(defaultWeights) }, `Load ${defaultWeights}${size}`) : null)
 }

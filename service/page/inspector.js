@@ -123,7 +123,7 @@ export class Inspector {
       clearTimeout(late)
       this.#describe(model, name, answers[0])
       await this.#show()
-      await this.#predict(model, [...new Set(answers.map(({ photo }) => photo))], stop.signal)
+      this.#predict(model, [...new Set(answers.map(({ photo }) => photo))], stop.signal)
     } catch (error) {
       if (stop.signal.aborted) return
       this.#requested = ""

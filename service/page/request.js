@@ -2,8 +2,10 @@
 
 import { askFeatures } from "./answers.js"
 import { copyText } from "./clipboard.js"
-import { h } from "./dom.js"
+import { h, select } from "./dom.js"
 import { makeExtractor } from "./extractors.js"
+import { megabytes, shapeText } from "./numbers.js"
+import { reason } from "./states.js"
 import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -12,6 +14,19 @@ import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
+/** What is asked of the features; kept as well. @type {Record<string, string>} */
+let query = {}
+/** Nodes that stay in the request while others are chosen. @type {WeakMap<Model, string[]>} */
+const collected = new WeakMap()
+
+/** The choices, of which the first is what comes without asking. @type {Array<[name: string, text: string, choices: Array<[string, string]>]>} */
+const CHOICES = [
+  ["pool", "Pool", [["", "whole maps"], ["avg", "average"], ["max", "maximum"], ["gem", "GeM"], ["cls", "class token"]]],
+  ["dtype", "Type", [["", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
+  ["normalize", "Length", [["", "as it is"], ["l2", "one (L2)"]]],
+  ["precision", "Arithmetic", [["", "float32"], ["bfloat16", "bfloat16"], ["float16", "float16"], ["int8", "int8"]]],
+  ["image_size", "Image size", [["", "the weights' own"], ...["160", "224", "320", "448", "512", "640"].map((size) => /** @type {[string, string]} */ ([size, size]))]],
+]
 
 /**
  * @param {Model} model
@@ -20,8 +35,9 @@ let language = "curl"
  * @param {Answer | null} answer null where there is none yet
  */
 export function requestView(model, { node, transforms, id }, file, answer) {
-  const request = requestOf(model, [node], file, { transforms, id })
   const code = h("code", {})
+  const weight = h("p", { class: "dim" })
+  const nodes = h("div", { class: "levels", role: "group", "aria-label": "Nodes of the request" })
   const copied = h("span", { class: "dim", role: "status" })
   const made = h("p", { class: "dim", role: "status" })
   const choices = h("div", { class: "segments", role: "group", "aria-label": "Language" },
@@ -32,40 +48,87 @@ export function requestView(model, { node, transforms, id }, file, answer) {
     copied.textContent = "Copied "
     setTimeout(() => (copied.textContent = ""), 2000)
   } }, "Copy")
+  const npy = h("button", { type: "button", onclick: () => download("npy") }, "Download npy")
+  const options = transforms.length ? "" : h("details", { class: "options", open: Object.keys(query).length > 0 || others().length > 0 },
+    h("summary", {}, "Change what is asked for"), nodes,
+    h("div", { class: "choices" }, ...CHOICES.map(([name, text, list]) => h("label", { class: "stacked" }, text,
+      select(text, list, query[name] ?? "", (value) => {
+        query = { ...query, [name]: value }
+        if (!value) delete query[name]
+        show()
+      })))))
   show()
   return h("section", { class: "request", "aria-label": "The request" },
-    h("h3", {}, "The same request from a program"),
+    h("h3", {}, "The same request from a program"), options, weight,
     h("div", { class: "row between" }, choices, h("span", {}, copied, copy)),
     h("pre", { tabindex: 0, "aria-label": "The request" }, code),
     h("div", { class: "row" },
-      answer ? h("button", { type: "button", onclick: () => download(answer, "safetensors") }, "Download safetensors") : null,
-      answer ? h("button", { type: "button", onclick: () => download(answer, "npy") }, "Download npy") : null,
+      answer ? h("button", { type: "button", onclick: () => download("safetensors") }, "Download safetensors") : null,
+      answer ? npy : null,
       h("button", { type: "button", onclick: make }, "Make an extractor")), made)
 
-  function show() {
-    code.textContent = language === "curl" ? curl(request) : pythonCode(request)
-    for (const button of choices.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
+  /** The nodes that stay in the request. */
+  function others() {
+    return transforms.length ? [] : (collected.get(model) ?? []).filter((name) => name !== node)
   }
 
-  /** @param {Answer} answer @param {string} suffix */
-  async function download(answer, suffix) {
+  function request() {
+    return requestOf(model, [node, ...others()], file, { transforms, id, query: transforms.length ? {} : query })
+  }
+
+  function show() {
+    code.textContent = language === "curl" ? curl(request()) : pythonCode(request())
+    for (const button of choices.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
+    npy.disabled = others().length > 0
+    weight.textContent = transforms.length ? "" : weightText(model, request())
+    const kept = collected.get(model) ?? []
+    /** @param {string} name @param {boolean} keep */
+    const change = (name, keep) => {
+      collected.set(model, keep ? [...kept, name] : kept.filter((other) => other !== name))
+      show()
+    }
+    nodes.replaceChildren(h("span", { class: "dim" }, "Nodes"), ...[...new Set([node, ...kept, ...Object.keys(model.levels)])].map((name) =>
+      h("button", { type: "button", class: "pill", "aria-pressed": String(name === node || kept.includes(name)),
+        title: name === node ? "Keep this node in the request while you choose others" : "",
+        onclick: () => change(name, !kept.includes(name)) }, name === node && kept.includes(name) ? `${name} ✓` : name)))
+  }
+
+  /** @param {string} suffix */
+  async function download(suffix) {
+    if (!answer) return
     try {
-      const data = suffix === "safetensors" ? answer.file : await (await askFeatures(request, answer.photo, "application/x-npy")).blob()
-      const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${node}.${suffix}` })
+      const own = suffix === "safetensors" && !others().length && (transforms.length || !Object.keys(query).length)
+      const data = own ? answer.file : await (await askFeatures(request(), answer.photo, `application/x-${suffix}`)).blob()
+      const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${others().length ? "features" : node}.${suffix}` })
       link.click()
       URL.revokeObjectURL(link.href)
     } catch (error) {
-      made.textContent = error instanceof Error ? error.message : String(error)
+      made.textContent = reason(error)
     }
   }
 
   async function make() {
     made.textContent = "Building…"
     try {
-      const found = await makeExtractor(model, node, transforms)
+      const found = await makeExtractor(model, request())
       made.replaceChildren(`Extractor ${found.id} is ${found.state}. POST photos to `, h("code", {}, `/v1/extractors/${found.id}/features`))
     } catch (error) {
-      made.textContent = error instanceof Error ? error.message : String(error)
+      made.textContent = reason(error)
     }
   }
+}
+
+/** The shapes and the size of the answer for one photo. @param {Model} model @param {import("./snippets.js").Request} request */
+function weightText(model, { nodes, query }) {
+  if (query.image_size) return ""
+  let values = 0
+  const shapes = nodes.map((name) => {
+    const node = model.resolve(name)
+    let shape = node?.shape?.map((size) => size ?? 1) ?? []
+    const channels = node?.layout === "NCHW" ? shape[1] : shape.at(-1)
+    if (query.pool && shape.length > 2) shape = [1, channels ?? 1]
+    values += shape.reduce((product, size) => product * size, 1)
+    return `${name}: ${shapeText(shape)}`
+  })
+  return `For one photo: ${shapes.join("; ")}; ${megabytes(values * (query.dtype ? 2 : 4))}`
 }

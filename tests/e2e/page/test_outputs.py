@@ -105,3 +105,26 @@ def test_flops_that_are_not_counted_are_not_called_zero(open_server, visit):
     # A convolution's multiply-adds, counted twice.
     assert f"{2 * 64 * 3 * 7 * 7 * 112 * 112 / 1e6:.0f} MFLOPs" in facts.inner_text()
     assert "two FLOPs" in facts.locator("[title]").first.get_attribute("title")
+
+
+@pytest.mark.exhaustive
+def test_the_request_is_changed_and_gives_what_it_says(open_server, visit, tmp_path):
+    page = visit(open_server.url).go("m=resnet18&n=C4&v=mean")
+    page.locator(".stage").wait_for()
+    page.get_by_text("Change what is asked for").click()
+    page.get_by_label("Pool", exact=True).select_option("avg")
+    page.get_by_label("Type", exact=True).select_option("float16")
+    page.locator(".request .pill", has_text="C3").click()
+    assert f"C4: 1{TIMES}256; C3: 1{TIMES}128; 0.768 kB" in page.locator(".request").inner_text()
+    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
+    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / "resnet18.safetensors")
+    for key, size in (("C4", 256), ("C3", 128)):
+        means = asked(open_server, "resnet18", key, "random").mean(axis=(2, 3))
+        assert found[key].dtype == np.float16
+        assert found[key].shape == (1, size)
+        np.testing.assert_allclose(found[key], means, rtol=2e-3, atol=1e-3)
+    page.get_by_role("button", name="Python").click()
+    program = page.locator(".request code").inner_text()
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout == "C4 (1, 256) float16\nC3 (1, 128) float16\n"

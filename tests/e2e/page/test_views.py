@@ -15,9 +15,9 @@ from tests.e2e.page.seen import CHELSEA, GRAPH, asked, check_tiles, coloured, pi
 VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 
-def looks(page, label, values):
-    """The stage of that label, without the photo under it, is the map ``values``, or the colours ``[H, W, 3]``: at the
-    middle of each of its places, but for what smoothing does there."""
+def looks(page, label, values, scale=(None, None)):
+    """The stage of that label, without the photo under it, is the map ``values`` on ``scale`` or its own, or the
+    colours ``[H, W, 3]``: at the middle of each of its places, but for what smoothing does there."""
     stage = page.locator(f'.stage[aria-label="{label}"]')
     stage.wait_for()
     page.get_by_label("Opacity of the map").fill("1")
@@ -25,7 +25,7 @@ def looks(page, label, values):
     rows, columns = (
         ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int) for axis, size in enumerate(values.shape[:2])
     )
-    found, wanted = found[rows][:, columns].astype(float), values if values.ndim == 3 else coloured(values)
+    found, wanted = found[rows][:, columns].astype(float), values if values.ndim == 3 else coloured(values, *scale)
     assert np.abs(found - wanted).mean() < 12
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.97
     return stage
@@ -63,10 +63,16 @@ def attention(server, model, node, photo=CHELSEA):
 def test_the_heat_maps_of_two_photos_and_of_two_nodes_lie_side_by_side(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.12&v=mean&p2=rocket")
     until(page, "document.querySelectorAll('.stage').length === 2")
+    both = {
+        number: np.abs(
+            asked(open_server, "squeezenet1_1", "features.12", "DEFAULT", photos.files()[number].read_bytes())[0]
+        ).mean(axis=0)
+        for number in (1, 3)
+    }
+    scale = min(one.min() for one in both.values()), max(one.max() for one in both.values())
     for number, photo in ((1, "chelsea"), (3, "rocket")):
-        maps = asked(open_server, "squeezenet1_1", "features.12", "DEFAULT", photos.files()[number].read_bytes())[0]
-        values = np.abs(maps).mean(axis=0)
-        stage = looks(page, f"Heat-map of features.12 over {photo}.jpg", values)
+        values = both[number]
+        stage = looks(page, f"Heat-map of features.12 over {photo}.jpg", values, scale)
         stage.hover(position=point(stage, 4, 9, values.shape))
         until(page, f"document.querySelectorAll('.readout')[{number // 2}].textContent.startsWith('4, 9: ')")
         read = page.locator(".readout").nth(number // 2).inner_text()
