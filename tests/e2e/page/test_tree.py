@@ -52,7 +52,7 @@ def test_helpers_without_a_tensor_are_hidden_and_counted(open_server, visit):
 @pytest.mark.exhaustive
 def test_of_a_long_tree_the_rows_in_sight_are_there(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n=blocks.2&w=random&o=*")
-    page.locator('.tree [title="blocks.0.norm1"]').wait_for()
+    page.locator(".tree .chosen").wait_for()
     rows = page.locator(".tree li")
     assert 20 < rows.count() < 130
     page.locator("#tree").evaluate("tree => tree.scrollTo(0, tree.scrollHeight)")
@@ -70,9 +70,11 @@ def test_what_the_arrows_pass_in_the_graph_is_not_asked_for(open_server, visit):
     page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
     before = page.evaluate("history.length")
     tab.urls.clear()
-    page.focus(GRAPH)
-    for _ in range(5):
-        page.keyboard.press("ArrowDown")
+    page.locator(GRAPH).evaluate(
+        """canvas => {
+          for (let i = 0; i < 5; i++) canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown" }))
+        }"""
+    )
     until(page, "location.hash.includes('n=layer2')")
     page.locator('.stage[aria-label$=" of layer2 over chelsea.jpg"]').wait_for()
     assert len([url for url in tab.urls if "/features" in url]) == 1
